@@ -1,0 +1,73 @@
+# One command each; every target does all of its own set-up, once.
+# Needs Python >= 3.11 and a package index. pip's own settings (PIP_INDEX_URL, ...) hold as usual.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+# Test processes, of one thread each.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+
+.PHONY: help install train test test-slow check format docs configuration-page
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train      train the quick start's GPT (ARGS='--flag value' adds flags)"
+	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
+	@echo "make test-slow  run the tests that take more than half a minute each"
+	@echo "make check      lint, format check, types, spelling"
+	@echo "make format     format and sort imports"
+	@echo "make docs       build the documentation into site/"
+	@echo "make configuration-page  write docs/configuration.md anew from llm/config.py"
+	@echo "make install    only make $(VENV) with everything for development"
+
+train: $(VENV)/.core
+	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+configuration-page: $(VENV)/.core
+	$(BIN)/python docs/generate_configuration.py
+
+install: $(VENV)/.dev $(VENV)/.docs
+
+# $(1): what, for people; $(2): what, for pip. Quiet, unless it fails.
+define pip_install
+	@echo "Installing $(1) into $(VENV) (log: $(VENV)/pip.log) ..."
+	@$(BIN)/python -m pip install -c constraints.txt -e "$(2)" >$(VENV)/pip.log 2>&1 \
+		|| { cat $(VENV)/pip.log; exit 1; }
+	@touch $@
+endef
+
+# An environment whose making was cut short has no working pip, and is made again.
+$(VENV)/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is no Python >= 3.11; name one: make PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
+		|| { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	$(call pip_install,llm-trainers and its libraries (PyTorch among them: this takes minutes),.)
+
+$(VENV)/.dev: $(VENV)/.core
+	$(call pip_install,the tools for tests and checks,.[dev])
+
+$(VENV)/.docs: $(VENV)/.core
+	$(call pip_install,the tools for the documentation,.[docs])

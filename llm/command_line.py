@@ -1,0 +1,139 @@
+"""Reads a dataclass of options from the command line.
+
+The precedence is default < TOML file (`--config`) < command line. Dashes and
+underscores mean the same. A switch `--flag` has its opposite `--no_flag`; the
+word `none` unsets an optional value.
+"""
+
+import argparse
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llm.errors import ConfigError
+from llm.options import Field, check_ranges, fields, nearest, read_toml, shown
+
+ConfigT = TypeVar("ConfigT")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ConfigErrors."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1 ", message)
+        raise ConfigError(f"{message.rstrip('.')}. See --help.")
+
+
+def parse(cls: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
+    """Read options: default < TOML file (`--config`) < command line.
+
+    Args:
+        cls: Option dataclass.
+        argv: Arguments without the program's name.
+        prog: Name of the program for `--help`.
+        description: What the program does, for `--help`.
+
+    Returns:
+        The options.
+
+    Raises:
+        ConfigError: An unknown option or a value that does not fit.
+        SystemExit: After `--help`.
+    """
+    declared = fields(cls)
+    parser = _parser(declared, prog=prog, description=description)
+    known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0], declared))
+    given = vars(known)
+    path = given.pop("config", None)
+    values = read_toml(cls, Path(path)) if path is not None else {}
+    values.update({k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    config = cls(**values)
+    check_ranges(config)
+    return config
+
+
+def _underscored(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with any of these options; the command line overrides it.",
+    )
+    groups: dict[str, Any] = {}
+    for field in declared:
+        if field.option.group not in groups:
+            groups[field.option.group] = parser.add_argument_group(field.option.group)
+        _add(groups[field.option.group], field)
+    return parser
+
+
+def _add(group: Any, field: Field) -> None:
+    flags = [f"--{name}" for name in field.names]
+    text = field.option.help.replace("%", "%%")
+    if field.default not in (None, (), "") and not field.is_switch:
+        text += f" (default: {shown(field.default)})"
+    if field.is_switch:
+        on_by_default = field.default is True
+        group.add_argument(*flags, dest=field.name, action="store_true", help=text)
+        group.add_argument(
+            *[f"--{name}" for name in field.opposites],
+            dest=field.name,
+            action="store_false",
+            help=f"The opposite of --{field.name}." if on_by_default else argparse.SUPPRESS,
+        )
+        return
+    kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
+    kwargs["metavar"] = "{" + ",".join(field.choices) + "}" if field.choices else _metavar(field)
+    if field.many:
+        kwargs["nargs"] = "+"
+    if bool in field.members:
+        kwargs.update(nargs="?", const=True)
+    group.add_argument(*flags, **kwargs)
+
+
+def _metavar(field: Field) -> str:
+    names = {int: "N", float: "X", str: "TEXT"}
+    return "|".join(names[member] for member in field.members if member in names)
+
+
+def _converter(field: Field) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        if field.optional and text.lower() == "none":
+            return None
+        for member in field.members:
+            if member is bool and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if member in (int, float):
+                try:
+                    return member(text)
+                except ValueError:
+                    continue
+            if member is str and (not field.choices or text in field.choices):
+                return text
+        raise argparse.ArgumentTypeError(f"expects {field.kind}, not '{text}'")
+
+    return convert
+
+
+def _unknown_option(word: str, declared: list[Field]) -> str:
+    if not word.startswith("-"):
+        return f"'{word}' stands without an option before it. See --help."
+    name = word.lstrip("-").partition("=")[0]
+    return f"There is no option --{name}{nearest(name, declared)} See --help."

@@ -1,0 +1,391 @@
+"""Every setting of the GPT trainer: its default, its help, its group, its rules.
+
+The command line, the TOML file and the configuration page of the documentation
+are all made from [GPTConfig][llm.config.GPTConfig]. Rules that tie several
+options together are in `llm/rules.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llm.options import option
+
+MODEL = "Model"
+TOKENIZER = "Tokenizer"
+DATA = "Data"
+BATCH = "Batch"
+LENGTH = "Length of training"
+OPTIMIZER = "Optimizer and learning rate"
+PRECISION = "Precision and memory"
+EVALUATION = "Evaluation"
+CHECKPOINTS = "Output and checkpoints"
+LOGGING = "Logging"
+KFAC = "K-FAC"
+
+
+@dataclass(kw_only=True)
+class GPTConfig:
+    """Options of `python -m llm.trainers.gpt`."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Hub name or local folder that gives the model's configuration, tokenizer and weights. "
+        "A folder without weights is trained from scratch.",
+        group=MODEL,
+        resume="fixed",
+    )
+    config_name: str | None = option(
+        None,
+        "Hub name, folder or config.json of the model's configuration, if it differs from "
+        "model_name_or_path. Without model_name_or_path the model is trained from scratch.",
+        group=MODEL,
+        resume="fixed",
+    )
+    model_type: str | None = option(
+        None,
+        "Architecture to train from scratch with its default configuration, such as gpt2 or llama.",
+        group=MODEL,
+        resume="fixed",
+    )
+    config_overrides: str | None = option(
+        None,
+        "Changes to the model's configuration, such as n_layer=4,n_embd=128.",
+        group=MODEL,
+        resume="fixed",
+    )
+    low_cpu_mem_usage: bool = option(
+        False,
+        "Take only configuration and tokenizer from model_name_or_path and initialise the weights "
+        "from scratch, directly on the device, without a copy in host memory.",
+        group=MODEL,
+        resume="fixed",
+    )
+    attention_implementation: str | None = option(
+        None,
+        "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
+        "the best that the model supports.",
+        group=MODEL,
+    )
+    pad_vocab_to_multiple_of: int | None = option(
+        None,
+        "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding takes "
+        "no part in the loss and is cut off on export.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    no_bias: bool = option(False, "Hold all biases at zero.", group=MODEL, resume="fixed")
+    trust_remote_code: bool = option(
+        False,
+        "Run model, tokenizer or data set code that comes with a Hub repository.",
+        group=MODEL,
+    )
+
+    tokenizer_name: str | None = option(
+        None,
+        "Hub name, folder or tokenizer.json of the tokenizer, if it differs from "
+        "model_name_or_path.",
+        group=TOKENIZER,
+        resume="fixed",
+    )
+    vocab_file: str | None = option(
+        None,
+        "GPT-2 style vocab.json; goes with merges_file.",
+        group=TOKENIZER,
+        resume="fixed",
+    )
+    merges_file: str | None = option(
+        None,
+        "GPT-2 style merges.txt; goes with vocab_file.",
+        group=TOKENIZER,
+        resume="fixed",
+    )
+    use_slow_tokenizer: bool = option(
+        False,
+        "Use the tokenizer's Python implementation where there is one.",
+        group=TOKENIZER,
+        resume="fixed",
+    )
+
+    dataset_name: str | None = option(
+        None,
+        "Data set on the Hub, or a local folder that the datasets library can load.",
+        group=DATA,
+        resume="fixed",
+    )
+    dataset_config_name: str | None = option(
+        None, "Configuration (subset) of the data set.", group=DATA, resume="fixed"
+    )
+    train_file: str | None = option(
+        None,
+        "Training text: a txt, json, jsonl, csv or parquet file.",
+        group=DATA,
+        resume="fixed",
+    )
+    validation_file: str | None = option(
+        None,
+        "Validation text: a txt, json, jsonl, csv or parquet file.",
+        group=DATA,
+        resume="fixed",
+    )
+    validation_split_percentage: float = option(
+        5,
+        "Percentage of the training rows, from the start, that validate when there is no "
+        "validation split or file; 0 trains without validation.",
+        group=DATA,
+        at_least=0,
+        below=100,
+        resume="fixed",
+    )
+    text_column: str | None = option(
+        None,
+        "Column or JSON key that holds the text; by default `text`, else the first one.",
+        group=DATA,
+        aliases=("json_key",),
+        resume="fixed",
+    )
+    no_keep_linebreaks: bool = option(
+        False,
+        "Drop the line breaks (and blank lines) of txt files.",
+        group=DATA,
+        resume="fixed",
+    )
+    append_eos: bool = option(
+        True,
+        "End every document with the tokenizer's end-of-text token.",
+        group=DATA,
+        aliases=("append_eod",),
+        resume="fixed",
+    )
+    block_size: int | None = option(
+        None,
+        "Tokens a sample; by default the model's positions, 1024 at most.",
+        group=DATA,
+        at_least=1,
+        resume="fixed",
+    )
+    preprocessing_num_workers: int | None = option(
+        None, "Threads that tokenise; by default all cores.", group=DATA, at_least=1
+    )
+    overwrite_cache: bool = option(
+        False, "Tokenise again even when the cache holds the result.", group=DATA
+    )
+    data_cache_dir: str | None = option(
+        None,
+        "Folder for tokenised data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
+        group=DATA,
+    )
+
+    per_device_train_batch_size: int = option(
+        8, "Samples of one micro-batch on one device.", group=BATCH, at_least=1
+    )
+    per_device_eval_batch_size: int = option(
+        8, "Samples of one evaluation batch on one device.", group=BATCH, at_least=1
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1
+    )
+    global_batch_size: int | None = option(
+        None,
+        "Samples of one optimizer step over all devices; gradient accumulation follows from it.",
+        group=BATCH,
+        at_least=1,
+    )
+
+    num_train_epochs: int = option(
+        3,
+        "Passes over the data, unless max_train_steps or max_train_samples is given.",
+        group=LENGTH,
+        at_least=1,
+        resume="fixed",
+    )
+    max_train_steps: int | None = option(
+        None, "Optimizer steps to train.", group=LENGTH, at_least=1, resume="fixed"
+    )
+    max_train_samples: int | None = option(
+        None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
+    )
+
+    learning_rate: float = option(
+        5e-5, "Peak learning rate.", group=OPTIMIZER, at_least=0, resume="fixed"
+    )
+    min_learning_rate: float = option(
+        0.0, "Learning rate at which decay ends.", group=OPTIMIZER, at_least=0, resume="fixed"
+    )
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "warmup_stable_decay",
+    ] = option("linear", "Learning-rate schedule.", group=OPTIMIZER, resume="fixed")
+    num_warmup_steps: int = option(
+        0,
+        "Steps over which the learning rate rises from 0.",
+        group=OPTIMIZER,
+        at_least=0,
+        resume="fixed",
+    )
+    num_warmup_samples: int | None = option(
+        None,
+        "Samples over which the learning rate rises from 0, in place of num_warmup_steps.",
+        group=OPTIMIZER,
+        at_least=0,
+        resume="fixed",
+    )
+    num_constant_steps: int = option(
+        0,
+        "Last steps that stay at min_learning_rate, after the decay of linear and cosine.",
+        group=OPTIMIZER,
+        at_least=0,
+        resume="fixed",
+    )
+    num_decay_steps: int | None = option(
+        None,
+        "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
+        group=OPTIMIZER,
+        at_least=1,
+        resume="fixed",
+    )
+    weight_decay: float = option(
+        0.0,
+        "Decoupled weight decay, on matrices only.",
+        group=OPTIMIZER,
+        at_least=0,
+        resume="fixed",
+    )
+    betas: tuple[float, ...] = option(
+        (0.9, 0.999),
+        "AdamW's two decay rates.",
+        group=OPTIMIZER,
+        at_least=0,
+        below=1,
+        resume="fixed",
+    )
+    eps: float = option(1e-8, "AdamW's epsilon.", group=OPTIMIZER, above=0, resume="fixed")
+    max_grad_norm: float = option(
+        1.0,
+        "Clip the gradient's global norm to this; 0 is off.",
+        group=OPTIMIZER,
+        at_least=0,
+        resume="fixed",
+    )
+
+    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = option(
+        "no", "Arithmetic of forward and backward; weights stay float32.", group=PRECISION
+    )
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass to save memory.", group=PRECISION
+    )
+    torch_compile: bool = option(False, "Compile the model with torch.compile.", group=PRECISION)
+
+    eval_steps: int | None = option(
+        None,
+        "Evaluate every so many steps; by default at the end of each epoch. The end of training "
+        "is always evaluated.",
+        group=EVALUATION,
+        at_least=1,
+    )
+    max_eval_steps: int | None = option(
+        None,
+        "Evaluation batches at most, on each device; by default the whole validation split.",
+        group=EVALUATION,
+        at_least=1,
+    )
+    eval_metrics: tuple[str, ...] = option(
+        (),
+        "More metrics of the validation split: accuracy (of the next token), or names that "
+        "evaluate.load knows.",
+        group=EVALUATION,
+    )
+    eval_only: bool = option(
+        False,
+        "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",
+        group=EVALUATION,
+    )
+
+    output_dir: str | None = option(
+        None,
+        "Folder of the run; by default runs/MODEL-DATA.",
+        group=CHECKPOINTS,
+    )
+    overwrite_output_dir: bool = option(
+        False, "Remove the run that output_dir holds and start anew.", group=CHECKPOINTS
+    )
+    checkpointing_steps: int | Literal["epoch"] | None = option(
+        None,
+        "Save a checkpoint every so many steps, or at the end of every `epoch`; by default never.",
+        group=CHECKPOINTS,
+        at_least=1,
+    )
+    keep_checkpoints: int | None = option(
+        None,
+        "Keep this many of the newest checkpoints; by default all.",
+        group=CHECKPOINTS,
+        at_least=1,
+    )
+    save_top_k: int = option(
+        0,
+        "Keep also this many checkpoints of the lowest validation loss, with a link `best`; each "
+        "checkpoint is then evaluated before it is saved.",
+        group=CHECKPOINTS,
+        at_least=0,
+    )
+    resume_from_checkpoint: bool | str = option(
+        False,
+        "Go on from the newest valid checkpoint of output_dir, or from the one at this path. "
+        "Where there is none yet, the run starts afresh.",
+        group=CHECKPOINTS,
+    )
+    change_on_resume: tuple[str, ...] = option(
+        (),
+        "Options that may differ from those of the run that is resumed although they are fixed.",
+        group=CHECKPOINTS,
+    )
+    seed: int | None = option(
+        None,
+        "Seed of weights, order and dropout; by default drawn anew, logged, and kept on resume.",
+        group=LOGGING,
+        at_least=0,
+        resume="fixed",
+    )
+    logging_steps: int = option(
+        10, "Steps between two lines of the log.", group=LOGGING, at_least=1
+    )
+    report_to: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
+        group=LOGGING,
+    )
+    sample_prompt: str | None = option(
+        None,
+        "Text that the trained model continues at the end of the run, for a look at what it has "
+        "learnt.",
+        group=LOGGING,
+    )
+
+    kfac: bool = option(False, "Precondition gradients with K-FAC.", group=KFAC, resume="fixed")
+    kfac_factor_update_steps: int | None = option(
+        None,
+        "Steps between two updates of the Kronecker factors.",
+        group=KFAC,
+        at_least=1,
+        resume="fixed",
+    )
+    kfac_inv_update_steps: int | None = option(
+        None, "Steps between two inversions.", group=KFAC, at_least=1, resume="fixed"
+    )
+    kfac_damping: float = option(0.001, "Damping.", group=KFAC, above=0, resume="fixed")
+    kfac_factor_decay: float = option(
+        0.95,
+        "Decay of the factors' average.",
+        group=KFAC,
+        above=0,
+        at_most=1,
+        resume="fixed",
+    )
+    kfac_kl_clip: float = option(
+        0.001, "Bound on the update's KL divergence.", group=KFAC, above=0, resume="fixed"
+    )

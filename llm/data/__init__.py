@@ -1,0 +1,1 @@
+"""From text to micro-batches: sources, token files, order, loading."""

@@ -1,0 +1,88 @@
+"""The arithmetic of a run: samples, batches, accumulation, steps, epochs. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from llm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How many samples a run reads, and how a step's samples are shared out.
+
+    Attributes:
+        num_windows: Samples of one epoch.
+        micro_batch_size: Samples of one micro-batch on one device.
+        world_size: Data-parallel ranks.
+        accumulation: Micro-batches of one step on each device.
+        total_samples: Samples of the whole run; the last step may hold fewer than the rest.
+    """
+
+    num_windows: int
+    micro_batch_size: int
+    world_size: int
+    accumulation: int
+    total_samples: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch_size * self.world_size * self.accumulation
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return math.ceil(self.total_samples / self.global_batch_size)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data."""
+        return self.total_samples / self.num_windows
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether the samples of an epoch are used up by the step that makes `step` steps."""
+        before = min((step - 1) * self.global_batch_size, self.total_samples)
+        after = min(step * self.global_batch_size, self.total_samples)
+        return after // self.num_windows > before // self.num_windows
+
+
+def plan_batches(
+    *,
+    num_windows: int,
+    world_size: int,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int,
+    global_batch_size: int | None,
+    num_train_epochs: int,
+    max_train_steps: int | None,
+    max_train_samples: int | None,
+) -> BatchPlan:
+    """Work out accumulation and length; `max_train_*` come before epochs.
+
+    Raises:
+        ConfigError: The global batch cannot be shared out evenly.
+    """
+    accumulation = gradient_accumulation_steps
+    if global_batch_size is not None:
+        together = per_device_train_batch_size * world_size
+        if global_batch_size % together:
+            raise ConfigError(
+                f"--global_batch_size {global_batch_size} is no multiple of "
+                f"--per_device_train_batch_size {per_device_train_batch_size} times {world_size} "
+                f"ranks = {together}; change one of them."
+            )
+        accumulation = global_batch_size // together
+    batch = per_device_train_batch_size * world_size * accumulation
+    if max_train_steps is not None:
+        total_samples = max_train_steps * batch
+    elif max_train_samples is not None:
+        total_samples = max_train_samples
+    else:
+        total_samples = num_train_epochs * num_windows
+    return BatchPlan(
+        num_windows=num_windows,
+        micro_batch_size=per_device_train_batch_size,
+        world_size=world_size,
+        accumulation=accumulation,
+        total_samples=total_samples,
+    )

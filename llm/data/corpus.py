@@ -1,0 +1,237 @@
+"""Splits of a corpus as flat streams of tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.data.sources import Source, dataset_sources, file_source
+from llm.data.token_file import TokenFile
+from llm.data.tokenizing import prepare
+from llm.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenStream:
+    """A contiguous range of a token file, read as a ring.
+
+    Attributes:
+        num_tokens: Tokens of the range.
+        num_documents: Documents that end in it.
+        num_bytes: UTF-8 bytes of its text; for a part of a file, its share by tokens. None where
+            it is not known.
+
+    Args:
+        token_file: The file.
+        start: First token of the range.
+        stop: The token after its last.
+        num_documents: Documents that end in it.
+        num_bytes: UTF-8 bytes of its text.
+    """
+
+    def __init__(
+        self,
+        token_file: TokenFile,
+        *,
+        start: int,
+        stop: int,
+        num_documents: int,
+        num_bytes: int | None,
+    ) -> None:
+        self._tokens = token_file.tokens[start:stop]
+        self.num_tokens = stop - start
+        self.num_documents = num_documents
+        self.num_bytes = num_bytes
+
+    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+        """Copies windows out of the ring.
+
+        Args:
+            starts: Positions of the windows' first tokens [num_windows], taken modulo num_tokens.
+            length: Tokens of each window; may exceed num_tokens.
+
+        Returns:
+            Token ids [num_windows, length] in the dtype of the file.
+        """
+        starts = starts % self.num_tokens
+        inside = starts + length <= self.num_tokens
+        if inside.all() and starts.size:
+            return np.lib.stride_tricks.sliding_window_view(self._tokens, length)[starts]
+        windows = np.empty((starts.size, length), self._tokens.dtype)
+        if inside.any():
+            windows[inside] = self.windows(starts[inside], length)
+        around = starts[~inside, None] + np.arange(length)
+        windows[~inside] = self._tokens[around % self.num_tokens]
+        return windows
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The streams of one run.
+
+    Attributes:
+        train: None where only a validation text was given.
+        validation: None where there is no validation text.
+        info: How the token files were made: see `tokenizing.prepare`.
+    """
+
+    train: TokenStream | None
+    validation: TokenStream | None
+    info: dict[str, Any]
+
+
+def whole(token_file: TokenFile, info: dict[str, Any]) -> TokenStream:
+    """A token file from its first token to its last.
+
+    Args:
+        token_file: The file.
+        info: What is known of its text; `bytes` is read.
+    """
+    return TokenStream(
+        token_file,
+        start=0,
+        stop=token_file.num_tokens,
+        num_documents=token_file.num_documents,
+        num_bytes=info.get("bytes"),
+    )
+
+
+def split_by_percentage(
+    token_file: TokenFile, info: dict[str, Any], percentage: float
+) -> tuple[TokenStream, TokenStream | None]:
+    """Cuts the first `percentage` of the rows off for validation.
+
+    Rows are rounded as in `train[:5%]` of the `datasets` library (its rounding 'closest').
+
+    Args:
+        token_file: The file.
+        info: What is known of its text; `bytes` is read.
+        percentage: 0 to 100; 0 means no validation.
+
+    Returns:
+        (train, validation).
+
+    Raises:
+        DataError: One of the two would be empty.
+    """
+    if percentage == 0:
+        return whole(token_file, info), None
+    rows = token_file.num_sequences
+    cut_row = round(percentage * rows / 100)
+    cut = token_file.sequence_end(cut_row)
+    if cut == 0 or cut == token_file.num_tokens:
+        part = "validation" if cut == 0 else "training"
+        raise DataError(
+            f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
+            f"for {part}; change the percentage, or give a --validation_file."
+        )
+    documents = int(np.searchsorted(token_file.documents[1:], cut_row, side="right"))
+    num_bytes = info.get("bytes")
+    cut_bytes = None if num_bytes is None else round(num_bytes * cut / token_file.num_tokens)
+    validation = TokenStream(
+        token_file, start=0, stop=cut, num_documents=documents, num_bytes=cut_bytes
+    )
+    train = TokenStream(
+        token_file,
+        start=cut,
+        stop=token_file.num_tokens,
+        num_documents=token_file.num_documents - documents,
+        num_bytes=None if num_bytes is None or cut_bytes is None else num_bytes - cut_bytes,
+    )
+    return train, validation
+
+
+def open_corpus(
+    *,
+    dataset_name: str | None,
+    dataset_config_name: str | None,
+    train_file: Path | None,
+    validation_file: Path | None,
+    validation_split_percentage: float,
+    text_column: str | None,
+    keep_linebreaks: bool,
+    trust_remote_code: bool,
+    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer_fingerprint: str,
+    vocab_size: int,
+    append_eos: bool,
+    preprocessing_num_workers: int | None,
+    cache_dir: Path,
+    overwrite_cache: bool,
+    launch: str | None,
+    progress: Callable[[int, int, int], None] | None,
+) -> Corpus:
+    """Tokenises the text unless that was done before, and opens its splits.
+
+    The names are those of the trainer's options. A validation text of its own is taken whole;
+    without one, `validation_split_percentage` of the training text is cut off. A
+    `validation_file` alone gives a corpus to evaluate on.
+
+    Args:
+        dataset_name: A Hub data set or a local folder; or None.
+        dataset_config_name: Its configuration.
+        train_file: A file to train on; or None.
+        validation_file: A file to evaluate on; or None.
+        validation_split_percentage: Of the rows of the training text.
+        text_column: The column with the text; None takes `text`, else the first one.
+        keep_linebreaks: Whether the lines of text files keep their line breaks.
+        trust_remote_code: Handed to `datasets`.
+        tokenizer: From transformers.
+        tokenizer_fingerprint: Equal for tokenizers that give equal ids.
+        vocab_size: Of the model; larger ids are refused.
+        append_eos: Whether each document ends with the end-of-text token.
+        preprocessing_num_workers: Cores to tokenise on; None takes all.
+        cache_dir: The folder for token files.
+        overwrite_cache: Tokenise anew, once a launch.
+        launch: Equal on all ranks of a launch; None for a single process.
+        progress: Told (rows, tokens, bytes) so far, about once a second.
+
+    Raises:
+        DataError: The text or the cache folder is missing, broken or too small.
+        ConfigError: `append_eos` with a tokenizer that has no such token.
+    """
+    train: Source | None = None
+    validation: Source | None = None
+    if dataset_name is not None:
+        splits = dataset_sources(
+            dataset_name,
+            dataset_config_name,
+            text_column=text_column,
+            trust_remote_code=trust_remote_code,
+        )
+        train, validation = splits["train"], splits["validation"]
+    if train_file is not None:
+        train = file_source(train_file, text_column=text_column, keep_linebreaks=keep_linebreaks)
+    if validation_file is not None:
+        validation = file_source(
+            validation_file,
+            text_column=text_column,
+            keep_linebreaks=keep_linebreaks,
+            option="--validation_file",
+        )
+    prepared = prepare(
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        append_eos=append_eos,
+        vocab_size=vocab_size,
+        num_workers=preprocessing_num_workers,
+        cache_dir=cache_dir,
+        overwrite_cache=overwrite_cache,
+        launch=launch,
+        progress=progress,
+    )
+    info = prepared.info
+    if prepared.validation is not None:
+        train_stream = None if prepared.train is None else whole(prepared.train, info["train"])
+        return Corpus(train_stream, whole(prepared.validation, info["validation"]), info)
+    assert prepared.train is not None  # prepare refuses to prepare nothing
+    return Corpus(
+        *split_by_percentage(prepared.train, info["train"], validation_split_percentage), info
+    )

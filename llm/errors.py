@@ -1,0 +1,44 @@
+"""The errors that this package raises on purpose.
+
+    LLMError                 the base: one sentence for the user, never a traceback
+      ConfigError            an option, or a combination of options, that cannot work
+      DataError              text or token files that are missing, broken or too small
+      CheckpointError        a checkpoint that is absent, damaged or does not fit
+      ParallelError          ranks, devices or precisions that the machine does not offer
+
+Each message is a full sentence that names the option, its value and what to do.
+"""
+
+
+class LLMError(Exception):
+    """An error whose message is all that the user needs to read.
+
+    Args:
+        message: One full sentence: the option, the value, the remedy.
+        reported: Another rank has said it already, so this one stays silent.
+
+    Attributes:
+        found_here: This rank alone found it, on behalf of all, so this rank says it.
+    """
+
+    found_here = False
+
+    def __init__(self, message: str, *, reported: bool = False) -> None:
+        super().__init__(message)
+        self.reported = reported
+
+
+class ConfigError(LLMError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class DataError(LLMError):
+    """Text or token files that are missing, broken or too small."""
+
+
+class CheckpointError(LLMError):
+    """A checkpoint that is absent, damaged or does not fit."""
+
+
+class ParallelError(LLMError):
+    """Ranks, devices or precisions that the machine does not offer."""

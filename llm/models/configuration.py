@@ -1,0 +1,175 @@
+"""The configuration of a Hugging Face causal language model: found, changed, questioned."""
+
+import ast
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
+
+from llm.errors import ConfigError
+
+_POSITION_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_seq_length",
+)
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def load_config(
+    *,
+    model_name_or_path: str | None,
+    config_name: str | None,
+    model_type: str | None,
+    config_overrides: str | None,
+    trust_remote_code: bool,
+) -> PreTrainedConfig:
+    """The configuration of a causal language model.
+
+    Args:
+        model_name_or_path: A Hub name or a folder.
+        config_name: The same, for the configuration alone; it comes first.
+        model_type: An architecture, such as "gpt2", in its default size, where no name is given.
+        config_overrides: Fields to change, as in "n_layer=4,n_embd=128".
+        trust_remote_code: Run the Python code that a model brings along.
+
+    Raises:
+        ConfigError: Nothing is named, the name cannot be read, it is no causal language model,
+            or an override names no field or has a value of another type.
+    """
+    name = config_name or model_name_or_path
+    if name is not None:
+        option = "--config_name" if config_name else "--model_name_or_path"
+        config = _named_config(name, option=option, trust_remote_code=trust_remote_code)
+    elif model_type is not None:
+        config = _default_config(model_type)
+    else:
+        raise ConfigError(
+            "No model is named: set --model_name_or_path, --config_name or --model_type."
+        )
+    if config_overrides:
+        config = _override(config, name=name, text=config_overrides)
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+        raise ConfigError(
+            f"{name or model_type} is a {config.model_type} model, which is no causal language "
+            "model: name one that predicts the next token, such as gpt2 or llama."
+        )
+    return config
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest context that the model has positions for; None where there is no limit."""
+    text_config = config.get_text_config()
+    for name in _POSITION_NAMES:
+        value = getattr(text_config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def has_weights(model_name_or_path: str) -> bool:
+    """Whether a folder holds trained weights. A Hub name is taken to."""
+    folder = Path(model_name_or_path)
+    if not folder.exists():
+        return True
+    return any(
+        (folder / file).is_file() or (folder / f"{file}.index.json").is_file()
+        for file in _WEIGHT_FILES
+    )
+
+
+def one_line(error: Exception) -> str:
+    """What a library said, on one line and short enough to stand in a sentence of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else f"{text[:237]}..."
+
+
+def _named_config(name: str, *, option: str, trust_remote_code: bool) -> PreTrainedConfig:
+    local = Path(name).exists()
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{option} {name} is a folder without a config.json.")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{option} {name} brings its own Python code: pass --trust_remote_code if you "
+                "trust its authors."
+            ) from error
+        if local:
+            raise ConfigError(
+                f"{option} {name} cannot be read as a model's configuration: {one_line(error)}"
+            ) from error
+        raise ConfigError(
+            f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
+            "or cannot be reached: check the name and the network, or name a local folder "
+            f"({one_line(error)})"
+        ) from error
+
+
+def _default_config(model_type: str) -> PreTrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        near = _nearest(model_type, CONFIG_MAPPING.keys())
+        raise ConfigError(f"--model_type {model_type} is no known architecture; {near}.")
+    return CONFIG_MAPPING[model_type]()
+
+
+def _override(config: PreTrainedConfig, *, name: str | None, text: str) -> PreTrainedConfig:
+    """Construct the configuration anew, so that what it derives from a field follows it."""
+    changes: dict[str, Any] = {}
+    for item in text.split(","):
+        field, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ConfigError(
+                f"--config_overrides {text}: {item!r} is not of the form field=value."
+            )
+        field = config.attribute_map.get(field, field)
+        known = config.to_dict()
+        if field not in known:
+            near = _nearest(field, [*known, *config.attribute_map])
+            raise ConfigError(
+                f"--config_overrides {text}: {config.model_type} has no field {field}; {near}."
+            )
+        changes[field] = _parse(value, like=known[field], option=f"--config_overrides {item}")
+    stated = {} if name is None else type(config).get_config_dict(name)[0]
+    try:
+        return type(config).from_dict({**stated, **changes})
+    except Exception as error:
+        raise ConfigError(f"--config_overrides {text} cannot be: {one_line(error)}") from error
+
+
+def _parse(value: str, *, like: Any, option: str) -> Any:
+    if isinstance(like, bool):
+        if value.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{option}: expected true or false.")
+        return value.lower() in ("true", "1")
+    if isinstance(like, int | float):
+        kind = type(like)
+        try:
+            return kind(value)
+        except ValueError:
+            noun = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{option}: expected {noun}.") from None
+    if isinstance(like, str):
+        return value
+    if like is None:
+        try:
+            return ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            return value
+    raise ConfigError(f"{option}: a {type(like).__name__} can only be set in a config.json.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.4)
+    return f"nearest: {', '.join(near)}" if near else "nothing has a name like it"

@@ -1,0 +1,126 @@
+"""What leaves a run: an ordinary Hugging Face folder, and the model card beside it."""
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+_SHARD_SIZE = "5GB"
+
+
+def export_model(
+    *,
+    config: PreTrainedConfig,
+    state_dict: Mapping[str, Tensor],
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
+
+    The weights are written bit for bit, padded rows of the vocabulary cut off. Everything is
+    written beside the folder first and then moved file by file, the weights last of all.
+
+    Args:
+        config: The model's configuration (`model.config`); not changed.
+        state_dict: Every weight by its name in the model, in fp32, in host memory.
+        folder: Where to; made if need be. Other files in it are left alone.
+        tokenizer: The tokenizer that the model was trained with.
+        generation_config: How to generate; derived from `config` if not given.
+        trust_remote_code: The model is built from Python code that came with it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    model.load_state_dict(cut, assign=True)
+    model.tie_weights()
+    if generation_config is not None:
+        model.generation_config = generation_config
+    # In the folder itself, so that a rename never crosses a file system.
+    for abandoned in folder.glob(".export-*"):
+        shutil.rmtree(abandoned)
+    staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
+    try:
+        model.save_pretrained(staging, max_shard_size=_SHARD_SIZE)
+        tokenizer.save_pretrained(staging)
+        _move_into_place(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
+    """Write README.md: a model card with a table of training facts.
+
+    Args:
+        folder: The exported model's folder.
+        facts: What to tell, in order. "name" becomes the title.
+    """
+    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items() if name != "name"]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- text-generation",
+        "- llm-trainers",
+        "---",
+        "",
+        f"# {_cell(facts.get('name', Path(folder).resolve().name))}",
+        "",
+        "A causal language model, pretrained with llm-trainers. Load it with",
+        "`transformers.AutoModelForCausalLM.from_pretrained` and",
+        "`transformers.AutoTokenizer.from_pretrained`.",
+        "",
+        "## Training",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *rows,
+        "",
+    ]
+    target = Path(folder) / "README.md"
+    partial = target.with_name(".README.md.partial")
+    partial.write_text("\n".join(lines), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Drop the rows that pad the vocabulary; every other tensor fits as it is."""
+    if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
+        return tensor[: shape[0]]
+    return tensor
+
+
+def _move_into_place(staging: Path, folder: Path) -> None:
+    files = sorted(staging.iterdir(), key=lambda file: (".safetensors" in file.name, file.name))
+    new = {file.name for file in files}
+    # Weights in one file beside an older export's shards: which ones would be loaded?
+    for file in folder.glob("model*.safetensors*"):
+        if file.name not in new:
+            file.unlink()
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(file, folder / file.name)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

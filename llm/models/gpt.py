@@ -1,0 +1,267 @@
+"""Hugging Face causal language models: their construction, their size, a sample.
+
+What we change about a model is done here from outside, in one order (`build_model`), and none of
+it shows in the model's configuration: that one always describes the model that will be exported.
+"""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from llm.errors import ConfigError
+from llm.models.configuration import one_line
+from llm.models.initialize import keyed_generator, materialize
+
+logger = logging.getLogger("llm.models")
+
+
+def build_model(
+    *,
+    config: PreTrainedConfig,
+    weights_from: str | None,
+    seed: int,
+    device: torch.device,
+    vocab_size: int,
+    attention_implementation: str | None,
+    gradient_checkpointing: bool,
+    no_bias: bool,
+    pad_vocab_to_multiple_of: int | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Build a causal language model in fp32, in training mode, ready to train.
+
+    Args:
+        config: What to build; not changed.
+        weights_from: A Hub name or folder whose weights to go on from; None starts afresh.
+        seed: Keys the initial weights, together with each parameter's name.
+        device: Where the model will live; a fresh one never exists anywhere else.
+        vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
+        attention_implementation: "eager", "sdpa", "flash_attention_2" ...; None is the library's
+            choice.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        no_bias: Hold every bias at zero.
+        pad_vocab_to_multiple_of: Round the rows of embedding and output head up; the rows added
+            are zero. The model's configuration keeps the unpadded size.
+        trust_remote_code: Run the Python code that the model brings along.
+
+    Raises:
+        ConfigError: The model does not offer what was asked, or the weights do not fit.
+    """
+    config = copy.deepcopy(config)
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if attention_implementation is not None:
+        kwargs["attn_implementation"] = attention_implementation
+    if weights_from is None:
+        model = _fresh_model(config, vocab_size=vocab_size, seed=seed, device=device, **kwargs)
+    else:
+        model = _loaded_model(config, weights_from, seed=seed, device=device, **kwargs)
+        if vocab_size > _rows(model):
+            _say_enlarged(_rows(model), vocab_size)
+            _resize_vocabulary(model, vocab_size, seed=seed)
+    if pad_vocab_to_multiple_of is not None:
+        _pad_vocabulary(model, pad_vocab_to_multiple_of, seed=seed)
+    if no_bias:
+        _hold_biases_at_zero(model)
+    if gradient_checkpointing:
+        _enable_gradient_checkpointing(model)
+    return model.train()
+
+
+def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters by kind, tied ones once.
+
+    Returns:
+        "total" = "embedding" (tokens, positions, untied output head) + "other", and
+        "total" = "trainable" + "frozen".
+    """
+    head = model.get_output_embeddings()
+    owners = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    embedding = {parameter for module in owners for parameter in module.parameters()}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedded = sum(parameter.numel() for parameter in embedding)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "total": total,
+        "embedding": embedded,
+        "other": total - embedded,
+        "trainable": trainable,
+        "frozen": total - trainable,
+    }
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt: str,
+    max_new_tokens: int,
+    seed: int,
+) -> str:
+    """Let the model continue a text.
+
+    Args:
+        model: A causal language model; its mode is restored.
+        tokenizer: The tokenizer that it was trained with.
+        prompt: How the text begins; may be empty.
+        max_new_tokens: Tokens to add, at most; fewer where the model's positions end.
+        seed: Keys the draws: the same seed gives the same text.
+
+    Returns:
+        The prompt and its continuation.
+    """
+    start = tokenizer(prompt)["input_ids"] if prompt else []
+    end = tokenizer.eos_token_id
+    if not start:
+        start = [end if end is not None else 0]
+    limit = max_positions(model.config)
+    if limit is not None:
+        start = start[-max(1, limit - max_new_tokens) :]
+        max_new_tokens = min(max_new_tokens, limit - len(start))
+    input_ids = torch.tensor([start], device=model.device)
+    # Padded rows of the head, and rows that no token has, must not be drawn.
+    nameless = list(range(len(tokenizer), _rows(model)))
+    training = model.training
+    model.eval()
+    try:
+        with keyed_generator(seed, "sample", model.device):
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                do_sample=True,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=end if end is not None else 0,
+                eos_token_id=end,
+                suppress_tokens=nameless or None,
+            )
+    finally:
+        model.train(training)
+    text: str = tokenizer.decode(output[0], skip_special_tokens=True)
+    return text
+
+
+def _fresh_model(
+    config: PreTrainedConfig, *, vocab_size: int, seed: int, device: torch.device, **kwargs: Any
+) -> PreTrainedModel:
+    text_config = config.get_text_config()
+    if vocab_size > text_config.vocab_size:
+        _say_enlarged(text_config.vocab_size, vocab_size)
+        text_config.vocab_size = vocab_size
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **kwargs)
+    except (ValueError, ImportError, RuntimeError, TypeError) as error:
+        raise _refusal(config, error, **kwargs) from error
+    materialize(model, seed=seed, device=device)
+    return model
+
+
+def _loaded_model(
+    config: PreTrainedConfig, weights_from: str, *, seed: int, device: torch.device, **kwargs: Any
+) -> PreTrainedModel:
+    try:
+        # Weights that the files lack are drawn; these draws must not depend on the caller.
+        with keyed_generator(seed, "missing", torch.device("cpu")):
+            model = AutoModelForCausalLM.from_pretrained(weights_from, config=config, **kwargs)
+    except OSError as error:
+        raise ConfigError(
+            f"--model_name_or_path {weights_from} has no weights that can be read: check the name "
+            f"and the network, or name a local folder with weights ({one_line(error)})"
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The weights of {weights_from} do not fit the {config.model_type} configuration: "
+            f"leave out what changes its sizes, or start from scratch ({one_line(error)})"
+        ) from error
+    except (ValueError, ImportError, TypeError) as error:
+        raise _refusal(config, error, **kwargs) from error
+    return model.to(device)
+
+
+def _refusal(config: PreTrainedConfig, error: Exception, **kwargs: Any) -> ConfigError:
+    asked = kwargs.get("attn_implementation")
+    if asked is not None and asked != "eager" and _mentions_attention(error):
+        return ConfigError(
+            f"--attention_implementation {asked} cannot be used with {config.model_type}, which "
+            f"offers {', '.join(_attention_implementations(config))}: {one_line(error)}"
+        )
+    return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}")
+
+
+def _mentions_attention(error: Exception) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("attention", "attn", "flash", "kernel"))
+
+
+def _attention_implementations(config: PreTrainedConfig) -> list[str]:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    flags = {
+        "sdpa": "_supports_sdpa",
+        "flash_attention_2": "_supports_flash_attn",
+        "flex_attention": "_supports_flex_attn",
+    }
+    return ["eager", *(name for name, flag in flags.items() if getattr(model_class, flag, False))]
+
+
+def _rows(model: PreTrainedModel) -> int:
+    rows: int = model.get_input_embeddings().weight.shape[0]
+    return rows
+
+
+def _say_enlarged(before: int, after: int) -> None:
+    logger.info(
+        "The tokenizer has %d tokens and the embedding %d rows: enlarged to %d.",
+        after,
+        before,
+        after,
+    )
+
+
+def _resize_vocabulary(model: PreTrainedModel, rows: int, *, seed: int) -> None:
+    with keyed_generator(seed, "vocabulary", model.device):
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None:
+    rows = _rows(model)
+    padded = -(-rows // multiple) * multiple
+    if padded == rows:
+        return
+    _resize_vocabulary(model, padded, seed=seed)
+    model.config.get_text_config().vocab_size = rows
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[rows:] = 0
+        for parameter in head.parameters():
+            parameter[rows:] = 0
+
+
+def _hold_biases_at_zero(model: PreTrainedModel) -> None:
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    nonzero = sum(bool(bias.any()) for bias in biases)
+    for bias in biases:
+        bias.requires_grad_(False)
+        bias.zero_()
+    logger.info(
+        "%d biases are held at zero (--no_bias); %d of them were not zero.", len(biases), nonzero
+    )
+
+
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"--gradient_checkpointing is not offered by {model.config.model_type}: leave it out."
+        )
+    # The newer of the library's two names for it, where there are two.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})

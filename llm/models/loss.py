@@ -1,0 +1,250 @@
+"""The language-model loss, summed over tokens, without ever building the full logits.
+
+The hidden states go through the output head a few hundred rows at a time; the gradients of each
+chunk are computed while its logits are at hand, so that nothing is kept or computed twice. The
+idea of fusing the head with the cross-entropy is that of Cut Cross-Entropy (Wijmans et al. 2024,
+arXiv:2411.09009) and of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+IGNORED = -100
+"""The label of a position that has no loss."""
+
+_CHUNK_BYTES = {"cpu": 32 * 2**20}
+_ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+_MIN_ROWS = 64
+
+
+class LanguageModelLoss(nn.Module):
+    """A causal language model together with its loss: one forward, as data parallelism wants it.
+
+    Args:
+        model: A Hugging Face causal language model; it is not changed.
+        vocab_size: Tokens that exist; rows of the output head beyond them are padding and take
+            no part in the softmax. The size in the model's configuration unless given.
+        chunked: Whether the logits are exactly `head(hidden states)`, so that the loss may be
+            computed in chunks. Found out by `has_plain_head` unless given, which takes a model
+            with weights (not one on the meta device).
+        chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
+
+    Attributes:
+        chunked: Whether the loss is computed in chunks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int | None = None,
+        chunked: bool | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        super().__init__()
+        text_config = model.config.get_text_config()
+        self.model = model
+        self.vocab_size: int = text_config.vocab_size if vocab_size is None else vocab_size
+        # The router's own loss needs the causal model's forward, and so the full logits.
+        self._router = bool(getattr(text_config, "output_router_logits", False))
+        self._router_coefficient = float(getattr(text_config, "router_aux_loss_coef", 0.0))
+        if chunked is None:
+            chunked = not self._router and has_plain_head(model)
+        self.chunked = chunked
+        self._chunk_bytes = chunk_bytes
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, summed over the tokens of a micro-batch.
+
+        Args:
+            input_ids: [batch, length], int64.
+            labels: [batch, length], int64: the token that follows each input, -100 for none.
+
+        Returns:
+            Two fp32 scalars: what to differentiate, and the sum of the token losses for the
+            log (detached). They differ only by a mixture-of-experts model's balancing loss,
+            which enters once per token.
+        """
+        if self.chunked:
+            loss_sum = self._chunked_loss(input_ids, labels)
+            return loss_sum, loss_sum.detach()
+        outputs = self._model_outputs(input_ids)
+        logits = outputs.logits[..., : self.vocab_size].float()
+        loss_sum = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        objective = loss_sum
+        if self._router:
+            tokens = (labels != IGNORED).sum()
+            objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
+        return objective, loss_sum.detach()
+
+    @torch.no_grad()
+    def predictions(self, input_ids: Tensor) -> Tensor:
+        """The likeliest next token at each position.
+
+        Args:
+            input_ids: [batch, length], int64.
+
+        Returns:
+            [batch, length], int64.
+        """
+        if not self.chunked:
+            logits: Tensor = self._model_outputs(input_ids).logits
+            return logits[..., : self.vocab_size].argmax(dim=-1)
+        hidden = _hidden_states(self.model, input_ids).flatten(0, 1)
+        head = self.model.get_output_embeddings()
+        chunks = hidden.split(self._chunk_rows(hidden.device, head.weight.shape[0]))
+        best = [head(chunk)[:, : self.vocab_size].argmax(dim=-1) for chunk in chunks]
+        return torch.cat(best).view_as(input_ids)
+
+    def _chunked_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = _hidden_states(self.model, input_ids).flatten(0, 1)
+        head = self.model.get_output_embeddings()
+        rows = self._chunk_rows(hidden.device, head.weight.shape[0])
+        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
+        # torch.compile unrolls the loop over chunks: welcome where they are few and large.
+        apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
+        return apply(*arguments, torch.is_grad_enabled())
+
+    def _model_outputs(self, input_ids: Tensor) -> Any:
+        # No attention mask: windows have no padding, and SDPA then takes its causal kernel.
+        if self._router:
+            return self.model(input_ids=input_ids, use_cache=False, output_router_logits=True)
+        return self.model(input_ids=input_ids, use_cache=False)
+
+    def _chunk_rows(self, device: torch.device, columns: int) -> int:
+        size = self._chunk_bytes
+        if size is None:
+            size = _CHUNK_BYTES.get(device.type, _ACCELERATOR_CHUNK_BYTES)
+            return max(_MIN_ROWS, size // (4 * columns))
+        return max(1, size // (4 * columns))
+
+
+@torch.no_grad()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are its output head applied to its last hidden states.
+
+    Some families scale or cap their logits; the configuration does not say so in one way, so
+    the model is asked: two short sequences, in evaluation mode, compared bit for bit.
+
+    Args:
+        model: A causal language model with weights; its mode is restored.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
+    training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        hidden = _hidden_states(model, input_ids)
+    finally:
+        model.train(training)
+    return torch.equal(head(hidden).float(), logits.float())
+
+
+def _hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """[batch, length, width]: what the output head is applied to."""
+    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False)[0]
+    return hidden
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies of `hidden @ weight.T + bias`, its gradients made on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        vocab_size: int,
+        rows: int,
+        grad_enabled: bool,
+    ) -> Tensor:
+        wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = None
+        if bias is not None and wanted[2]:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        device_type = hidden.device.type
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            matrix = weight.to(dtype)
+            for start in range(0, len(labels), rows):
+                part = slice(start, start + rows)
+                chunk = hidden[part].to(dtype)
+                counted = labels[part] != IGNORED
+                targets = labels[part].clamp(min=0).unsqueeze(1)
+                log_probs = _log_probabilities(chunk, matrix, bias, vocab_size)
+                losses[part] = -log_probs.gather(1, targets).squeeze(1) * counted
+                if not any(wanted):
+                    continue
+                # d loss / d logits = softmax - one-hot; ignored rows are dropped where the
+                # matrices are narrow.
+                one = torch.ones_like(targets, dtype=torch.float32)
+                grad_logits = log_probs.exp_().scatter_add_(1, targets, -one).to(dtype)
+                keep = counted.to(dtype).unsqueeze(1)
+                if grad_hidden is not None:
+                    grad_hidden[part] = (grad_logits @ matrix) * keep
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits, chunk * keep)
+                if grad_bias is not None:
+                    grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        # On a CPU, reading the factor is cheaper than a pass over a gradient of a vocabulary's
+        # size; elsewhere reading it would stop the device.
+        unscaled = scale.device.type == "cpu" and scale.item() == 1.0
+        grads: list[Tensor | None] = []
+        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if saved is None:
+                grads.append(None)
+            else:
+                grads.append((saved if unscaled else saved.mul_(scale)).to(dtype))
+        return (*grads, None, None, None, None)
+
+
+def _apply(*arguments: Any) -> Tensor:
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss_sum
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply_uncompiled(*arguments: Any) -> Tensor:
+    return _apply(*arguments)
+
+
+def _log_probabilities(
+    chunk: Tensor, matrix: Tensor, bias: Tensor | None, vocab_size: int
+) -> Tensor:
+    """[rows, columns] in fp32; minus infinity for the columns that are padding."""
+    logits = F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
+    logits[:, vocab_size:] = -torch.inf
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
+    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32."""
+    if total.dtype == grad_logits.dtype:
+        total.addmm_(grad_logits.t(), chunk)
+    else:
+        total += grad_logits.t() @ chunk

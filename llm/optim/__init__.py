@@ -1,0 +1,1 @@
+"""Optimizer groups and learning-rate schedules."""

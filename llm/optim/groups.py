@@ -1,0 +1,53 @@
+"""Which parameters decay: every trainable parameter is in exactly one group."""
+
+from typing import Any
+
+import torch
+
+
+def decays(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether weight decay falls on a parameter: on matrices, embeddings included.
+
+    A matrix is a `weight` of two or more dimensions, or a stack of matrices such as
+    fused experts. Gains and biases are none, and neither are parameters that only look
+    like one: Mamba's state matrix `A_log`, a stack of experts' biases.
+
+    Args:
+        name: The parameter's name in the model.
+        parameter: The parameter.
+    """
+    if name.rpartition(".")[2] == "weight":
+        return parameter.ndim >= 2
+    return parameter.ndim >= 3 and min(parameter.shape) > 1
+
+
+def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trainable parameters of a model into decayed and undecayed ones.
+
+    A tied parameter is counted once; an empty group is left out.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
+
+
+def make_adamw(
+    model: torch.nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019) in its fused form.
+
+    The fused kernel also skips a step by a flag on the device (`found_inf`), so
+    that a non-finite gradient needs no synchronisation.
+    """
+    groups = parameter_groups(model, weight_decay=weight_decay)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)

@@ -1,0 +1,247 @@
+"""One device, or data parallelism over several, through Accelerate."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from llm.errors import ParallelError
+from llm.strategy import MakeOptimizer, MicroBatch
+
+
+def check_precision(mixed_precision: str, device: torch.device) -> None:
+    """Refuse a precision that the device cannot compute in.
+
+    Raises:
+        ParallelError: Names the precision, the device and an alternative.
+    """
+    if mixed_precision == "fp8":
+        capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        if not capable:
+            raise ParallelError(
+                f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
+                f"this process runs on {device.type}; use bf16 or no."
+            )
+    if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
+    if mixed_precision == "fp16" and device.type == "mps":
+        raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
+
+
+def make_accelerator(mixed_precision: str) -> Accelerator:
+    """Form the process groups and choose the device.
+
+    Accelerate would train fp16 on a CPU as float32 without a word, so there it is
+    left out and `AcceleratedStrategy` does the autocast itself.
+    """
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available()) and not (
+        hasattr(torch, "xpu") and torch.xpu.is_available()
+    )
+    data_parallel = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+    return Accelerator(
+        mixed_precision="no" if on_cpu and mixed_precision == "fp16" else mixed_precision,
+        kwargs_handlers=[data_parallel],
+    )
+
+
+class AcceleratedStrategy:
+    """Every rank holds the whole model; gradients are averaged by DistributedDataParallel.
+
+    Args:
+        accelerator: Accelerate's view of the processes, devices and precision.
+        mixed_precision: no, fp8, fp16 or bf16.
+    """
+
+    def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
+        scaler = accelerator.scaler
+        if self._fp16_on_cpu:
+            scaler = torch.amp.GradScaler("cpu")
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self._host_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._vote: tuple[Any, torch.Tensor] | None = None
+
+    def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Take over the model (inside its loss) and make its optimizer."""
+        self.loss: Any = loss
+        self.model = loss.get_submodule("model")
+        self.optimizer = make_optimizer(self.model)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # device_placement: the model was built where it lives.
+        self.wrapped: torch.nn.Module = self.accelerator.prepare_model(loss, device_placement=False)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the next `optimizer_step`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], *, num_tokens: int
+    ) -> torch.Tensor:
+        """Compute the gradient of one step's mean loss; see `Strategy`."""
+        self.wrapped.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        # DistributedDataParallel averages over ranks where the loss wants their sum.
+        weight = self.world_size / num_tokens
+        total = torch.zeros((), device=self.device)
+        for number, (input_ids, labels) in enumerate(micro_batches, start=1):
+            with self._communicating(number == len(micro_batches)):
+                with self._autocast():
+                    objective, loss_sum = self.wrapped(input_ids, labels)
+                self._scaled(objective * weight).backward()
+            total += loss_sum.detach()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        return total
+
+    def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients cross the network with the last micro-batch of a step only."""
+        if last:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(self.wrapped)
+        return context
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._fp16_on_cpu:
+            return torch.autocast("cpu", torch.float16)
+        # Elsewhere Accelerate has put the autocast around the model's forward.
+        return contextlib.nullcontext()
+
+    def _scaled(self, objective: torch.Tensor) -> torch.Tensor:
+        return objective if self.scaler is None else self.scaler.scale(objective)
+
+    def optimizer_step(self, max_grad_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip and update, or skip on all ranks; see `Strategy`."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_grad_norm, norm)
+        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        # The fused optimizers read this flag on the device: with it set they leave weights,
+        # moments and step counts as they are. GradScaler.step would do the same after asking
+        # the device for its own flag; the norm's covers that one and bf16 and float32 too.
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        return norm, skipped
+
+    @torch.no_grad()
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of token losses and number of tokens that count, on this rank."""
+        self.wrapped.eval()
+        input_ids, labels = micro_batch
+        with self._autocast():
+            _, loss_sum = self.wrapped(input_ids, labels)
+        return loss_sum, (labels != -100).sum()
+
+    @torch.no_grad()
+    def predict(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest next token at each position, int64 of the inputs' shape."""
+        self.wrapped.eval()
+        with self._autocast(), self.accelerator.autocast():
+            predictions: torch.Tensor = self.loss.predictions(input_ids)
+        return predictions
+
+    def loss_scale(self) -> torch.Tensor:
+        """The factor by which the loss is scaled (1 without fp16)."""
+        one = torch.ones((), device=self.device)
+        # scale() multiplies on the device, where get_scale() would wait for it.
+        return one if self.scaler is None else self.scaler.scale(one)
+
+    def reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks; every rank must call it."""
+        reduced: torch.Tensor = self.accelerator.reduce(values, reduction="sum")
+        return reduced
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Concatenate equally shaped tensors of all ranks along the first dimension."""
+        gathered: torch.Tensor = self.accelerator.gather(values)
+        return gathered
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag was set on any rank at the last call; every rank must call it.
+
+        The answer travels on the host while the next step is computed: the device
+        is not involved, and no rank waits for another.
+        """
+        if self.world_size == 1:
+            return flag
+        answer = False
+        if self._vote is not None:
+            work, values = self._vote
+            work.wait()
+            answer = bool(values)
+        values = torch.tensor(float(flag))
+        self._vote = dist.all_reduce(values, group=self._host_group, async_op=True), values
+        return answer
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """End the trackers and leave the process groups."""
+        self.accelerator.end_training()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and loss scale, by parameter name, as live tensors."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._make_moments()
+        return {
+            "model": self._model_tensors(),
+            "optimizer": {names[p]: self.optimizer.state[p] for p in self.parameters},
+            "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def _make_moments(self) -> None:
+        """Let the optimizer create its state before the first step, to load into."""
+        if self.optimizer.state:
+            return
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        # With the flag set, a step creates the moments and changes nothing.
+        self.optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ParallelError: The state belongs to another model.
+        """
+        own = self.state_dict()
+        for part in ("model", "optimizer"):
+            if own[part].keys() != state[part].keys():
+                raise ParallelError(f"The {part} of the saved state has other parameters.")
+        with torch.no_grad():
+            for name, tensor in own["model"].items():
+                tensor.copy_(state["model"][name])
+            for name, moments in own["optimizer"].items():
+                for key, tensor in moments.items():
+                    tensor.copy_(state["optimizer"][name][key])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's parameters and persistent buffers on the host, for export."""
+        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        """Live parameters and persistent buffers; a tied parameter under its first name only."""
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        persistent = self.model.state_dict(keep_vars=True)
+        buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
+        return parameters | buffers

@@ -1,0 +1,167 @@
+"""What a process knows about itself: its rank, its signals, its randomness, its log.
+
+Nothing here imports torch at the top: a command is refused, and data prepared,
+before it is needed.
+"""
+
+import hashlib
+import logging
+import logging.handlers
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import torch
+
+EXIT_PREEMPTED = 75
+"""Exit code of a run that saved its state on a signal and wants to be started again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process stands among all processes of the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+
+def world_from_environment() -> World:
+    """Read rank and world size as torchrun and `accelerate launch` set them."""
+    return World(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+def launch_id() -> str | None:
+    """A name that all processes of one launch share and no other launch has.
+
+    None when the process was started alone.
+    """
+    if world_from_environment().world_size == 1:
+        return None
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return ":".join(os.environ.get(name, "") for name in names)
+
+
+def draw_seed() -> int:
+    """A seed that nobody chose, equal on all processes of one launch."""
+    launch = launch_id()
+    source = os.urandom(8) if launch is None else launch.encode()
+    return int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "little")
+
+
+def seed_step(*, seed: int, step: int, rank: int) -> None:
+    """Start every generator anew for one step.
+
+    Dropout and every other draw of a step depend on (seed, step, rank) alone, so
+    there is no generator state to save, and a resumed step draws what it would have.
+
+    Args:
+        seed: Seed of the run.
+        step: Number of the step, or a negative number outside of training.
+        rank: Data-parallel rank.
+    """
+    import numpy as np
+    import torch
+
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little")
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
+class Interruption:
+    """Remembers a request to stop: SIGTERM, SIGINT or SIGUSR1.
+
+    Schedulers send one of them before the time limit. The first is remembered and
+    read between two steps; a second one ends the process at once.
+    """
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def watch(self) -> None:
+        """Start to remember the signals (from the main thread)."""
+        for number in self.signals:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes log lines to standard output without tearing a progress bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def set_up_logging(*, rank: int) -> None:
+    """Send the package's log to the console: everything from rank 0, warnings from all.
+
+    Lines are kept in memory too, until `log_to_file` knows where the run's folder is.
+    """
+    logger = logging.getLogger("llm")
+    console = _ConsoleHandler()
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    console.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
+    logger.handlers = [console, waiting]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def log_to_file(path: Path) -> None:
+    """Send the package's log, from its first line on, to a file as well."""
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logger = logging.getLogger("llm")
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.setTarget(file)
+            handler.close()
+            logger.removeHandler(handler)
+    logger.addHandler(file)
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' hints and progress bars out of the run's log."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def device_of(world: World) -> "torch.device":
+    """The device that this process trains on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return torch.device("xpu", world.local_rank % torch.xpu.device_count())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")

@@ -1,0 +1,87 @@
+"""What the loop asks of a parallel layout: one optimizer step's forward and backward.
+
+Data, loss, schedule, checkpoint, evaluation and log do not know which layout runs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and labels, each int64 `[micro_batch_size, block_size]`; label -100 is ignored."""
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+class Strategy(Protocol):
+    """Spreads a model and its training step over devices.
+
+    Tensors that come back stay on the device, so that nothing in a step waits for it.
+
+    Attributes:
+        device: Where this process computes.
+        rank: Data-parallel rank.
+        world_size: Number of data-parallel ranks.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+    def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Take over the model (inside its loss) and make its optimizer."""
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the next `optimizer_step`."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], *, num_tokens: int
+    ) -> torch.Tensor:
+        """Compute the gradient of one step's mean loss, unscaled.
+
+        Args:
+            micro_batches: This rank's share of the step.
+            num_tokens: Tokens that count over all ranks; the loss is divided by it once.
+
+        Returns:
+            The sum of this rank's token losses, a float32 scalar.
+        """
+
+    def optimizer_step(self, max_grad_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip the gradient (0: no clipping) and update the weights, or skip on all ranks.
+
+        Returns:
+            The gradient's norm before clipping, and 1.0 if it was not finite and the
+            step was skipped, else 0.0. Both are equal on all ranks.
+        """
+
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of token losses and number of tokens that count, on this rank."""
+
+    def predict(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest next token at each position, int64 of the inputs' shape."""
+
+    def loss_scale(self) -> torch.Tensor:
+        """The factor by which the loss is scaled (1 without fp16)."""
+
+    def reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks; every rank must call it."""
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Concatenate equally shaped tensors of all ranks along the first dimension."""
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank, or was at the last call; every rank must call it."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and loss scale, by parameter name, as live tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's parameters and persistent buffers, for export."""

@@ -1,0 +1,281 @@
+"""What a run says about itself: console line, progress bar, metrics.jsonl, trackers."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+logger = logging.getLogger("llm")
+
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A10": 125.0,
+    "A40": 150.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "V100": 125.0,
+    "MI250X": 191.5,
+    "MI300X": 1307.0,
+}
+"""Dense bf16 or fp16 rate of one device in TFLOP/s, from the makers' data sheets."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s that a device can do at best in half precision, or None when unknown."""
+    names = [name for name in PEAK_TFLOPS if name.lower() in device_name.lower()]
+    return PEAK_TFLOPS[max(names, key=len)] * 1e12 if names else None
+
+
+class Meter:
+    """Sums of the current logging interval and counts of the run, kept on the device.
+
+    Nothing is read from the device until `read`. A step that was skipped because its
+    gradient was not finite takes no part in the interval's loss.
+
+    Args:
+        device: Where the sums live.
+        rank: Rank of this process.
+    """
+
+    _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+
+    def __init__(self, device: torch.device, *, rank: int) -> None:
+        self._rank = rank
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.loss_sum = torch.zeros((), dtype=dtype, device=device)
+        self.num_tokens = torch.zeros((), dtype=dtype, device=device)
+        self.skipped_steps = torch.zeros((), device=device)
+        self.nan_steps = torch.zeros((), device=device)
+        self.grad_norm = torch.zeros((), device=device)
+
+    def add(
+        self,
+        loss_sum: torch.Tensor,
+        num_tokens: int,
+        *,
+        grad_norm: torch.Tensor,
+        skipped: torch.Tensor,
+    ) -> None:
+        """Count one step.
+
+        Args:
+            loss_sum: Sum of this rank's token losses.
+            num_tokens: Tokens of the step over all ranks.
+            grad_norm: Norm of the step's gradient, the same on all ranks.
+            skipped: 1.0 if the step was skipped, else 0.0, the same on all ranks.
+        """
+        self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
+        self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
+        self.skipped_steps += skipped
+        self.nan_steps += torch.isnan(grad_norm)
+        self.grad_norm = grad_norm
+
+    def fold(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the sum over all ranks on rank 0, so that it can be saved or read."""
+        total = reduce_sum(self.loss_sum)
+        self.loss_sum = total if self._rank == 0 else torch.zeros_like(total)
+
+    def read(self) -> dict[str, float]:
+        """The interval's loss and the run's counts, after `fold`; starts a new interval."""
+        values = torch.stack(
+            [
+                (self.loss_sum / self.num_tokens).double(),
+                self.grad_norm.double(),
+                self.skipped_steps.double(),
+                self.nan_steps.double(),
+            ]
+        ).tolist()
+        self.loss_sum = torch.zeros_like(self.loss_sum)
+        self.num_tokens = torch.zeros_like(self.num_tokens)
+        names = ("loss", "grad_norm", "skipped_steps", "nan_steps")
+        return dict(zip(names, values, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums as plain numbers, after `fold`."""
+        return {name: float(getattr(self, name)) for name in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the sums that rank 0 saved."""
+        for name in self._names:
+            getattr(self, name).fill_(state[name])
+        if self._rank != 0:
+            self.loss_sum.zero_()
+
+
+class Tracker:
+    """Writes the metrics of a run; only the main process does.
+
+    Args:
+        metrics_path: `metrics.jsonl`; None writes nothing at all (other ranks).
+        log_to_trackers: Takes values and step, such as `Accelerator.log`.
+        total_steps: Steps of the whole run.
+        flops_per_token: Floating-point operations of one token, forward and backward.
+        peak_flops: FLOP/s of all devices together at best, or None when unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics_path: Path | None,
+        log_to_trackers: Callable[[dict[str, float], int], None],
+        total_steps: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+    ) -> None:
+        self._file = None if metrics_path is None else metrics_path.open("a", encoding="utf-8")
+        self._log_to_trackers = log_to_trackers
+        self._total_steps = total_steps
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._record: dict[str, Any] = {}
+        self._bar: Any = None
+
+    def start(self, *, step: int, tokens: int) -> None:
+        """Begin to measure time, and show a progress bar when someone looks."""
+        if self._file is not None:
+            self._bar = tqdm(
+                total=self._total_steps,
+                initial=step,
+                unit="step",
+                dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            )
+        self._interval_tokens = tokens
+        self._interval_step = step
+        self._started = time.perf_counter()
+        self._data_wait = 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out of the throughput what happens inside: evaluation, saving."""
+        began = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - began
+
+    def waited_for_data(self, seconds: float) -> None:
+        """Count time in which the step had no data."""
+        self._data_wait += seconds
+
+    def step_done(self, step: int) -> None:
+        """Move the progress bar."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def log_training(
+        self,
+        values: dict[str, float],
+        *,
+        step: int,
+        samples: int,
+        tokens: int,
+        learning_rate: float,
+        loss_scale: float,
+        global_batch_size: int,
+        seconds: float,
+    ) -> float:
+        """Report the interval that ends with a step.
+
+        Args:
+            values: What `Meter.read` gave.
+            step: Steps done.
+            samples: Samples consumed by all ranks.
+            tokens: Tokens consumed by all ranks.
+            learning_rate: Rate of the last step.
+            loss_scale: Loss scale of the last step.
+            global_batch_size: Samples of a step.
+            seconds: Time trained before this interval.
+
+        Returns:
+            Seconds that the interval took.
+        """
+        now = time.perf_counter()
+        elapsed = now - self._started
+        tokens_per_second = (tokens - self._interval_tokens) / elapsed
+        ms_per_step = 1000 * elapsed / max(1, step - self._interval_step)
+        record = {
+            "loss": values["loss"],
+            "learning_rate": learning_rate,
+            "grad_norm": values["grad_norm"],
+            "loss_scale": loss_scale,
+            "skipped_steps": int(values["skipped_steps"]),
+            "nan_steps": int(values["nan_steps"]),
+            "tokens_per_second": tokens_per_second,
+            "ms_per_step": ms_per_step,
+            "data_wait": self._data_wait / elapsed,
+            "samples": samples,
+            "tokens": tokens,
+            "seconds": seconds + elapsed,
+        }
+        if self._peak_flops is not None:
+            record["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
+        self._add(step, record, group="train")
+        logger.info(
+            " | ".join(
+                [
+                    f"step {step:8d}/{self._total_steps:8d}",
+                    f"consumed samples: {samples:12d}",
+                    f"ms per step: {ms_per_step:.1f}",
+                    f"tokens/s: {tokens_per_second:.0f}",
+                    f"learning rate: {learning_rate:.6E}",
+                    f"global batch size: {global_batch_size:5d}",
+                    f"lm loss: {values['loss']:.6E}",
+                    f"loss scale: {loss_scale:.1f}",
+                    f"grad norm: {values['grad_norm']:.3f}",
+                    f"skipped steps: {record['skipped_steps']:3d}",
+                    f"nan steps: {record['nan_steps']:3d}",
+                ]
+            )
+        )
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
+        self._started, self._data_wait = now, 0.0
+        self._interval_step, self._interval_tokens = step, tokens
+        return elapsed
+
+    def log_evaluation(self, results: dict[str, float], *, step: int) -> None:
+        """Report the results of an evaluation."""
+        self._add(step, {f"eval_{name}": value for name, value in results.items()}, group="eval")
+        text = " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
+        logger.info(f"validation at step {step} | {text}")
+
+    def _add(self, step: int, record: dict[str, Any], *, group: str) -> None:
+        self._record.update(record)
+        scalars = {f"{group}/{name.removeprefix('eval_')}": v for name, v in record.items()}
+        self._log_to_trackers(scalars, step)
+
+    def commit(self, step: int) -> None:
+        """Write what was reported for a step as one line, and see it on disk."""
+        if self._record and self._file is not None:
+            record = {"step": step, **{k: _json_safe(v) for k, v in self._record.items()}}
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._record = {}
+
+    def close(self) -> None:
+        """End the progress bar and close the file."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _json_safe(value: Any) -> Any:
+    """Non-finite numbers have no JSON; they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

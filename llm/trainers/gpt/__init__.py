@@ -1,0 +1,1 @@
+"""The GPT pretrainer: `python -m llm.trainers.gpt`."""

@@ -1,0 +1,232 @@
+"""From the configuration and what was read to the objects of a run."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+from transformers import PreTrainedModel
+
+from llm import checkpoint, options
+from llm.checkpoint import Stateful
+from llm.config import GPTConfig
+from llm.data.loader import EvalLoader, TrainLoader
+from llm.evaluation import evaluate_model
+from llm.models.flops import flops_per_token
+from llm.models.gpt import build_model
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.runtime import Interruption, World, device_of
+from llm.state import TrainState
+from llm.strategy import Strategy
+from llm.tracking import Meter, Tracker, peak_flops
+from llm.trainers.gpt.inputs import Inputs, fixed_options
+from llm.trainers.gpt.loop import Trainer
+
+logger = logging.getLogger("llm")
+
+
+def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedModel:
+    """Build the model on this process' device.
+
+    Raises:
+        ConfigError: The model has no such weights, attention kernel or checkpointing.
+    """
+    device = device_of(world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return build_model(
+        config=inputs.model_config,
+        weights_from=inputs.weights_from,
+        seed=inputs.seed,
+        device=device,
+        vocab_size=len(inputs.tokenizer),
+        attention_implementation=config.attention_implementation,
+        gradient_checkpointing=config.gradient_checkpointing,
+        no_bias=config.no_bias,
+        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:
+    """Form the process groups and hand the model and its optimizer to them."""
+    strategy = AcceleratedStrategy(
+        accelerator=make_accelerator(config.mixed_precision),
+        mixed_precision=config.mixed_precision,
+    )
+    loss = LanguageModelLoss(model)
+    if config.torch_compile:
+        loss.compile()
+    beta1, beta2 = config.betas
+    strategy.prepare(
+        loss,
+        lambda module: make_adamw(
+            module,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=(beta1, beta2),
+            eps=config.eps,
+        ),
+    )
+    return strategy
+
+
+def load_weights(inputs: Inputs, strategy: Strategy) -> None:
+    """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
+    if inputs.resume_from is not None:
+        checkpoint.load(inputs.resume_from, {"strategy": strategy})
+        logger.info(f"Weights of {inputs.resume_from.path}.")
+
+
+def make_tracker(
+    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> Tracker:
+    """Open metrics.jsonl and the trackers, cut back to where training goes on."""
+    assert inputs.plan is not None
+    accelerator = strategy.accelerator
+    step = inputs.resume_from.step if inputs.resume_from else 0
+    if strategy.rank == 0:
+        inputs.run.cut_metrics(step=step)
+    _open_trackers(config, inputs, accelerator, step=step)
+    peak = None
+    if strategy.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(strategy.device))
+    return Tracker(
+        metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
+        log_to_trackers=lambda values, step: accelerator.log(values, step=step),
+        total_steps=inputs.plan.total_steps,
+        flops_per_token=flops_per_token(model, block_size=inputs.block_size),
+        peak_flops=None if peak is None else peak * strategy.world_size,
+    )
+
+
+def _open_trackers(
+    config: GPTConfig, inputs: Inputs, accelerator: Accelerator, *, step: int
+) -> None:
+    names: list[Any] = [name for name in config.report_to if name != "none"]
+    if "tensorboard" in names:
+        # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
+        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step + 1)
+        names[names.index("tensorboard")] = board
+    accelerator.log_with = names
+    if names:
+        accelerator.init_trackers("llm")
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.writer.add_text("config", f"```\n{options.to_toml(config)}\n```", step)
+        else:
+            tracker.store_init_configuration(dataclasses.asdict(config))
+
+
+def make_evaluate(
+    config: GPTConfig, inputs: Inputs, strategy: Strategy
+) -> Callable[[], dict[str, float]] | None:
+    """A function that evaluates on all ranks, or None without validation data."""
+    stream = inputs.corpus.validation
+    if stream is None:
+        return None
+    batches = EvalLoader(
+        stream=stream,
+        block_size=inputs.block_size,
+        micro_batch_size=config.per_device_eval_batch_size,
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        device=strategy.device,
+        max_batches=config.max_eval_steps,
+    )
+    num_bytes = stream.num_bytes
+
+    def evaluate() -> dict[str, float]:
+        return evaluate_model(
+            strategy,
+            batches,
+            bytes_per_token=num_bytes / stream.num_tokens if num_bytes else None,
+            metrics=inputs.metrics,
+        )
+
+    return evaluate
+
+
+def make_trainer(
+    config: GPTConfig,
+    inputs: Inputs,
+    strategy: Strategy,
+    tracker: Tracker,
+    interruption: Interruption,
+) -> Trainer:
+    """Put the trainer together, at the state of the checkpoint if there is one."""
+    assert inputs.plan is not None
+    assert inputs.sampler is not None
+    assert inputs.schedule is not None
+    assert inputs.corpus.train is not None
+    plan = inputs.plan
+    state = TrainState()
+    meter = Meter(strategy.device, rank=strategy.rank)
+    parts: dict[str, Stateful] = {"strategy": strategy, "train": state, "meter": meter}
+    if inputs.resume_from is not None:
+        checkpoint.load(inputs.resume_from, parts)
+        logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
+    loader = TrainLoader(
+        stream=inputs.corpus.train,
+        sampler=inputs.sampler,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        total_samples=plan.total_samples,
+        device=strategy.device,
+    )
+    return Trainer(
+        strategy=strategy,
+        loader=loader,
+        plan=plan,
+        schedule=inputs.schedule,
+        state=state,
+        meter=meter,
+        tracker=tracker,
+        interruption=interruption,
+        evaluate=make_evaluate(config, inputs, strategy),
+        save=_make_save(config, inputs, strategy, parts, state),
+        seed=inputs.seed,
+        max_grad_norm=config.max_grad_norm,
+        logging_steps=config.logging_steps,
+        eval_every="epoch" if config.eval_steps is None else config.eval_steps,
+        save_every=config.checkpointing_steps,
+        evaluate_before_save=config.save_top_k > 0,
+    )
+
+
+def _make_save(
+    config: GPTConfig,
+    inputs: Inputs,
+    strategy: Strategy,
+    parts: dict[str, Stateful],
+    state: TrainState,
+) -> Callable[[float | None], None]:
+    assert inputs.plan is not None
+    fixed = fixed_options(dataclasses.replace(config, seed=inputs.seed))
+    facts = {"fixed": fixed, "global_batch_size": inputs.plan.global_batch_size}
+    folder = inputs.run.checkpoints
+
+    def save(eval_loss: float | None) -> None:
+        path = checkpoint.save(
+            folder,
+            step=state.step,
+            parts=parts,
+            facts={**facts, "eval_loss": eval_loss},
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            barrier=strategy.barrier,
+        )
+        logger.info(f"Saved {path}.")
+        if strategy.rank == 0:
+            checkpoint.prune(
+                folder, keep_newest=config.keep_checkpoints, keep_best=config.save_top_k
+            )
+
+    return save

@@ -1,0 +1,279 @@
+"""What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
+
+All of it runs before process groups form, so that bad input is refused by one sentence
+and no rank waits for another that has given up. Nothing is written but the data cache.
+"""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from llm import checkpoint, options
+from llm.checkpoint import Checkpoint
+from llm.config import GPTConfig
+from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.corpus import Corpus, open_corpus
+from llm.data.sampler import WindowSampler
+from llm.errors import ConfigError, DataError
+from llm.evaluation import load_metrics
+from llm.models.configuration import has_weights, load_config, max_positions
+from llm.optim.schedule import Schedule, make_schedule
+from llm.parallel.accelerated import check_precision
+from llm.run_folder import RunFolder, check_unchanged
+from llm.runtime import World, device_of, draw_seed, launch_id
+from llm.tokenizer import fingerprint, load_tokenizer
+
+logger = logging.getLogger("llm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads before it starts.
+
+    Attributes:
+        run: The run's folder.
+        resume_from: The checkpoint to go on from, or None for a fresh start.
+        seed: The run's seed, drawn if nobody chose one.
+        tokenizer: The tokenizer.
+        model_config: The model's Hugging Face configuration.
+        weights_from: Where pretrained weights come from, or None to start from scratch.
+        block_size: Tokens of a sample.
+        corpus: Training and validation tokens.
+        sampler: Order of the training samples; None when only evaluating.
+        plan: Batch arithmetic; None when only evaluating.
+        schedule: Learning rate by step; None when only evaluating.
+        metrics: Metrics of the evaluate library by name.
+    """
+
+    run: RunFolder
+    resume_from: Checkpoint | None
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PreTrainedConfig
+    weights_from: str | None
+    block_size: int
+    corpus: Corpus
+    sampler: WindowSampler | None
+    plan: BatchPlan | None
+    schedule: Schedule | None
+    metrics: dict[str, Any]
+
+
+def read_inputs(config: GPTConfig, world: World) -> Inputs:
+    """Read everything that a run needs, and refuse what cannot work; writes only the data cache.
+
+    Raises:
+        LLMError: In one sentence, what is wrong with an option or with the data.
+    """
+    check_precision(config.mixed_precision, device_of(world))
+    _check_trackers(config)
+    run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
+    resume_from = None
+    if config.resume_from_checkpoint:
+        resume_from = _find_checkpoint(config, run)
+    if not config.eval_only:
+        run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
+    metrics = load_metrics(config.eval_metrics)
+    model_config = load_config(
+        model_name_or_path=config.model_name_or_path,
+        config_name=config.config_name,
+        model_type=config.model_type,
+        config_overrides=config.config_overrides,
+        trust_remote_code=config.trust_remote_code,
+    )
+    block_size = _block_size(config, model_config)
+    tokenizer = load_tokenizer(
+        name=config.tokenizer_name or (None if config.vocab_file else config.model_name_or_path),
+        vocab_file=config.vocab_file,
+        merges_file=config.merges_file,
+        use_fast=not config.use_slow_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+    corpus = _open_corpus(config, model_config, tokenizer)
+    seed = _seed(config, resume_from)
+    sampler = plan = schedule = None
+    if not config.eval_only:
+        assert corpus.train is not None  # the rules ask for training data
+        sampler = WindowSampler(
+            num_tokens=corpus.train.num_tokens, block_size=block_size, seed=seed
+        )
+        plan = _plan(config, sampler.num_windows, world.world_size, resume_from)
+        schedule = _schedule(config, plan)
+    elif corpus.validation is None:
+        raise DataError(
+            "--eval_only has nothing to evaluate on; give --validation_file, or a "
+            "--validation_split_percentage above 0."
+        )
+    return Inputs(
+        run=run,
+        resume_from=resume_from,
+        seed=seed,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        weights_from=_weights_from(config, resume_from),
+        block_size=block_size,
+        corpus=corpus,
+        sampler=sampler,
+        plan=plan,
+        schedule=schedule,
+        metrics=metrics,
+    )
+
+
+def _check_trackers(config: GPTConfig) -> None:
+    available = {str(tracker) for tracker in get_available_trackers()}
+    for name in config.report_to:
+        if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
+            raise ConfigError(
+                f"--report_to {name} is no tracker; there are "
+                f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))} and none."
+            )
+        if name != "none" and name not in available:
+            raise ConfigError(
+                f"--report_to {name} needs a package that is missing: pip install {name}."
+            )
+
+
+def _default_output_dir(config: GPTConfig) -> str:
+    model = config.model_name_or_path or config.config_name or config.model_type
+    data = config.dataset_name or config.train_file or config.validation_file
+    return str(Path("runs") / f"{Path(str(model)).name}-{Path(str(data)).stem}")
+
+
+def _find_checkpoint(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
+    if isinstance(config.resume_from_checkpoint, str):
+        found = checkpoint.read_valid(Path(config.resume_from_checkpoint))
+    else:
+        newest = checkpoint.newest_valid(run.checkpoints)
+        if newest is None:
+            logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
+            return None
+        found = newest
+    saved = found.facts["fixed"]
+    check_unchanged(saved, fixed_options(config, like=saved), allowed=config.change_on_resume)
+    return found
+
+
+def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The options that a resumed run must keep, as JSON has them.
+
+    Args:
+        config: The options.
+        like: Fixed options of a checkpoint; a seed that nobody gives is taken from there.
+    """
+    fixed = {}
+    for field in options.fields(GPTConfig):
+        if field.option.resume == "fixed":
+            value = getattr(config, field.name)
+            fixed[field.name] = list(value) if isinstance(value, tuple) else value
+    if like is not None and fixed["seed"] is None:
+        fixed["seed"] = like.get("seed")
+    return fixed
+
+
+def _seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
+    if config.seed is not None:
+        return config.seed
+    if resume_from is not None:
+        return int(resume_from.facts["fixed"]["seed"])
+    return draw_seed()
+
+
+def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+    positions = max_positions(model_config)
+    if config.block_size is None:
+        return min(1024, positions or 1024)
+    if positions is not None and config.block_size > positions:
+        raise ConfigError(
+            f"--block_size {config.block_size} is more than the {positions} positions of the "
+            "model; make it smaller, or enlarge the model with --config_overrides."
+        )
+    return config.block_size
+
+
+def _open_corpus(
+    config: GPTConfig, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Corpus:
+    cache = config.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
+    return open_corpus(
+        dataset_name=config.dataset_name,
+        dataset_config_name=config.dataset_config_name,
+        train_file=_path(config.train_file),
+        validation_file=_path(config.validation_file),
+        validation_split_percentage=config.validation_split_percentage,
+        text_column=config.text_column,
+        keep_linebreaks=not config.no_keep_linebreaks,
+        trust_remote_code=config.trust_remote_code,
+        tokenizer=tokenizer,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
+        append_eos=config.append_eos,
+        preprocessing_num_workers=config.preprocessing_num_workers,
+        cache_dir=Path(cache).expanduser(),
+        overwrite_cache=config.overwrite_cache,
+        launch=launch_id(),
+        progress=_report_progress,
+    )
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def _report_progress(rows: int, tokens: int, num_bytes: int) -> None:
+    logger.info(f"tokenising: {rows:,} rows, {num_bytes / 1e6:,.1f} MB, {tokens:,} tokens")
+
+
+def _weights_from(config: GPTConfig, resume_from: Checkpoint | None) -> str | None:
+    name = config.model_name_or_path
+    if name is None or config.low_cpu_mem_usage or resume_from is not None:
+        return None
+    if has_weights(name):
+        return name
+    logger.info(f"{name} holds no weights: the model is trained from scratch.")
+    return None
+
+
+def _plan(
+    config: GPTConfig, num_windows: int, world_size: int, resume_from: Checkpoint | None
+) -> BatchPlan:
+    global_batch_size = config.global_batch_size
+    if resume_from is not None and "global_batch_size" not in config.change_on_resume:
+        # The order of samples rests on it: on other ranks, accumulation gives way.
+        saved = int(resume_from.facts["global_batch_size"])
+        check_unchanged(
+            {"global_batch_size": saved},
+            {"global_batch_size": global_batch_size or saved},
+            allowed=(),
+        )
+        global_batch_size = saved
+    return plan_batches(
+        num_windows=num_windows,
+        world_size=world_size,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        global_batch_size=global_batch_size,
+        num_train_epochs=config.num_train_epochs,
+        max_train_steps=config.max_train_steps,
+        max_train_samples=config.max_train_samples,
+    )
+
+
+def _schedule(config: GPTConfig, plan: BatchPlan) -> Schedule:
+    warmup_steps: float = config.num_warmup_steps
+    if config.num_warmup_samples is not None:
+        warmup_steps = config.num_warmup_samples / plan.global_batch_size
+    return make_schedule(
+        config.lr_scheduler_type,
+        learning_rate=config.learning_rate,
+        min_learning_rate=config.min_learning_rate,
+        total_steps=plan.total_steps,
+        warmup_steps=warmup_steps,
+        constant_steps=config.num_constant_steps,
+        decay_steps=config.num_decay_steps,
+    )

@@ -1,0 +1,157 @@
+"""The training loop. The page to read first."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from llm.data.batch_plan import BatchPlan
+from llm.data.loader import StepBatch, TrainLoader
+from llm.optim.schedule import Schedule
+from llm.runtime import Interruption, seed_step
+from llm.state import TrainState
+from llm.strategy import Strategy
+from llm.tracking import Meter, Tracker
+
+logger = logging.getLogger("llm")
+
+Every = int | Literal["epoch"] | None
+"""How often something happens: every so many steps, at the end of each epoch, or never."""
+
+
+class Trainer:
+    """Trains a prepared model from `state.step` to the end of the plan.
+
+    Args:
+        strategy: Does a step's forward, backward and update, on any layout.
+        loader: Yields the batch of each step.
+        plan: The arithmetic of the run.
+        schedule: Learning rate by step.
+        state: How far training has come.
+        meter: Sums of the logging interval.
+        tracker: Console, metrics file, trackers.
+        interruption: Remembers a request to stop.
+        evaluate: Evaluates on all ranks; None without validation data.
+        save: Writes a checkpoint; takes the validation loss, if one is known.
+        seed: Seed of the run.
+        max_grad_norm: Where to clip the gradient; 0 is off.
+        logging_steps: Steps between two reports.
+        eval_every: When to evaluate.
+        save_every: When to save.
+        evaluate_before_save: Whether every checkpoint needs its validation loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        loader: TrainLoader,
+        plan: BatchPlan,
+        schedule: Schedule,
+        state: TrainState,
+        meter: Meter,
+        tracker: Tracker,
+        interruption: Interruption,
+        evaluate: Callable[[], dict[str, float]] | None,
+        save: Callable[[float | None], None],
+        seed: int,
+        max_grad_norm: float,
+        logging_steps: int,
+        eval_every: Every,
+        save_every: Every,
+        evaluate_before_save: bool,
+    ) -> None:
+        self.strategy = strategy
+        self.loader = loader
+        self.plan = plan
+        self.schedule = schedule
+        self.state = state
+        self.meter = meter
+        self.tracker = tracker
+        self.interruption = interruption
+        self.evaluate = evaluate
+        self.save = save
+        self.seed = seed
+        self.max_grad_norm = max_grad_norm
+        self.logging_steps = logging_steps
+        self.eval_every = eval_every
+        self.save_every = save_every
+        self.evaluate_before_save = evaluate_before_save
+        self.results: dict[str, float] = {}
+
+    def fit(self) -> Literal["finished", "preempted"]:
+        """Train; returns early, with everything saved, when asked to stop."""
+        self.tracker.start(step=self.state.step, tokens=self.state.tokens)
+        waiting_since = time.perf_counter()
+        for batch in self.loader.steps(self.state.step):
+            self.tracker.waited_for_data(time.perf_counter() - waiting_since)
+            self.train_step(batch)
+            if self.report_and_save() == "preempted":
+                return "preempted"
+            waiting_since = time.perf_counter()
+        return "finished"
+
+    def train_step(self, batch: StepBatch) -> None:
+        """One optimizer step; nothing in it waits for the device."""
+        step = self.state.step
+        seed_step(seed=self.seed, step=step, rank=self.strategy.rank)
+        self.strategy.set_learning_rate(self.schedule(step))
+        loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        grad_norm, skipped = self.strategy.optimizer_step(self.max_grad_norm)
+        self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
+        self.meter.add(loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
+        self.tracker.step_done(self.state.step)
+
+    def report_and_save(self) -> Literal["training", "preempted"]:
+        """Log, evaluate and save what is due after a step, and hear a request to stop."""
+        step = self.state.step
+        last = step == self.plan.total_steps
+        stop = self.strategy.agree(self.interruption.received is not None) and not last
+        if last or step % self.logging_steps == 0:
+            self.log()
+        saving = stop or self.is_due(self.save_every, or_last=self.save_every is not None)
+        evaluating = self.is_due(self.eval_every, or_last=True) and not stop
+        with self.tracker.paused():
+            loss = None
+            if self.evaluate and (evaluating or (saving and self.evaluate_before_save)):
+                loss = self.run_evaluation()
+            self.tracker.commit(step)
+            if saving:
+                self.meter.fold(self.strategy.reduce_sum)
+                self.save(loss)
+        return "preempted" if stop else "training"
+
+    def is_due(self, every: Every, *, or_last: bool) -> bool:
+        """Whether something that happens `every` so often happens after this step."""
+        step = self.state.step
+        if or_last and step == self.plan.total_steps:
+            return True
+        if every == "epoch":
+            return self.plan.ends_epoch(step)
+        return every is not None and step % every == 0
+
+    def log(self) -> None:
+        """Read the interval's numbers from the device and report them."""
+        self.meter.fold(self.strategy.reduce_sum)
+        values = self.meter.read()
+        state = self.state
+        state.seconds += self.tracker.log_training(
+            values,
+            step=state.step,
+            samples=state.samples,
+            tokens=state.tokens,
+            learning_rate=self.schedule(state.step - 1),
+            loss_scale=float(self.strategy.loss_scale()),
+            global_batch_size=self.plan.global_batch_size,
+            seconds=state.seconds,
+        )
+
+    def run_evaluation(self) -> float:
+        """Evaluate, report, and return the validation loss."""
+        assert self.evaluate is not None
+        self.results = self.evaluate()
+        self.tracker.log_evaluation(self.results, step=self.state.step)
+        loss = self.results["loss"]
+        best = self.state.best_loss
+        self.state.best_loss = loss if best is None else min(best, loss)
+        return loss

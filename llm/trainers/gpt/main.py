@@ -1,0 +1,160 @@
+"""Parse, read, build, run, and turn what went wrong into a sentence and an exit code.
+
+Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
+75 stopped by a signal with everything saved (run the same command again).
+"""
+
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llm import options
+from llm.command_line import parse
+from llm.config import GPTConfig
+from llm.errors import LLMError
+from llm.rules import check
+from llm.run_folder import write_whole
+from llm.runtime import (
+    EXIT_PREEMPTED,
+    Interruption,
+    World,
+    log_to_file,
+    quiet_libraries,
+    set_up_logging,
+    world_from_environment,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llm.parallel.accelerated import AcceleratedStrategy
+    from llm.trainers.gpt.inputs import Inputs
+
+logger = logging.getLogger("llm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trainer; returns the exit code."""
+    world = world_from_environment()
+    set_up_logging(rank=world.rank)
+    try:
+        config = parse_args(sys.argv[1:] if argv is None else argv)
+        quiet_libraries()
+        return run(config, world)
+    except LLMError as error:
+        _refuse(error, world)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse_args(argv: Sequence[str]) -> GPTConfig:
+    """Read the options and check them against one another.
+
+    Raises:
+        ConfigError: An option is unknown, malformed, or does not fit the others.
+    """
+    config = parse(
+        GPTConfig,
+        argv,
+        prog="python -m llm.trainers.gpt",
+        description="Pretrain any Hugging Face causal language model on any text.",
+    )
+    check(config)
+    return config
+
+
+def _refuse(error: LLMError, world: World) -> None:
+    """Say an error once: what all ranks find, rank 0 says; what one rank found, that one."""
+    if error.found_here or (world.is_main and not error.reported):
+        logger.error(f"error: {error}")
+    if world.world_size > 1 and not (world.is_main or error.found_here):
+        # A launcher ends all ranks as soon as one has ended: leave the speaker its time.
+        time.sleep(3)
+
+
+def run(config: GPTConfig, world: World) -> int:
+    """Train or evaluate as configured; returns the exit code."""
+    # Imported here, so that --help and a wrong option need no torch.
+    from llm.trainers.gpt.build import make_model, make_strategy
+    from llm.trainers.gpt.inputs import read_inputs
+    from llm.trainers.gpt.results import log_beginning
+
+    inputs = read_inputs(config, world)
+    model = make_model(config, inputs, world)
+    strategy = make_strategy(config, model)
+    try:
+        if config.eval_only:
+            return _evaluate(config, inputs, model, strategy)
+        if strategy.rank == 0:
+            resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
+            inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
+            log_to_file(inputs.run.log)
+        log_beginning(config, inputs, strategy, model)
+        return _train(config, inputs, model, strategy)
+    finally:
+        strategy.close()
+
+
+def _train(
+    config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
+) -> int:
+    from llm.trainers.gpt.build import make_tracker, make_trainer
+    from llm.trainers.gpt.results import log_ending, log_sample, write_results
+
+    interruption = Interruption()
+    interruption.watch()
+    folder = inputs.run if strategy.rank == 0 else None
+    if folder is not None:
+        folder.say("running")
+    tracker = make_tracker(config, inputs, strategy, model)
+    try:
+        trainer = make_trainer(config, inputs, strategy, tracker, interruption)
+        if trainer.fit() == "preempted":
+            if folder is not None:
+                signal = interruption.received
+                reason = signal.name if signal is not None else "a signal to another rank"
+                folder.say("preempted", reason=reason, step=trainer.state.step)
+                logger.info(
+                    f"Stopped by {reason} after step {trainer.state.step}, which is saved. The "
+                    "same command with --resume_from_checkpoint goes on from there."
+                )
+            return EXIT_PREEMPTED
+        if not trainer.results and trainer.evaluate is not None:
+            # The run had ended before it was resumed.
+            trainer.results = trainer.evaluate()
+        tracker.close()
+        write_results(config, inputs, trainer, model)
+        if folder is not None:
+            log_sample(config, inputs, model)
+            log_ending(inputs, trainer)
+            folder.say("finished", step=trainer.state.step)
+        return 0
+    except BaseException as error:
+        if folder is not None:
+            folder.say("failed", reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        tracker.close()
+
+
+def _evaluate(
+    config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
+) -> int:
+    from llm.trainers.gpt.build import load_weights, make_evaluate
+    from llm.trainers.gpt.results import log_beginning
+
+    log_beginning(config, inputs, strategy, model)
+    load_weights(inputs, strategy)
+    evaluate = make_evaluate(config, inputs, strategy)
+    assert evaluate is not None  # read_inputs asks for validation data
+    results = evaluate()
+    logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+    if strategy.rank == 0:
+        inputs.run.path.mkdir(parents=True, exist_ok=True)
+        write_whole(inputs.run.path / "eval_results.json", json.dumps(results, indent=1) + "\n")
+    return 0

@@ -1,0 +1,161 @@
+"""What a run leaves behind: the Hugging Face folder, the results, the last lines of the log."""
+
+import json
+import logging
+import math
+import platform
+
+import torch
+from transformers import PreTrainedModel
+
+from llm import __version__
+from llm.config import GPTConfig
+from llm.models.export import export_model, write_model_card
+from llm.models.gpt import parameter_counts, sample_text
+from llm.run_folder import write_whole
+from llm.strategy import Strategy
+from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.loop import Trainer
+
+logger = logging.getLogger("llm")
+
+
+def log_beginning(
+    config: GPTConfig, inputs: Inputs, strategy: Strategy, model: PreTrainedModel
+) -> None:
+    """State model, data, batch arithmetic, world, precision and versions."""
+    import accelerate
+    import transformers
+
+    counts = parameter_counts(model)
+    logger.info(
+        f"model: {inputs.model_config.model_type}, {counts['total']:,} parameters "
+        f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
+        f"{counts['frozen']:,} frozen)"
+    )
+    for name, stream in (
+        ("training", inputs.corpus.train),
+        ("validation", inputs.corpus.validation),
+    ):
+        if stream is not None:
+            logger.info(
+                f"{name} data: {stream.num_documents:,} documents, {stream.num_tokens:,} tokens, "
+                f"{stream.num_tokens // inputs.block_size:,} windows of {inputs.block_size}"
+            )
+    plan = inputs.plan
+    if plan is not None:
+        logger.info(
+            f"batch: {plan.micro_batch_size} samples a device x {plan.world_size} ranks x "
+            f"{plan.accumulation} micro-batches = {plan.global_batch_size} samples "
+            f"({plan.global_batch_size * inputs.block_size:,} tokens) a step"
+        )
+        logger.info(
+            f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
+            f"{plan.epochs:.4g} epochs"
+        )
+    logger.info(
+        f"world: {strategy.world_size} ranks, {strategy.device.type}, "
+        f"mixed precision {config.mixed_precision}, seed {inputs.seed}"
+    )
+    logger.info(
+        f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"accelerate {accelerate.__version__}"
+    )
+
+
+def write_results(
+    config: GPTConfig, inputs: Inputs, trainer: Trainer, model: PreTrainedModel
+) -> None:
+    """Export the model and write card and results; every rank calls it."""
+    state_dict = trainer.strategy.full_state_dict()
+    if trainer.strategy.rank != 0:
+        return
+    results = collect_results(trainer)
+    folder = inputs.run.path
+    export_model(
+        config=model.config,
+        state_dict=state_dict,
+        folder=folder,
+        tokenizer=inputs.tokenizer,
+        generation_config=model.generation_config,
+        trust_remote_code=config.trust_remote_code,
+    )
+    write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
+    write_model_card(folder, _card_facts(config, inputs, results, model))
+
+
+def collect_results(trainer: Trainer) -> dict[str, float | None]:
+    """Results of the run under the names that `all_results.json` has."""
+    evaluation = {
+        ("perplexity" if name == "perplexity" else f"eval_{name}"): value
+        for name, value in trainer.results.items()
+    }
+    state = trainer.state
+    return {
+        **{name: value if math.isfinite(value) else None for name, value in evaluation.items()},
+        "steps": state.step,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
+    }
+
+
+def _card_facts(
+    config: GPTConfig,
+    inputs: Inputs,
+    results: dict[str, float | None],
+    model: PreTrainedModel,
+) -> dict[str, object]:
+    data = config.dataset_name or config.train_file
+    if config.dataset_config_name:
+        data = f"{data} ({config.dataset_config_name})"
+    assert inputs.plan is not None
+    return {
+        "name": inputs.run.path.name,
+        "architecture": inputs.model_config.model_type,
+        "parameters": f"{parameter_counts(model)['total']:,}",
+        "weights started from": inputs.weights_from or "scratch",
+        "data": data,
+        "block size": inputs.block_size,
+        "global batch size": inputs.plan.global_batch_size,
+        "learning rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}",
+        "weight decay": config.weight_decay,
+        "mixed precision": config.mixed_precision,
+        "seed": inputs.seed,
+        **{name.replace("_", " "): value for name, value in results.items()},
+        "software": f"llm-trainers {__version__}, torch {torch.__version__}",
+    }
+
+
+def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Let the model continue `sample_prompt`."""
+    if config.sample_prompt is None:
+        return
+    text = sample_text(
+        model, inputs.tokenizer, prompt=config.sample_prompt, max_new_tokens=120, seed=inputs.seed
+    )
+    logger.info(f"a sample that the model wrote:\n\n{text}\n")
+
+
+def log_ending(inputs: Inputs, trainer: Trainer) -> None:
+    """Say where everything lies and how to go on."""
+    folder = inputs.run.path
+    loss = trainer.results.get("loss")
+    if loss is not None:
+        logger.info(
+            f"validation loss {loss:.4f}, perplexity {trainer.results['perplexity']:.2f} after "
+            f"{trainer.state.step:,} steps, {trainer.state.tokens:,} tokens, "
+            f"{trainer.state.seconds:.1f} s of training"
+        )
+    logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
+    logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
+    logger.info(f"curves: tensorboard --logdir {folder / 'tensorboard'}")
+    logger.info(
+        f"again with other settings: python -m llm.trainers.gpt --config {folder / 'config.toml'} "
+        "--output_dir NEW"
+    )
+    logger.info(
+        f"go on training this model: python -m llm.trainers.gpt --model_name_or_path {folder} ..."
+    )

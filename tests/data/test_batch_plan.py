@@ -1,0 +1,68 @@
+import pytest
+
+from llm.data.batch_plan import plan_batches
+from llm.errors import ConfigError
+
+
+def plan(**changes):
+    settings = {
+        "num_windows": 10,
+        "world_size": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "global_batch_size": None,
+        "num_train_epochs": 3,
+        "max_train_steps": None,
+        "max_train_samples": None,
+    }
+    return plan_batches(**{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "steps", "samples"),
+    [
+        # Epochs: ceil(epochs * windows / batch) steps; batches run across epoch ends.
+        ({}, 2, 15, 30),
+        ({"num_train_epochs": 1}, 2, 5, 10),
+        ({"per_device_train_batch_size": 3}, 3, 10, 30),
+        ({"per_device_train_batch_size": 4}, 4, 8, 30),
+        ({"per_device_train_batch_size": 4, "num_train_epochs": 1}, 4, 3, 10),
+        ({"per_device_train_batch_size": 64}, 64, 1, 30),
+        ({"num_windows": 1, "num_train_epochs": 1}, 2, 1, 1),
+        # Accumulation and ranks multiply the batch.
+        ({"gradient_accumulation_steps": 4}, 8, 4, 30),
+        ({"world_size": 4}, 8, 4, 30),
+        ({"world_size": 2, "gradient_accumulation_steps": 2}, 8, 4, 30),
+        # Steps or samples come before epochs; steps are never ragged, samples may be.
+        ({"max_train_steps": 7}, 2, 7, 14),
+        ({"max_train_steps": 100, "world_size": 2}, 4, 100, 400),
+        ({"max_train_samples": 9}, 2, 5, 9),
+        ({"max_train_samples": 9, "gradient_accumulation_steps": 4}, 8, 2, 9),
+        # A global batch decides the accumulation.
+        ({"global_batch_size": 8}, 8, 4, 30),
+        ({"global_batch_size": 8, "world_size": 2}, 8, 4, 30),
+        ({"global_batch_size": 8, "world_size": 4}, 8, 4, 30),
+    ],
+)
+def test_steps_samples_and_batch_follow_from_the_options(changes, batch, steps, samples):
+    made = plan(**changes)
+    assert made.global_batch_size == batch
+    assert made.total_steps == steps
+    assert made.total_samples == samples
+
+
+def test_a_global_batch_that_cannot_be_shared_out_is_refused():
+    with pytest.raises(ConfigError, match=r"--global_batch_size 10 .* times 2 ranks = 4"):
+        plan(global_batch_size=10, world_size=2)
+
+
+def test_an_epoch_ends_with_the_step_that_uses_up_its_samples():
+    made = plan(num_windows=10, per_device_train_batch_size=4, num_train_epochs=2)
+    # 20 samples: steps end at 4, 8, 12 (past 10), 16, 20.
+    assert [made.ends_epoch(step) for step in range(1, 6)] == [False, False, True, False, True]
+
+
+def test_a_batch_larger_than_the_data_ends_an_epoch_with_every_step():
+    made = plan(num_windows=3, per_device_train_batch_size=8, max_train_steps=2)
+    assert made.ends_epoch(1)
+    assert made.ends_epoch(2)

@@ -1,0 +1,145 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from llm.data.sampler import WindowSampler, num_steps, permute, rank_samples, step_samples
+from llm.errors import DataError
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10, 1000, 65537])
+def test_permute_is_a_bijection(size):
+    for key in range(5):
+        assert sorted(permute(np.arange(size), size=size, key=key)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 7, 1000])
+def test_permute_sends_any_position_anywhere_equally_often(size):
+    num_keys = 20_000 if size < 1000 else 40_000
+    keys = np.arange(num_keys, dtype=np.uint64)
+    for position in (0, size // 2, size - 1):
+        values = permute(np.full(num_keys, position), size=size, key=keys)
+        counts = np.bincount(values, minlength=size)
+        chi_square = ((counts - num_keys / size) ** 2 / (num_keys / size)).sum()
+        # Five standard deviations of a chi-square with size - 1 degrees of freedom.
+        assert chi_square < (size - 1) + 5 * np.sqrt(2 * (size - 1))
+
+
+def test_permute_of_seven_reaches_pairs_equally_often():
+    num_keys = 42_000
+    keys = np.arange(num_keys, dtype=np.uint64)
+    first = permute(np.zeros(num_keys), size=7, key=keys)
+    second = permute(np.ones(num_keys), size=7, key=keys)
+
+    counts = np.bincount(first * 7 + second, minlength=49).reshape(7, 7)
+
+    assert (np.diag(counts) == 0).all()
+    chi_square = ((counts[~np.eye(7, dtype=bool)] - 1000) ** 2 / 1000).sum()
+    assert chi_square < 41 + 5 * np.sqrt(2 * 41)
+
+
+def test_permute_needs_no_memory_in_the_size():
+    values = permute(np.arange(1000), size=10**12, key=5)
+
+    assert len(set(values.tolist())) == 1000
+    assert 0 <= values.min() and values.max() < 10**12
+    assert abs(values.mean() / 10**12 - 0.5) < 0.05
+
+
+def test_the_order_is_the_same_on_every_machine_and_for_ever():
+    assert permute(np.arange(7), size=7, key=1).tolist() == PERMUTED
+    sampler = WindowSampler(num_tokens=100, block_size=20, seed=0)
+    assert sampler.starts(np.arange(10)).tolist() == STARTS
+
+
+PERMUTED: list[int] = []
+STARTS: list[int] = []
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 7, 1000])
+def test_each_window_comes_once_in_each_of_three_epochs(num_windows):
+    sampler = WindowSampler(num_tokens=num_windows * 8 + 5, block_size=8, seed=1)
+
+    starts = sampler.starts(np.arange(3 * num_windows)).reshape(3, num_windows)
+
+    assert sampler.num_windows == num_windows
+    assert sorted(starts[0]) == list(range(0, num_windows * 8, 8))
+    for epoch in starts:
+        covered = (epoch[:, None] + np.arange(8)) % sampler.num_tokens
+        assert np.unique(covered).size == num_windows * 8
+
+
+def test_epochs_differ_in_order_and_from_the_second_on_in_offset():
+    sampler = WindowSampler(num_tokens=1000, block_size=10, seed=1)
+
+    first, second, third = sampler.starts(np.arange(300)).reshape(3, 100)
+
+    assert set(first % 10) == {0}
+    assert len({*second % 10}) == len({*third % 10}) == 1
+    assert set(second.tolist()) != set(third.tolist())
+    assert (np.argsort(first) != np.argsort(second)).any()
+
+
+def test_seeds_differ_in_order():
+    orders = [
+        tuple(WindowSampler(num_tokens=1000, block_size=10, seed=seed).starts(np.arange(100)))
+        for seed in (0, 1, 2, -1, 2**64 + 3)
+    ]
+
+    assert len(set(orders)) == 5
+
+
+def test_a_batch_across_epochs_equals_its_samples_one_by_one():
+    sampler = WindowSampler(num_tokens=75, block_size=10, seed=1)
+
+    together = sampler.starts(np.arange(30))
+
+    assert together.tolist() == [int(sampler.starts(np.array(g))) for g in range(30)]
+
+
+def test_a_stream_too_short_for_one_window_is_refused():
+    with pytest.raises(DataError, match="has 7 tokens, too few for one window of --block_size 8"):
+        WindowSampler(num_tokens=7, block_size=8, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "global_batch_size", "steps", "last"),
+    [(1, 1, 1, 1), (8, 4, 2, 4), (9, 4, 3, 1), (3, 4, 1, 3), (21, 6, 4, 3), (0, 4, 0, 0)],
+)
+def test_steps_take_all_samples_and_the_last_one_may_be_smaller(
+    num_samples, global_batch_size, steps, last
+):
+    ranges = [
+        step_samples(step, global_batch_size=global_batch_size, total_samples=num_samples)
+        for step in range(num_steps(num_samples, global_batch_size))
+    ]
+
+    assert len(ranges) == steps
+    assert [g for first, stop in ranges for g in range(first, stop)] == list(range(num_samples))
+    assert not ranges or ranges[-1][1] - ranges[-1][0] == last
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), itertools.product([1, 2, 4], [1, 3]))
+def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, micro_batch_size):
+    by_rank = [
+        rank_samples(
+            2,
+            global_batch_size=24,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            total_samples=70,
+        )
+        for rank in range(world_size)
+    ]
+
+    # In the order micro-batch, rank, sample they are the step's samples in their order.
+    order = np.stack(by_rank, axis=1).reshape(-1)
+    assert order.tolist() == [*range(48, 70), -1, -1]
+
+
+def test_two_ranks_take_turns_by_micro_batch():
+    rank = {"global_batch_size": 8, "micro_batch_size": 2, "world_size": 2, "total_samples": 8}
+
+    assert rank_samples(0, rank=0, **rank).tolist() == [[0, 1], [4, 5]]
+    assert rank_samples(0, rank=1, **rank).tolist() == [[2, 3], [6, 7]]

@@ -1,0 +1,133 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from llm.errors import ConfigError
+from llm.models.configuration import has_weights, load_config, max_positions
+from tests.support.models import FAMILIES, tiny_config
+
+
+def load(**options: Any) -> PreTrainedConfig:
+    names = ("model_name_or_path", "config_name", "model_type", "config_overrides")
+    return load_config(**{**dict.fromkeys(names), "trust_remote_code": False, **options})
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path: Path) -> str:
+    tiny_config("gpt2").save_pretrained(tmp_path / "gpt2")
+    return str(tmp_path / "gpt2")
+
+
+def test_config_name_comes_before_the_models_own(gpt2_folder: str, tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path / "llama")
+
+    config = load(model_name_or_path=gpt2_folder, config_name=str(tmp_path / "llama"))
+    assert config.model_type == "llama"
+
+
+def test_a_name_comes_before_a_model_type(gpt2_folder: str) -> None:
+    config = load(model_name_or_path=gpt2_folder, model_type="llama")
+
+    assert (config.model_type, config.n_embd) == ("gpt2", 32)
+
+
+def test_a_model_type_has_the_librarys_default_size() -> None:
+    config = load(model_type="gpt2")
+
+    assert (config.n_layer, config.n_embd, config.vocab_size) == (12, 768, 50257)
+
+
+def test_overrides_take_the_type_of_the_field() -> None:
+    config = load(
+        model_type="gpt2",
+        config_overrides="n_layer=4, n_embd=128,resid_pdrop=0,scale_attn_weights=false,"
+        "activation_function=relu,n_inner=77",
+    )
+
+    assert (config.n_layer, config.n_embd, config.n_inner) == (4, 128, 77)
+    assert config.resid_pdrop == 0.0
+    assert config.scale_attn_weights is False
+    assert config.activation_function == "relu"
+
+
+def test_overrides_change_a_folders_configuration_under_either_name(gpt2_folder: str) -> None:
+    config = load(model_name_or_path=gpt2_folder, config_overrides="num_hidden_layers=5")
+
+    assert (config.n_layer, config.n_embd) == (5, 32)
+
+
+def test_what_follows_from_an_overridden_field_follows() -> None:
+    config = load(model_type="llama", config_overrides="hidden_size=128,num_attention_heads=4")
+
+    assert config.head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["--model_name_or_path", "--config_name", "--model_type"]),
+        ({"model_type": "gtp2"}, ["gtp2", "gpt2"]),
+        ({"model_type": "t5"}, ["t5", "no causal language model"]),
+        ({"model_type": "gpt2", "config_overrides": "n_layers=4"}, ["n_layers", "n_layer"]),
+        ({"model_type": "gpt2", "config_overrides": "n_layer=4.5"}, ["a whole number"]),
+        ({"model_type": "gpt2", "config_overrides": "resid_pdrop=x"}, ["a number"]),
+        ({"model_type": "gpt2", "config_overrides": "use_cache=x"}, ["true or false"]),
+        ({"model_type": "gpt2", "config_overrides": "n_layer"}, ["field=value"]),
+        (
+            {"model_type": "llama", "config_overrides": "num_attention_heads=5"},
+            ["num_attention_heads=5", "not a multiple"],
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(**options)
+
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "without a config.json"),
+        ('{"model_type"', "cannot be read"),
+        ('{"model_type": "nonesuch"}', "nonesuch"),
+        ('{"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}', "--trust_remote_code"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=words):
+        load(model_name_or_path=str(tmp_path))
+
+
+def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    with pytest.raises(ConfigError, match=r"nobody/nothing .* local folder"):
+        load(model_name_or_path="nobody/nothing")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_end_where_the_family_says(family: str) -> None:
+    expected = None if family in ("bloom", "mamba") else 64
+
+    assert max_positions(tiny_config(family)) == expected
+
+
+def test_a_folder_has_weights_when_it_holds_them_whole_or_in_shards(tmp_path: Path) -> None:
+    assert not has_weights(str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").touch()
+    assert has_weights(str(tmp_path))
+
+
+def test_a_name_on_the_hub_is_taken_to_have_weights() -> None:
+    assert has_weights("EleutherAI/gpt-neo-125m")

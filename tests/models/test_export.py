@@ -1,0 +1,135 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from llm.models import export
+from llm.models.export import export_model, write_model_card
+from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.tokenizers import tiny_tokenizer
+
+
+def export_to(folder: Path, model: PreTrainedModel) -> None:
+    export_model(
+        config=model.config,
+        state_dict=model.state_dict(),
+        folder=folder,
+        tokenizer=tiny_tokenizer(),
+    )
+
+
+def moved_from_its_start(model: PreTrainedModel) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@pytest.mark.parametrize("multiple", [None, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_loaded_is_what_was_trained(
+    family: str, multiple: int | None, tmp_path: Path
+) -> None:
+    model = moved_from_its_start(tiny_model(tiny_config(family), pad_vocab_to_multiple_of=multiple))
+    export_to(tmp_path, model)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+
+    assert not any(report.values()), report
+    weights = loaded.state_dict()
+    assert list(weights) == list(model.state_dict())
+    for name, trained in model.state_dict().items():
+        assert torch.equal(weights[name], trained[: len(weights[name])]), name
+    input_ids = torch.arange(20).view(2, 10)
+    assert loaded.get_input_embeddings().weight.shape[0] == 320
+    assert torch.equal(loaded(input_ids).logits, model(input_ids).logits[..., :320])
+    tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
+
+
+def test_the_configuration_is_the_original_one(tmp_path: Path) -> None:
+    model = tiny_model(
+        tiny_config("gpt2"),
+        pad_vocab_to_multiple_of=128,
+        attention_implementation="eager",
+        gradient_checkpointing=True,
+    )
+    export_to(tmp_path, model)
+    written = json.loads((tmp_path / "config.json").read_text())
+
+    assert (written["vocab_size"], written["use_cache"]) == (320, True)
+    assert (written["dtype"], written["architectures"]) == ("float32", ["GPT2LMHeadModel"])
+    assert not [key for key in written if "attn_implementation" in key]
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    export_to(tmp_path, tiny_model(tiny_config("gpt2")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
+    assert tokenizer("The king")["input_ids"] == tiny_tokenizer()("The king")["input_ids"]
+
+
+def test_a_large_model_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_SHARD_SIZE", "60KB")
+    model = tiny_model(tiny_config("gpt2"))
+    export_to(tmp_path, model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_a_second_export_replaces_the_first_and_leaves_other_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_SHARD_SIZE", "60KB")
+        export_to(tmp_path, tiny_model(tiny_config("gpt2")))
+    newer = tiny_model(tiny_config("gpt2"), seed=2)
+    export_to(tmp_path, newer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert torch.equal(loaded.transformer.wte.weight, newer.transformer.wte.weight)
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}"
+
+
+def test_an_export_that_dies_leaves_the_older_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tiny_model(tiny_config("gpt2"))
+    export_to(tmp_path, older)
+
+    def die(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tiny_tokenizer()), "save_pretrained", die)
+        with pytest.raises(OSError, match="No space"):
+            export_to(tmp_path, tiny_model(tiny_config("gpt2"), seed=2))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert torch.equal(loaded.transformer.wte.weight, older.transformer.wte.weight)
+    assert not list(tmp_path.glob(".export-*"))
+
+
+def test_what_a_killed_export_left_behind_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / ".export-killed").mkdir()
+    export_to(tmp_path, tiny_model(tiny_config("gpt2")))
+
+    assert not list(tmp_path.glob(".export-*"))
+
+
+def test_the_model_card_is_one_that_the_hub_understands(tmp_path: Path) -> None:
+    facts = {"name": "tiny|gpt", "loss": 3.14159265, "data": "a | b\nc", "steps": 1000}
+    write_model_card(tmp_path, facts)
+    card = ModelCard.load(tmp_path / "README.md")
+
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    assert "# tiny\\|gpt" in card.text
+    assert "| loss | 3.14159 |\n| data | a \\| b c |\n| steps | 1000 |" in card.text

@@ -1,0 +1,207 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Gemma2Config, PreTrainedModel
+
+from llm.models.loss import LanguageModelLoss, has_plain_head
+from tests.support.models import FAMILIES, tiny_config, tiny_model
+
+TEN_ROWS = 10 * 4 * 320
+"""Memory of the logits of ten tokens: the 63 tokens below make seven chunks, the last of three."""
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(320, (3, 21), generator=generator)
+    labels = torch.randint(320, (3, 21), generator=generator)
+    labels[0, :5] = -100
+    return input_ids, labels
+
+
+def reference_loss(model: PreTrainedModel, vocab_size: int = 320) -> Tensor:
+    input_ids, labels = batch()
+    logits = model(input_ids, use_cache=False).logits[..., :vocab_size].float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(
+    actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]
+) -> None:
+    whole = torch.cat([g.flatten() for g in expected.values() if g is not None]).norm()
+    for name, reference in expected.items():
+        gradient = actual[name]
+        assert gradient is not None, name
+        assert reference is not None, name
+        # A gradient that cancels to nothing is compared on the scale of all of them.
+        assert (gradient - reference).norm() <= 1e-5 * reference.norm() + 1e-8 * whole, name
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, TEN_ROWS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_full_logits(
+    family: str, chunk_bytes: int | None
+) -> None:
+    model = tiny_model(tiny_config(family)).eval()
+    loss = LanguageModelLoss(model, chunk_bytes=chunk_bytes)
+    reference = reference_loss(model)
+    expected = gradients(model, reference)
+
+    objective, loss_sum = loss(*batch())
+    assert loss.chunked
+    assert not loss_sum.requires_grad
+    torch.testing.assert_close(loss_sum, reference.detach(), rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(model, objective), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_padded_rows_take_no_part_and_get_no_gradient(family: str, chunked: bool) -> None:
+    plain = tiny_model(tiny_config(family)).eval()
+    padded = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128).eval()
+
+    expected, _ = LanguageModelLoss(plain, chunked=chunked)(*batch())
+    objective, _ = LanguageModelLoss(padded, chunked=chunked)(*batch())
+    torch.testing.assert_close(objective, expected, rtol=1e-6, atol=0)
+    gradients(padded, objective)
+    for parameter in padded.get_output_embeddings().parameters():
+        assert not parameter.grad[320:].any()
+        assert parameter.grad[:320].any()
+
+
+def test_a_scaled_objective_scales_the_gradients() -> None:
+    model = tiny_model(tiny_config("gptj")).eval()
+    loss = LanguageModelLoss(model)
+    once = {name: 3 * g for name, g in gradients(model, loss(*batch())[0]).items()}
+
+    assert_same_gradients(gradients(model, loss(*batch())[0] * 3), once)
+
+
+def test_two_micro_batches_add_up_to_their_union() -> None:
+    model = tiny_model(tiny_config("gpt2")).eval()
+    loss = LanguageModelLoss(model)
+    input_ids, labels = batch()
+    whole = gradients(model, loss(input_ids, labels)[0])
+
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, 3)):
+        loss(input_ids[rows], labels[rows])[0].backward()
+    assert_same_gradients({n: p.grad for n, p in model.named_parameters()}, whole)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_no_labels_make_a_zero_loss_and_zero_gradients(chunked: bool) -> None:
+    model = tiny_model(tiny_config("gptj"))
+    input_ids, labels = batch()
+    objective, loss_sum = LanguageModelLoss(model, chunked=chunked)(
+        input_ids, torch.full_like(labels, -100)
+    )
+
+    assert loss_sum == 0
+    assert all(g is not None and not g.any() for g in gradients(model, objective).values())
+
+
+def test_a_frozen_head_gets_no_gradient_and_passes_one_on() -> None:
+    model = tiny_model(tiny_config("phi")).eval()
+    expected = gradients(model, reference_loss(model))
+    model.lm_head.requires_grad_(False)
+    actual = gradients(model, LanguageModelLoss(model)(*batch())[0])
+
+    assert actual.pop("lm_head.weight") is None
+    assert actual.pop("lm_head.bias") is None
+    assert_same_gradients(actual, {name: expected[name] for name in actual})
+
+
+def test_nothing_is_differentiated_without_gradients() -> None:
+    loss = LanguageModelLoss(tiny_model(tiny_config("gpt2")).eval())
+    with torch.no_grad():
+        objective, loss_sum = loss(*batch())
+
+    assert not objective.requires_grad
+    torch.testing.assert_close(loss_sum, reference_loss(loss.model).detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
+def test_autocast_gives_a_close_loss_and_fp32_gradients(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(tiny_config(family)).eval()
+    expected = gradients(model, reference_loss(model))
+    with torch.autocast("cpu", dtype=dtype):
+        objective, loss_sum = LanguageModelLoss(model, chunk_bytes=TEN_ROWS)(*batch())
+    actual = gradients(model, objective)
+
+    assert (objective.dtype, loss_sum.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(loss_sum, reference_loss(model).detach(), rtol=1e-4, atol=0)
+    for name in ("embedding", "head"):
+        weight = getattr(model, f"get_{'input' if name == 'embedding' else 'output'}_embeddings")()
+        key = next(n for n, p in model.named_parameters() if p is weight.weight)
+        reference, gradient = expected[key], actual[key]
+        assert reference is not None
+        assert gradient is not None
+        assert gradient.dtype == torch.float32
+        assert (gradient - reference).norm() < 0.02 * reference.norm()
+
+
+def test_capped_logits_are_seen_and_computed_in_full() -> None:
+    config = Gemma2Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    model = tiny_model(config).eval()
+    loss = LanguageModelLoss(model)
+    expected = gradients(model, reference_loss(model))
+    objective, _ = loss(*batch())
+
+    assert not loss.chunked
+    assert_same_gradients(gradients(model, objective), expected)
+
+
+def test_the_probe_leaves_the_models_mode_alone() -> None:
+    model = tiny_model(tiny_config("gpt2"))
+
+    assert has_plain_head(model)
+    assert model.training
+
+
+def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
+    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    model = tiny_model(config).eval()
+    input_ids, labels = batch()
+    balance = model(input_ids, output_router_logits=True).aux_loss
+    objective, loss_sum = LanguageModelLoss(model)(input_ids, labels)
+
+    torch.testing.assert_close(loss_sum, reference_loss(model).detach())
+    torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_predictions_are_the_likeliest_tokens_that_exist(family: str, chunked: bool) -> None:
+    model = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128).eval()
+    input_ids, _ = batch()
+    expected = model(input_ids).logits[..., :320].argmax(dim=-1)
+
+    loss = LanguageModelLoss(model, chunked=chunked, chunk_bytes=TEN_ROWS)
+    assert torch.equal(loss.predictions(input_ids), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_a_gradient_in_every_step(family: str) -> None:
+    # One token visits two of four experts: distributed training waits for all gradients.
+    model = tiny_model(tiny_config(family))
+    input_ids, labels = batch()
+    objective, _ = LanguageModelLoss(model)(input_ids[1:2, :1], labels[1:2, :1])
+
+    assert [n for n, gradient in gradients(model, objective).items() if gradient is None] == []

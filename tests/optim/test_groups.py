@@ -1,0 +1,89 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.optim.groups import decays, make_adamw, parameter_groups
+from tests.support.models import FAMILIES, tiny_config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_decay_falls_on_matrices_only(family):
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+
+    decayed, undecayed = (
+        {name_of[parameter] for parameter in group["params"]}
+        for group in parameter_groups(model, weight_decay=0.1)
+    )
+
+    assert decayed | undecayed == set(name_of.values())
+    assert not decayed & undecayed
+    assert not any(name.endswith("bias") for name in decayed)
+    norms = {
+        f"{name}.{inner}"
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        for inner, _ in module.named_parameters(recurse=False)
+    }
+    assert norms <= undecayed
+    assert norms
+    matrices = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "Embedding")
+        and f"{name}.weight" in name_of.values()
+    }
+    assert matrices <= decayed
+
+
+def test_layer_norms_of_gpt2_whose_names_do_not_say_so_are_not_decayed():
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    _, undecayed = parameter_groups(model, weight_decay=0.1)
+    members = {id(parameter) for parameter in undecayed["params"]}
+    assert id(model.transformer.h[0].ln_1.weight) in members
+    assert id(model.transformer.ln_f.weight) in members
+
+
+def test_mambas_state_matrix_is_not_decayed():
+    model = AutoModelForCausalLM.from_config(tiny_config("mamba"))
+    _, undecayed = parameter_groups(model, weight_decay=0.1)
+    members = {id(parameter) for parameter in undecayed["params"]}
+    assert id(model.backbone.layers[0].mixer.A_log) in members
+
+
+def test_a_frozen_parameter_is_in_no_group():
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    groups = parameter_groups(model, weight_decay=0.1)
+    assert len(groups) == 1
+    assert groups[0]["params"] == [model.weight]
+
+
+def test_our_adamw_takes_the_same_steps_as_torchs_plain_one():
+    def train(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = make(model)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    ours = train(
+        lambda model: make_adamw(
+            model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
+        )
+    )
+    plain = train(
+        lambda model: torch.optim.AdamW(
+            parameter_groups(model, weight_decay=0.1), lr=0.01, betas=(0.9, 0.95), foreach=False
+        )
+    )
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_fused_experts_are_decayed_and_a_stack_of_their_biases_is_not():
+    assert decays("mlp.experts.gate_up_proj", torch.nn.Parameter(torch.ones(4, 8, 8)))
+    assert not decays("mlp.experts.gate_up_proj_bias", torch.nn.Parameter(torch.ones(4, 8)))
+    assert not decays("mix.time_decay", torch.nn.Parameter(torch.ones(1, 1, 8)))

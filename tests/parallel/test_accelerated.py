@@ -1,0 +1,201 @@
+"""The contract of a strategy, against a plain Hugging Face loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from llm.errors import ParallelError
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, check_precision, make_accelerator
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 8, 16, 5
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = tiny_config("gpt2")
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def step_data(step: int):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    return tokens[:, :-1], labels
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
+    strategy = AcceleratedStrategy(
+        accelerator=make_accelerator(mixed_precision), mixed_precision=mixed_precision
+    )
+    strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
+    return strategy
+
+
+def share(step: int, strategy: AcceleratedStrategy, accumulation: int):
+    input_ids, labels = step_data(step)
+    size = BATCH // (strategy.world_size * accumulation)
+    micro_batches = []
+    for number in range(accumulation):
+        first = (number * strategy.world_size + strategy.rank) * size
+        part = slice(first, first + size)
+        micro_batches.append((input_ids[part], labels[part]))
+    return micro_batches, int((labels != -100).sum())
+
+
+def train(accumulation: int, mixed_precision: str = "no", poison: int | None = None):
+    """Losses, gradient norms, skips and final weights of a few steps."""
+    strategy = make_strategy(mixed_precision)
+    records = []
+    for step in range(STEPS):
+        micro_batches, num_tokens = share(step, strategy, accumulation)
+        loss_sum = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        if step == poison and strategy.rank == strategy.world_size - 1:
+            strategy.parameters[0].grad[0, 0] = float("inf")
+            if strategy.world_size > 1:
+                for parameter in strategy.parameters:
+                    parameter.grad[:] = float("nan")
+        norm, skipped = strategy.optimizer_step(1.0)
+        loss = strategy.reduce_sum(loss_sum) / num_tokens
+        records.append((float(loss), float(norm), float(skipped)))
+    weights = torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
+    return records, weights.tolist()
+
+
+def reference():
+    """The same steps by the book: mean cross-entropy of a whole batch, clip, AdamW."""
+    model = make_model()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    records = []
+    for step in range(STEPS):
+        input_ids, labels = step_data(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(input_ids).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        records.append((float(loss), float(norm), 0.0))
+    return records, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_steps_equal_a_plain_loop_for_any_ranks_and_accumulation(ranks, accumulation):
+    expected_records, expected_weights = reference()
+    for records, weights in values(run_ranks(train, ranks, accumulation)):
+        torch.testing.assert_close(
+            torch.tensor(records), torch.tensor(expected_records), rtol=1e-5, atol=1e-7
+        )
+        torch.testing.assert_close(
+            torch.tensor(weights), torch.tensor(expected_weights), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_and_fp16_train_close_to_float32(ranks):
+    (exact, _), *_ = values(run_ranks(train, ranks, 2, "no"))
+    for precision, tolerance in (("bf16", 0.05), ("fp16", 0.01)):
+        (records, _), *_ = values(run_ranks(train, ranks, 2, precision))
+        assert [record[0] for record in records] == pytest.approx(
+            [record[0] for record in exact], rel=tolerance
+        )
+        assert records != exact, f"{precision} computed in float32"
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_a_non_finite_gradient_skips_the_step(precision):
+    ((records, weights),) = values(run_ranks(train, 1, 1, precision, 2))
+    assert [skipped for _, _, skipped in records] == [0, 0, 1, 0, 0]
+    assert all(torch.isfinite(torch.tensor(weights)))
+    assert records[3][0] < records[0][0]
+
+
+def skipped_state():
+    strategy = make_strategy()
+    strategy.forward_backward(*[share(0, strategy, 1)[0]], num_tokens=8)
+    strategy.optimizer_step(1.0)
+    before = [tensor.clone() for state in strategy.optimizer.state.values() for tensor in state.values()]
+    weights = [p.detach().clone() for p in strategy.parameters]
+    micro_batches, num_tokens = share(1, strategy, 1)
+    strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+    strategy.parameters[0].grad[0, 0] = float("nan")
+    strategy.optimizer_step(1.0)
+    after = [tensor for state in strategy.optimizer.state.values() for tensor in state.values()]
+    same_moments = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return same_moments and all(map(torch.equal, weights, strategy.parameters))
+
+
+def test_a_skipped_step_leaves_weights_moments_and_step_counts_as_they_were():
+    assert values(run_ranks(skipped_state, 1)) == [True]
+
+
+def fp16_scale():
+    strategy = make_strategy("fp16")
+    micro_batches, num_tokens = share(0, strategy, 1)
+    before = float(strategy.loss_scale())
+    strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+    norm, _ = strategy.optimizer_step(0.0)
+    kept = float(strategy.loss_scale())
+    for parameter in strategy.parameters[:1]:
+        parameter.register_hook(lambda gradient: gradient * float("inf"))
+    strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+    _, skipped = strategy.optimizer_step(0.0)
+    return before, kept, float(norm), float(skipped), float(strategy.loss_scale())
+
+
+def test_fp16_scales_the_loss_on_a_cpu_too_and_backs_off_after_an_overflow():
+    ((before, kept, norm, skipped, after),) = values(run_ranks(fp16_scale, 1))
+    assert before == kept == 65536.0
+    assert norm == pytest.approx(reference()[0][0][1], rel=0.02)
+    assert skipped == 1.0
+    assert after == 32768.0
+
+
+def resumed(steps_before: int):
+    first = make_strategy("fp16")
+    for step in range(steps_before):
+        micro_batches, num_tokens = share(step, first, 1)
+        first.forward_backward(micro_batches, num_tokens=num_tokens)
+        first.optimizer_step(1.0)
+    second = make_strategy("fp16")
+    second.load_state_dict(first.state_dict())
+    for strategy in (first, second):
+        micro_batches, num_tokens = share(steps_before, strategy, 1)
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        strategy.optimizer_step(1.0)
+    return all(map(torch.equal, first.parameters, second.parameters))
+
+
+def test_a_loaded_state_goes_on_bit_for_bit():
+    assert values(run_ranks(resumed, 1, 3)) == [True]
+
+
+def votes():
+    strategy = make_strategy()
+    asked = [strategy.agree(strategy.rank == 1 and turn == 1) for turn in range(4)]
+    return asked
+
+
+def test_all_ranks_learn_of_a_flag_at_the_next_call():
+    first, second = values(run_ranks(votes, 2))
+    assert first == second == [False, False, True, False]
+
+
+def test_fp8_on_a_cpu_is_refused_by_name():
+    with pytest.raises(ParallelError, match="--mixed_precision fp8 .* use bf16 or no"):
+        check_precision("fp8", torch.device("cpu"))

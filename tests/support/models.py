@@ -1,0 +1,107 @@
+"""Tiny models of every family that the product promises to train: two layers, width 32."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llm.models.gpt import build_model
+
+VOCAB_SIZE = 320
+MAX_POSITIONS = 64
+"""Where a family has learned or stated positions; bloom and mamba know none."""
+
+_GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": MAX_POSITIONS}
+_LLAMA = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_NEOX = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", _GPT2),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "num_layers": 2,
+            "num_heads": 2,
+            "hidden_size": 32,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "gpt_neox": ("GPTNeoXConfig", _NEOX),
+    "gptj": ("GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    "opt": (
+        "OPTConfig",
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 64,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 2, "hidden_size": 32}),
+    "llama": ("LlamaConfig", _LLAMA),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 8}),
+    "qwen2": ("Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 16}),
+    "gemma": ("GemmaConfig", {**_LLAMA, "head_dim": 16}),
+    "phi": ("PhiConfig", {**_LLAMA, "num_key_value_heads": 2}),
+    "falcon": (
+        "FalconConfig",
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "hidden_size": 32,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "stablelm": ("StableLmConfig", {**_LLAMA, "num_key_value_heads": 2}),
+    "olmo2": ("Olmo2Config", _LLAMA),
+    "mixtral": ("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba": (
+        "MambaConfig",
+        {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4, "time_step_rank": 2},
+    ),
+}
+
+FAMILIES = list(_FAMILIES)
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A configuration of `family` with about two layers, width 32 and 320 tokens."""
+    class_name, sizes = _FAMILIES[family]
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    return getattr(transformers, class_name)(
+        **{"vocab_size": VOCAB_SIZE, **special, **sizes, **changes}
+    )
+
+
+def tiny_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model of a configuration, built on the CPU with nothing asked for but `options`."""
+    defaults: dict[str, Any] = {
+        "weights_from": None,
+        "seed": 1,
+        "device": torch.device("cpu"),
+        "vocab_size": VOCAB_SIZE,
+        "attention_implementation": None,
+        "gradient_checkpointing": False,
+        "no_bias": False,
+        "pad_vocab_to_multiple_of": None,
+        "trust_remote_code": False,
+    }
+    return build_model(config=config, **{**defaults, **options})

@@ -1,0 +1,11 @@
+"""What every trainer process imports, imported once by the fork server of the tests."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch.distributed.checkpoint
+import torch.utils.tensorboard
+
+import llm.trainers.gpt.build
+import llm.trainers.gpt.results  # noqa: F401

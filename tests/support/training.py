@@ -1,0 +1,126 @@
+"""Runs the trainer as a user would, in processes of its own, and reads what it wrote."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import tiny_config
+from tests.support.ranks import Outcome, run_ranks
+from tests.support.tokenizers import tiny_tokenizer
+
+WORDS = ["the", "king", "said", "to", "a", "queen", "and", "walked", "into", "old", "house", "rain"]
+
+
+def write_text(path: Path, *, lines: int, seed: int = 0) -> Path:
+    """A text of short sentences, the same for the same seed."""
+    draw = random.Random(seed)
+    text = [" ".join(draw.choices(WORDS, k=draw.randint(4, 12))).capitalize() for _ in range(lines)]
+    path.write_text(".\n".join(text) + ".\n", encoding="utf-8")
+    return path
+
+
+def write_model_folder(path: Path, family: str = "gpt2", **changes: Any) -> Path:
+    """A folder with a tiny configuration and a tokenizer, and no weights."""
+    config = tiny_config(family)
+    config.update(changes)
+    config.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@dataclass
+class Run:
+    """A finished command: its folder and what each rank returned and printed."""
+
+    folder: Path
+    outcomes: list[Outcome]
+
+    @property
+    def codes(self) -> list[Any]:
+        return [outcome.value for outcome in self.outcomes]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(outcome.output for outcome in self.outcomes)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics if "loss" in record]
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+
+
+class Bench:
+    """A place to run the trainer in: model folder, text, cache, runs.
+
+    Args:
+        folder: Where everything lies.
+        lines: Lines of the training text.
+        family: Architecture of the model.
+        changes: Changes to the model's configuration.
+    """
+
+    def __init__(self, folder: Path, *, lines: int = 300, family: str = "gpt2", **changes: Any):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = write_model_folder(folder / "model", family, **changes)
+        self.text = write_text(folder / "train.txt", lines=lines)
+
+    def command(self, name: str, **options: Any) -> list[str]:
+        """The trainer's arguments: small defaults, changed by options (None leaves one out)."""
+        settings: dict[str, Any] = {
+            "model_name_or_path": self.model,
+            "train_file": self.text,
+            "data_cache_dir": self.folder / "cache",
+            "output_dir": self.folder / name,
+            "block_size": 32,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "max_train_steps": 20,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "seed": 1,
+            "logging_steps": 1,
+            "report_to": "none",
+            **options,
+        }
+        argv = []
+        for key, value in settings.items():
+            if value is True:
+                argv.append(f"--{key}")
+            elif value is False:
+                argv.append(f"--no_{key}")
+            elif isinstance(value, list | tuple):
+                argv += [f"--{key}", *map(str, value)]
+            elif value is not None:
+                argv += [f"--{key}", str(value)]
+        return argv
+
+    def train(self, name: str = "run", *, ranks: int = 1, timeout: float = 120, **options: Any) -> Run:
+        """Run the trainer on some ranks."""
+        outcomes = run_ranks(_main, ranks, self.command(name, **options), timeout=timeout)
+        return Run(self.folder / name, outcomes)
+
+    def train_well(self, name: str = "run", **options: Any) -> Run:
+        """Run the trainer and expect it to end well on every rank."""
+        run = self.train(name, **options)
+        assert all(code == 0 for code in run.codes), _report(run)
+        return run
+
+
+def _main(argv: list[str]) -> int:
+    from llm.trainers.gpt.main import main
+
+    return main(argv)
+
+
+def _report(run: Run) -> str:
+    return "\n".join(f"{outcome.error}\n{outcome.output}" for outcome in run.outcomes)

@@ -1,0 +1,137 @@
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from llm.command_line import parse
+from llm.errors import ConfigError
+from llm.options import option, read_toml, to_markdown, to_toml
+
+
+@dataclass(kw_only=True)
+class Settings:
+    learning_rate: float = option(0.1, "Rate.", group="Numbers", above=0)
+    num_steps: int | None = option(None, "Steps.", group="Numbers", at_least=1)
+    betas: tuple[float, ...] = option((0.9, 0.99), "Betas.", group="Numbers", below=1)
+    shape: Literal["round", "square"] = option("round", "Shape.", group="Words")
+    name: str | None = option(None, "Name.", group="Words", aliases=("title",))
+    save_every: int | Literal["epoch"] | None = option(None, "Saving.", group="Words")
+    resume: bool | str = option(False, "Resume.", group="Switches")
+    shuffle: bool = option(True, "Shuffle.", group="Switches", aliases=("mix",))
+    no_bias: bool = option(False, "No bias.", group="Switches")
+
+
+def read(*argv: str) -> Settings:
+    return parse(Settings, argv, prog="program", description="A program.")
+
+
+def test_defaults_hold_when_nothing_is_given():
+    assert read() == Settings()
+
+
+def test_dashes_and_underscores_mean_the_same():
+    assert read("--learning-rate", "0.5") == read("--learning_rate", "0.5")
+    assert read("--learning-rate=0.5").learning_rate == 0.5
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("learning_rate = 1\nnum-steps = 7\n")
+
+    settings = read("--config", str(file), "--num_steps", "9")
+
+    assert settings.learning_rate == 1.0
+    assert settings.num_steps == 9
+    assert settings.shape == "round"
+
+
+def test_a_switch_can_be_turned_on_and_off_under_each_of_its_names():
+    assert read("--no_shuffle").shuffle is False
+    assert read("--no_mix").shuffle is False
+    assert read("--no_shuffle", "--mix").shuffle is True
+    assert read("--no_bias").no_bias is True
+    assert read("--no_bias", "--bias").no_bias is False
+
+
+def test_an_option_that_takes_a_path_or_nothing_stands_alone_or_with_its_path():
+    assert read("--resume").resume is True
+    assert read("--resume", "runs/a").resume == "runs/a"
+    assert read().resume is False
+
+
+def test_a_number_or_a_word_is_read_as_what_it_is():
+    assert read("--save_every", "100").save_every == 100
+    assert read("--save_every", "epoch").save_every == "epoch"
+
+
+def test_none_unsets_an_optional_value(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("num_steps = 7\n")
+    assert read("--config", str(file), "--num_steps", "none").num_steps is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--learnin_rate", "1"], ["--learnin_rate", "did you mean learning_rate"]),
+        (["--learning_rate", "fast"], ["--learning_rate", "a number", "'fast'"]),
+        (["--learning_rate", "0"], ["--learning_rate", "greater than 0"]),
+        (["--num_steps", "0"], ["--num_steps", "at least 1", "not 0"]),
+        (["--num_steps", "1.5"], ["--num_steps", "an integer", "'1.5'"]),
+        (["--betas", "0.9", "1"], ["--betas", "smaller than 1"]),
+        (["--shape", "oval"], ["--shape", "one of round, square", "'oval'"]),
+        (["--save_every", "day"], ["--save_every", "an integer or epoch", "'day'"]),
+        (["--num_steps"], ["--num_steps", "expected one argument"]),
+        (["word"], ["'word'", "without an option"]),
+        (["--config", "missing.toml"], ["--config missing.toml", "No such file"]),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, words):
+    with pytest.raises(ConfigError) as caught:
+        read(*argv)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lerning_rate = 1", ["lerning_rate", "did you mean learning_rate"]),
+        ("learning_rate = 'fast'", ["learning_rate", "a number", "'fast'"]),
+        ("shuffle = 1", ["shuffle", "true or false"]),
+        ("[numbers]\nlearning_rate = 1", ["numbers", "no option"]),
+        ("learning_rate", ["no valid TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key_and_what_is_expected(tmp_path, text, words):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_toml(Settings, file)
+    for word in [*words, "run.toml"]:
+        assert word in str(caught.value)
+
+
+def test_what_is_written_as_toml_reads_back_as_the_same_settings(tmp_path: Path):
+    settings = Settings(name='a "quoted" \\ name', betas=(0.5,), save_every="epoch", resume=True)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(settings))
+    assert read("--config", str(file)) == settings
+
+
+def test_help_names_every_option_and_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        read("--help")
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for word in ("--learning_rate", "(default: 0.1)", "--no_shuffle", "--title", "{round,square}"):
+        assert word in text
+    assert "--bias" not in text.replace("--no_bias", "")
+
+
+def test_the_markdown_page_has_a_row_for_every_option():
+    page = to_markdown(Settings)
+    assert "## Numbers" in page
+    assert "| `name`, `title` |  | Name. |" in page
+    assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page

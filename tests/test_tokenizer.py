@@ -1,0 +1,172 @@
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from llm.errors import ConfigError
+from llm.tokenizer import fingerprint, load_tokenizer
+from tests.support.tokenizers import tiny_tokenizer
+
+TEXT = "The king said: to be, or not to be.\n\tnaïve café"
+
+
+def load(name: str | Path | None = None, **options: Any) -> PreTrainedTokenizerBase:
+    defaults: dict[str, Any] = {
+        "vocab_file": None,
+        "merges_file": None,
+        "use_fast": True,
+        "trust_remote_code": False,
+    }
+    return load_tokenizer(name=None if name is None else str(name), **{**defaults, **options})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    (tmp_path / "pair").mkdir()
+    tiny_tokenizer().backend_tokenizer.model.save(str(tmp_path / "pair"))
+    return tmp_path / "pair"
+
+
+def test_a_folder_a_file_and_a_lone_file_give_the_same_ids(folder: Path, tmp_path: Path) -> None:
+    lone = tmp_path / "lone.json"
+    tiny_tokenizer().backend_tokenizer.save(str(lone))
+    loaded = [load(folder), load(folder / "tokenizer.json"), load(lone)]
+
+    expected = tiny_tokenizer()(TEXT)["input_ids"]
+    assert [tokenizer(TEXT)["input_ids"] for tokenizer in loaded] == [expected] * 3
+    assert len({tokenizer.eos_token_id for tokenizer in loaded}) == 1
+    assert len({fingerprint(tokenizer) for tokenizer in loaded}) == 1
+
+
+def test_gpt2s_two_files_give_the_ids_of_their_byte_level_bpe(pair: Path) -> None:
+    expected = tiny_tokenizer().backend_tokenizer.encode(TEXT).ids
+    named = load(vocab_file=pair / "vocab.json", merges_file=str(pair / "merges.txt"))
+
+    assert named(TEXT)["input_ids"] == expected
+    assert load(pair)(TEXT)["input_ids"] == expected
+    assert named.decode(expected) == TEXT
+    assert named.eos_token == "<|endoftext|>"
+
+
+def test_long_texts_are_encoded_whole_and_without_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited = tiny_tokenizer()
+    limited.model_max_length = 8
+    limited.backend_tokenizer.enable_truncation(5)
+    limited.save_pretrained(folder)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = load(folder)
+
+    assert len(tokenizer("the dog " * 100)["input_ids"]) >= 200
+    assert len(tokenizer.backend_tokenizer.encode("the dog " * 100).ids) >= 200
+    assert tokenizer.model_max_length == 8
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "No tokenizer is named"),
+        ({"vocab_file": "vocab.json"}, "--vocab_file is given without --merges_file"),
+        ({"merges_file": "merges.txt"}, "--merges_file is given without --vocab_file"),
+        ({"vocab_file": "a.json", "merges_file": "b.txt"}, "--vocab_file a.json does not exist"),
+    ],
+)
+def test_an_incomplete_choice_is_named(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(**options)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "other.json"])
+def test_a_broken_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"version":')
+
+    with pytest.raises(ConfigError, match=f"{name} is not a tokenizer.json file"):
+        load(tmp_path / name)
+
+
+def test_a_broken_pair_is_refused(pair: Path) -> None:
+    (pair / "merges.txt").write_text("a b c")
+
+    with pytest.raises(ConfigError, match="are not GPT-2's"):
+        load(vocab_file=pair / "vocab.json", merges_file=pair / "merges.txt")
+
+
+def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    with pytest.raises(ConfigError, match=r"nobody/nothing .* to a local folder"):
+        load("nobody/nothing")
+
+
+def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    before = fingerprint(tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=9, pad_token="<|endoftext|>")
+    assert fingerprint(tokenizer) == before
+
+    tokenizer.save_pretrained(tmp_path)
+    assert fingerprint(load(tmp_path)) == before
+
+
+def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
+    program = (
+        "import sys; from llm.tokenizer import fingerprint, load_tokenizer; print(fingerprint("
+        "load_tokenizer(name=sys.argv[1], vocab_file=None, merges_file=None, use_fast=True, "
+        "trust_remote_code=False)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
+    )
+
+    assert output.stdout.strip() == fingerprint(load(folder))
+
+
+def test_other_ids_mean_another_fingerprint() -> None:
+    tokenizer = tiny_tokenizer()
+    larger = tiny_tokenizer()
+    larger.add_tokens(["king"])
+    other_end = tiny_tokenizer()
+    other_end.eos_token = "a"
+
+    prints = {fingerprint(tokenizer), fingerprint(larger), fingerprint(other_end)}
+    assert len(prints) == 3
+
+
+def test_the_module_is_cheap_to_import() -> None:
+    program = (
+        "import sys, llm.tokenizer\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert output.stdout.strip() == "[]"
+
+
+def test_a_lone_file_takes_its_end_of_text_from_its_special_tokens(tmp_path: Path) -> None:
+    backend: Tokenizer = tiny_tokenizer().backend_tokenizer
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    assert load(tmp_path).eos_token == "<|endoftext|>"
