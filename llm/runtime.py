@@ -149,9 +149,11 @@ def log_to_file(path: Path) -> None:
 
 def quiet_libraries() -> None:
     """Keep the libraries' hints and progress bars out of the run's log."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def device_of(world: World) -> "torch.device":

@@ -59,12 +59,13 @@ class TokenStream:
             Token ids [num_windows, length] in the dtype of the file.
         """
         starts = starts % self.num_tokens
-        inside = starts + length <= self.num_tokens
-        if inside.all() and starts.size:
-            return np.lib.stride_tricks.sliding_window_view(self._tokens, length)[starts]
         windows = np.empty((starts.size, length), self._tokens.dtype)
+        inside = starts + length <= self.num_tokens
         if inside.any():
-            windows[inside] = self.windows(starts[inside], length)
+            whole = np.lib.stride_tricks.sliding_window_view(self._tokens, length)
+            if inside.all():
+                return whole[starts]
+            windows[inside] = whole[starts[inside]]
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self._tokens[around % self.num_tokens]
         return windows

@@ -124,8 +124,9 @@ def _starts_array(path: Path) -> bool:
 
 def _json_lines(path: Path) -> Iterator[Located]:
     for number, line in read_lines(path):
-        if line.strip():
-            yield _parse_json(line, path, number), f"line {number}"
+        # Without its line break, at which the parser would count one line more.
+        if record := line.strip():
+            yield _parse_json(record, path, number), f"line {number}"
 
 
 def _json_array(path: Path) -> Iterator[Located]:

@@ -27,11 +27,11 @@ Int64s = NDArray[np.int64]
 def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
     """Where a keyed bijection of range(size) sends each index; no memory in `size`.
 
-    A generalised Feistel network over a * a >= size, a the square root rounded up to an even number, walked until
-    the value falls below `size`: Black & Rogaway, "Ciphers with Arbitrary Finite Domains"
-    (CT-RSA 2002), after Luby & Rackoff, "How to Construct Pseudorandom Permutations from
-    Pseudorandom Functions" (1988). The round functions are SplitMix64 streams (Steele, Lea &
-    Flood 2014): statistically good, not secret.
+    A generalised Feistel network over side * side >= size, walked until the value falls below
+    `size`: Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), after Luby &
+    Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions" (1988). The
+    round functions are SplitMix64 streams (Steele, Lea & Flood 2014): statistically good, not
+    secret.
 
     Args:
         index: Numbers in range(size), of any shape.

@@ -220,8 +220,9 @@ class _DatasetLoader:
         message = str(error)
         if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
             known = re.search(r"\[(.*?)\]", message)
+            lack = "several configurations" if self.config is None else f"no {self.config!r}"
             return DataError(
-                f"The data set {self.name} has no configuration {self.config!r}; choose one with "
+                f"The data set {self.name} has {lack}; choose a configuration with "
                 f"--dataset_config_name from: {known[1] if known else 'see its page'}."
             )
         if self.folder is not None:

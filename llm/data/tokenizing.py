@@ -232,7 +232,7 @@ class _SplitWriter:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._total = total
-        self._rows = self._empty_rows = self._bytes = 0
+        self._rows = self._empty_rows = self._bytes = self._largest = 0
 
     def write(self, source: Source, prefix: Path) -> dict[str, Any]:
         size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
@@ -245,8 +245,6 @@ class _SplitWriter:
                 f"{source.name} holds no text: {self._empty_rows} rows, all of them empty."
             )
         tokens = TokenFile(prefix)
-        largest = int(tokens.tokens.max())
-        _check_vocabulary(largest, self._vocab_size)
         return {
             "source": source.name,
             "rows": self._rows,
@@ -254,7 +252,7 @@ class _SplitWriter:
             "documents": tokens.num_documents,
             "tokens": tokens.num_tokens,
             "bytes": self._bytes,
-            "largest_token": largest,
+            "largest_token": self._largest,
         }
 
     def _add(self, batch: list[Row], writer: TokenFileWriter) -> None:
@@ -271,18 +269,13 @@ class _SplitWriter:
             if ends_document and (ids or writer.in_document):
                 ids = ids + self._end
             if ids:
-                writer.add(self._array(ids), ends_document=ends_document)
+                self._largest = max(self._largest, max(ids))
+                _check_vocabulary(self._largest, self._vocab_size)
+                writer.add(np.array(ids, dtype=self._dtype), ends_document=ends_document)
                 num_tokens += len(ids)
             elif ends_document and writer.in_document:
                 writer.end_document()
         self._total.add(self._rows - rows, num_tokens, self._bytes - num_bytes)
-
-    def _array(self, ids: list[int]) -> "np.ndarray[Any, np.dtype[Any]]":
-        try:
-            return np.array(ids, dtype=self._dtype)
-        except OverflowError:
-            _check_vocabulary(max(ids), self._vocab_size)
-            raise
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:

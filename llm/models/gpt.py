@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.models.configuration import max_positions, one_line
 from llm.models.initialize import keyed_generator, materialize
 
 logger = logging.getLogger("llm.models")

@@ -1,12 +1,14 @@
 """One device, or data parallelism over several, through Accelerate."""
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 
 from llm.errors import ParallelError
 from llm.strategy import MakeOptimizer, MicroBatch
@@ -31,21 +33,19 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
 
 
-def make_accelerator(mixed_precision: str) -> Accelerator:
-    """Form the process groups and choose the device.
+def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerator:
+    """Form the process groups.
 
-    Accelerate would train fp16 on a CPU as float32 without a word, so there it is
-    left out and `AcceleratedStrategy` does the autocast itself.
+    Accelerate has two ways of its own on a CPU: it joins several processes only when
+    told to use the CPU, and trains fp16 as float32 without a word. The first is told
+    here; the second is left to `AcceleratedStrategy`, which does that autocast itself.
     """
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available()) and not (
-        hasattr(torch, "xpu") and torch.xpu.is_available()
-    )
+    on_cpu = device.type == "cpu"
     data_parallel = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, broadcast_buffers=False
     )
     return Accelerator(
+        cpu=on_cpu,
         mixed_precision="no" if on_cpu and mixed_precision == "fp16" else mixed_precision,
         kwargs_handlers=[data_parallel],
     )
@@ -78,8 +78,13 @@ class AcceleratedStrategy:
         self.model = loss.get_submodule("model")
         self.optimizer = make_optimizer(self.model)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # device_placement: the model was built where it lives.
-        self.wrapped: torch.nn.Module = self.accelerator.prepare_model(loss, device_placement=False)
+        with warnings.catch_warnings():
+            # Accelerate hands on the older name of broadcast_buffers.
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            # device_placement: the model was built where it lives.
+            self.wrapped: torch.nn.Module = self.accelerator.prepare_model(
+                loss, device_placement=False
+            )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of the next `optimizer_step`."""

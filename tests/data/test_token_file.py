@@ -1,4 +1,5 @@
 import struct
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -80,10 +81,7 @@ def test_an_unfinished_document_is_closed_with_the_file(tmp_path):
 
 
 def test_an_interrupted_writer_leaves_no_readable_pair(tmp_path):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer,
-    ):
+    with suppress(KeyboardInterrupt), TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
         writer.add(np.array([1]), ends_document=True)
         raise KeyboardInterrupt
 

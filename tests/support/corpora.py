@@ -19,9 +19,9 @@ class ByteTokenizer:
 
 
 class ListSource:
-    """Rows from memory. Each read is one more line in the file `reads`, if there is one."""
+    """Rows from memory."""
 
-    num_bytes = None
+    num_bytes: int | None = None
 
     def __init__(self, rows: list[tuple[str, bool]], *, name: str = "list") -> None:
         self.name = name

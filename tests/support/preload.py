@@ -4,8 +4,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch.distributed.checkpoint
-import torch.utils.tensorboard
 
 import llm.trainers.gpt.build
 import llm.trainers.gpt.results  # noqa: F401

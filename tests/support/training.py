@@ -85,7 +85,7 @@ class Bench:
             "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 4,
             "max_train_steps": 20,
-            "learning_rate": 1e-2,
+            "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
             "seed": 1,
             "logging_steps": 1,
@@ -104,7 +104,9 @@ class Bench:
                 argv += [f"--{key}", str(value)]
         return argv
 
-    def train(self, name: str = "run", *, ranks: int = 1, timeout: float = 120, **options: Any) -> Run:
+    def train(
+        self, name: str = "run", *, ranks: int = 1, timeout: float = 120, **options: Any
+    ) -> Run:
         """Run the trainer on some ranks."""
         outcomes = run_ranks(_main, ranks, self.command(name, **options), timeout=timeout)
         return Run(self.folder / name, outcomes)
@@ -113,6 +115,8 @@ class Bench:
         """Run the trainer and expect it to end well on every rank."""
         run = self.train(name, **options)
         assert all(code == 0 for code in run.codes), _report(run)
+        # Ranks that do not know of one another would each train alone, and agree.
+        assert f"world: {len(run.codes)} ranks" in run.output
         return run
 
 

@@ -56,7 +56,7 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
 def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
     strategy = AcceleratedStrategy(
-        accelerator=make_accelerator(config.mixed_precision),
+        accelerator=make_accelerator(config.mixed_precision, device=model.device),
         mixed_precision=config.mixed_precision,
     )
     loss = LanguageModelLoss(model)

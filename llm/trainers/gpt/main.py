@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(rank=world.rank)
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)
-        quiet_libraries()
         return run(config, world)
     except LLMError as error:
         _refuse(error, world)
@@ -84,6 +83,7 @@ def run(config: GPTConfig, world: World) -> int:
     from llm.trainers.gpt.inputs import read_inputs
     from llm.trainers.gpt.results import log_beginning
 
+    quiet_libraries()
     inputs = read_inputs(config, world)
     model = make_model(config, inputs, world)
     strategy = make_strategy(config, model)

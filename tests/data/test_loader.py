@@ -1,0 +1,243 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from llm.data.corpus import TokenStream
+from llm.data.loader import EvalLoader, TrainLoader
+from llm.data.sampler import WindowSampler
+from llm.data.token_file import TokenFile, TokenFileWriter
+from llm.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+class RecordingStream(TokenStream):
+    """Remembers the positions that were read."""
+
+    def windows(self, starts, length):
+        self.read = [*getattr(self, "read", []), *starts.tolist()]
+        return super().windows(starts, length)
+
+
+@pytest.fixture
+def stream(tmp_path):
+    return make_stream(tmp_path, 42)
+
+
+def make_stream(folder, num_tokens):
+    # Token t is the number t, so that a label tells where it was read.
+    with TokenFileWriter(folder / "text", np.dtype("<u2")) as writer:
+        writer.add(np.arange(num_tokens), ends_document=True)
+    return RecordingStream(
+        TokenFile(folder / "text"), start=0, stop=num_tokens, num_documents=1, num_bytes=None
+    )
+
+
+def train_loader(stream, **changes):
+    settings = {
+        "sampler": WindowSampler(num_tokens=stream.num_tokens, block_size=BLOCK_SIZE, seed=1),
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "rank": 0,
+        "world_size": 1,
+        "total_samples": 21,
+        "device": CPU,
+    }
+    return TrainLoader(stream=stream, **{**settings, **changes})
+
+
+def eval_loader(stream, **changes):
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "micro_batch_size": 2,
+        "rank": 0,
+        "world_size": 1,
+        "device": CPU,
+        "max_batches": None,
+    }
+    return EvalLoader(stream=stream, **{**settings, **changes})
+
+
+def inputs_that_count(batches):
+    """The inputs of all micro-batches, in order, without those that fill up."""
+    rows = [
+        inputs[labels[:, 0] != -100] for batch in batches for inputs, labels in batch.micro_batches
+    ]
+    return torch.cat(rows)
+
+
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("train-loader")]
+
+
+def test_labels_are_the_tokens_that_follow(stream):
+    batch = next(train_loader(stream).steps(0))
+
+    assert len(batch.micro_batches) == 4
+    for inputs, labels in batch.micro_batches:
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert inputs.shape == labels.shape == (2, BLOCK_SIZE)
+        assert inputs.is_contiguous()
+        assert labels.is_contiguous()
+        assert torch.equal(labels, (inputs + 1) % 42)
+
+
+def test_samples_are_those_of_the_sampler_in_its_order(stream):
+    loader = train_loader(stream)
+    sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
+
+    batches = list(loader.steps(0))
+
+    assert loader.num_steps == len(batches) == 3
+    assert inputs_that_count(batches)[:, 0].tolist() == sampler.starts(np.arange(21)).tolist()
+    assert np.concatenate([batch.samples for batch in batches]).tolist() == list(range(21))
+
+
+def test_the_smaller_last_step_is_filled_with_ignored_labels(stream):
+    *_, last = train_loader(stream).steps(0)
+
+    assert last.num_samples == 5
+    assert last.num_tokens == 5 * BLOCK_SIZE
+    assert [labels.shape for _, labels in last.micro_batches] == [(2, BLOCK_SIZE)] * 4
+    counted = sum(int((labels != -100).sum()) for _, labels in last.micro_batches)
+    assert counted == last.num_tokens
+    assert all(int(inputs.min()) >= 0 for inputs, _ in last.micro_batches)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 8), (2, 1), (2, 4), (4, 2)])
+def test_any_ranks_and_accumulation_read_the_same_samples_in_the_same_order(
+    stream, world_size, micro_batch_size
+):
+    expected = list(train_loader(stream).steps(0))
+    by_rank = [
+        list(
+            train_loader(
+                stream, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
+            ).steps(0)
+        )
+        for rank in range(world_size)
+    ]
+
+    for step, batch in enumerate(expected):
+        together = [
+            pair
+            for pairs in zip(*(batches[step].micro_batches for batches in by_rank), strict=True)
+            for pair in pairs
+        ]
+        inputs = torch.cat([inputs for inputs, _ in together])
+        labels = torch.cat([labels for _, labels in together])
+        assert torch.equal(inputs, torch.cat([inputs for inputs, _ in batch.micro_batches]))
+        assert torch.equal(labels, torch.cat([labels for _, labels in batch.micro_batches]))
+        assert {batches[step].num_tokens for batches in by_rank} == {batch.num_tokens}
+
+
+def test_two_ranks_never_see_the_same_window(stream):
+    samples = [
+        {
+            int(g)
+            for batch in train_loader(stream, rank=rank, world_size=2).steps(0)
+            for g in batch.samples
+        }
+        for rank in range(2)
+    ]
+
+    assert samples[0] & samples[1] == set()
+    assert samples[0] | samples[1] == set(range(21))
+
+
+def test_resuming_reads_nothing_of_what_lies_before(stream):
+    whole = list(train_loader(stream).steps(0))
+    stream.read = []
+
+    rest = list(train_loader(stream).steps(2))
+
+    assert len(rest) == 1
+    assert torch.equal(inputs_that_count(rest), inputs_that_count(whole[2:]))
+    sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
+    assert set(stream.read) == set(sampler.starts(np.arange(16, 21)).tolist())
+    assert list(train_loader(stream).steps(3)) == []
+
+
+def test_an_error_of_the_thread_is_raised_by_the_iterator(stream):
+    class Broken(RecordingStream):
+        def windows(self, starts, length):
+            if len(getattr(self, "read", [])) >= 8:
+                raise DataError("the disk is gone")
+            return super().windows(starts, length)
+
+    stream.__class__ = Broken
+    steps = train_loader(stream).steps(0)
+
+    next(steps)
+    with pytest.raises(DataError, match="the disk is gone"):
+        next(steps)
+    assert loader_threads() == []
+
+
+def test_closing_early_ends_the_thread_and_reads_little_ahead(stream):
+    steps = train_loader(stream, total_samples=8000).steps(0)
+
+    next(steps)
+    assert len(loader_threads()) == 1
+    steps.close()
+
+    assert loader_threads() == []
+    assert len(stream.read) <= 4 * 8
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(stream):
+    with pytest.raises(ConfigError, match=r"--global_batch_size 8 is no multiple of .* 2 times 3"):
+        train_loader(stream, world_size=3)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5, 6, 41, 42])
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 1), (1, 5), (2, 2), (3, 1)])
+def test_evaluation_predicts_each_token_but_the_first_once(
+    tmp_path, num_tokens, world_size, micro_batch_size
+):
+    stream = make_stream(tmp_path, num_tokens)
+    loaders = [
+        eval_loader(stream, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
+        for rank in range(world_size)
+    ]
+
+    pairs = [pair for loader in loaders for pair in loader]
+
+    labels = torch.cat([labels.reshape(-1) for _, labels in pairs])
+    inputs = torch.cat([inputs.reshape(-1) for inputs, _ in pairs])
+    counts = labels != -100
+    assert sorted(labels[counts].tolist()) == list(range(1, num_tokens))
+    assert torch.equal(labels[counts], inputs[counts] + 1)
+    assert {len(loader) for loader in loaders} == {len(pairs) // world_size}
+    assert {loader.num_tokens for loader in loaders} == {num_tokens - 1}
+    assert {tuple(inputs.shape) for inputs, _ in pairs} == {(micro_batch_size, BLOCK_SIZE)}
+
+
+def test_evaluating_twice_gives_the_same(stream):
+    loader = eval_loader(stream)
+
+    first, second = list(loader), list(loader)
+
+    for (inputs, labels), (same_inputs, same_labels) in zip(first, second, strict=True):
+        assert torch.equal(inputs, same_inputs)
+        assert torch.equal(labels, same_labels)
+
+
+def test_evaluation_may_stop_after_some_batches(stream):
+    loader = eval_loader(stream, max_batches=3)
+
+    labels = torch.cat([labels.reshape(-1) for _, labels in loader])
+
+    assert len(loader) == 3
+    assert labels.tolist() == list(range(1, 25))
+    assert loader.num_tokens == 24
+    assert len(eval_loader(stream, max_batches=100)) == 6
+    assert eval_loader(stream, max_batches=100).num_tokens == 41
+
+
+def test_a_validation_text_of_one_token_is_refused(tmp_path):
+    with pytest.raises(DataError, match="validation text has 1 token"):
+        eval_loader(make_stream(tmp_path, 1))

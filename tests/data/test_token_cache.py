@@ -1,0 +1,206 @@
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from llm.errors import ConfigError, DataError
+from tests.support.corpora import (
+    ListSource,
+    prepare_bytes,
+    prepare_on_a_full_disk,
+    prepare_watched,
+)
+
+SPAWN = multiprocessing.get_context("spawn")
+OTHER = [("other", True)]
+
+
+class FailingSource(ListSource):
+    def rows(self):
+        yield ("fine", True)
+        raise DataError("line 2 is broken")
+
+
+def folders(cache):
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} does not appear"
+        time.sleep(0.02)
+
+
+def test_processes_that_come_at_once_read_the_text_once(tmp_path):
+    processes = [
+        SPAWN.Process(target=prepare_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5, n))
+        for n in ("launch", "launch", "another launch")
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert (tmp_path / "reads").read_text() == "read\n"
+    assert len(folders(tmp_path / "cache")) == 1
+
+
+def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
+    cache, reads = tmp_path / "cache", tmp_path / "reads"
+    process = SPAWN.Process(target=prepare_watched, args=(cache, reads, 60.0, None))
+    process.start()
+    wait_for(reads)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    (leftover,) = folders(cache)
+    assert leftover.endswith(f".tmp.{socket.gethostname()}.{process.pid}")
+
+    prepare_watched(cache, reads, 0.0, None)
+
+    (folder,) = folders(cache)
+    assert leftover.startswith(folder)
+    assert (tmp_path / "reads").read_text() == "read\n" * 2
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    with SPAWN.Pool(1) as pool:
+        message = pool.apply(prepare_on_a_full_disk, (tmp_path, 10_000))
+
+    assert "cannot be written" in message
+    assert str(tmp_path) in message
+    assert "--data_cache_dir" in message
+    assert folders(tmp_path) == []
+    assert prepare_bytes(tmp_path).train.num_tokens == 5
+
+
+def test_a_cache_that_may_not_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(DataError, match=r"cannot be written \(.*--data_cache_dir"):
+        prepare_bytes(tmp_path / "file" / "cache")
+
+
+def test_the_other_ranks_of_a_launch_repeat_the_error_and_not_the_work(tmp_path):
+    with pytest.raises(DataError, match="line 2 is broken") as first:
+        prepare_bytes(tmp_path, train=FailingSource([]), launch="a")
+    assert not first.value.reported
+    assert folders(tmp_path) == []
+
+    with pytest.raises(DataError, match="line 2 is broken") as second:
+        prepare_bytes(tmp_path, train=ListSource(OTHER), launch="a")
+
+    assert second.value.reported
+
+
+def test_the_repeated_error_is_of_the_same_class(tmp_path):
+    class NoEnd:
+        eos_token_id = None
+        is_fast = False
+
+    for reported in (False, True):
+        with pytest.raises(ConfigError, match="--no_append_eos") as error:
+            prepare_bytes(tmp_path, tokenizer=NoEnd(), launch="a")
+        assert error.value.reported is reported
+
+
+@pytest.mark.parametrize("launch", ["b", None])
+def test_another_launch_tries_again(tmp_path, launch):
+    with pytest.raises(DataError):
+        prepare_bytes(tmp_path, train=FailingSource([]), launch="a")
+
+    assert prepare_bytes(tmp_path, train=ListSource(OTHER), launch=launch).train.num_tokens == 6
+    assert not list(tmp_path.glob("*.failed"))
+
+
+def test_a_single_process_leaves_no_note(tmp_path):
+    with pytest.raises(DataError):
+        prepare_bytes(tmp_path, train=FailingSource([]))
+
+    assert not list(tmp_path.glob("*.failed"))
+
+
+def test_overwriting_happens_once_a_launch(tmp_path):
+    def num_tokens(text, **changes):
+        return prepare_bytes(tmp_path, train=ListSource([(text, True)]), **changes).train.num_tokens
+
+    assert num_tokens("a") == 2
+    assert num_tokens("ab") == 2  # the cache cannot know
+    assert num_tokens("ab", overwrite_cache=True, launch="x") == 3
+    assert num_tokens("abc", overwrite_cache=True, launch="x") == 3
+    assert num_tokens("abcd", overwrite_cache=True, launch="y") == 5
+    assert num_tokens("abcde", overwrite_cache=True) == 6
+    assert num_tokens("abcdef", overwrite_cache=True) == 7
+
+
+def test_tokens_that_are_replaced_stay_readable_where_they_are_open(tmp_path):
+    first = prepare_bytes(tmp_path)
+    before = first.train.tokens.tolist()
+
+    prepare_bytes(tmp_path, train=ListSource(OTHER), overwrite_cache=True)
+
+    assert first.train.tokens.tolist() == before
+    assert len(folders(tmp_path)) == 1
+
+
+def test_leftovers_of_the_living_and_of_other_hosts_stay(tmp_path):
+    prepare_bytes(tmp_path)
+    (key,) = folders(tmp_path)
+    host = socket.gethostname()
+    alive = [f"{key}.tmp.{host}.{os.getppid()}", f"{key}.tmp.elsewhere.5"]
+    dead = [f"{key}.tmp.{host}.{os.getpid()}", f"{key}.tmp.{host}.{2**22 + 1}.old"]
+    for name in (*alive, *dead):
+        (tmp_path / name).mkdir()
+
+    prepare_bytes(tmp_path, overwrite_cache=True)
+
+    assert folders(tmp_path) == sorted([key, *alive])
+
+
+def test_a_valid_cache_is_read_while_somebody_holds_the_lock(tmp_path):
+    import fcntl
+
+    prepare_bytes(tmp_path)
+    with open(next(tmp_path.glob("*.lock"))) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        assert prepare_bytes(tmp_path).train.num_tokens == 5
+
+
+def test_a_file_system_without_locks_works_too(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+
+    assert prepare_bytes(tmp_path).train.num_tokens == 5
+
+
+def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+
+    class Overtaken(ListSource):
+        def rows(self):
+            pid = os.getpid()
+            monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+            prepare_bytes(tmp_path)
+            monkeypatch.setattr(os, "getpid", lambda: pid)
+            yield from super().rows()
+
+    assert (
+        prepare_bytes(tmp_path, train=Overtaken([("ab", True), ("c", True)])).train.num_tokens == 5
+    )
+    assert len(folders(tmp_path)) == 1
+
+
+def test_a_note_that_is_cut_short_is_ignored(tmp_path):
+    prepare_bytes(tmp_path)
+    (key,) = folders(tmp_path)
+    (tmp_path / f"{key}.failed").write_text(json.dumps({"launch": "a"})[:-3])
+
+    assert prepare_bytes(tmp_path, overwrite_cache=True, launch="a").train.num_tokens == 5

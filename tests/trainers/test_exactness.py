@@ -1,0 +1,175 @@
+"""What must hold of whole runs: same losses on any ranks, resume bit for bit."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.training import Bench, Run
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu")
+
+
+def without_times(run: Run) -> list[dict]:
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
+
+
+def weights_hash(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("plain"), **NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("dropout"))
+
+
+@pytest.fixture(scope="module")
+def alone(plain) -> Run:
+    return plain.train_well("alone", per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        (2, {"per_device_train_batch_size": 4}),
+        (2, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (2, {"per_device_train_batch_size": 1, "global_batch_size": 8}),
+        (4, {"per_device_train_batch_size": 2}),
+    ],
+)
+def test_ranks_and_accumulation_do_not_change_the_losses(plain, alone, ranks, options):
+    name = f"ranks{ranks}-" + "-".join(map(str, options.values()))
+    run = plain.train_well(name, ranks=ranks, **options)
+
+    assert len(run.losses) == 20
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    for ours, theirs in zip(run.metrics, alone.metrics, strict=True):
+        for key in ("step", "samples", "tokens", "learning_rate"):
+            assert ours.get(key) == theirs.get(key)
+        if "grad_norm" in ours:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_two_fresh_runs_with_the_same_seed_are_bit_identical(dropout):
+    first = dropout.train_well("first")
+    second = dropout.train_well("second")
+    assert without_times(first) == without_times(second)
+    assert weights_hash(first.folder) == weights_hash(second.folder)
+
+
+def test_another_seed_gives_another_run(dropout):
+    assert dropout.train_well("first-again").losses != dropout.train_well("other", seed=2).losses
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ten_steps_resume_ten_steps_are_bit_identical_to_twenty(dropout, ranks, precision):
+    """Dropout is on, and a logging interval (3 steps) is open at the checkpoint."""
+    options = {
+        "ranks": ranks,
+        "checkpointing_steps": 10,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 3,
+        "eval_steps": 7,
+        "lr_scheduler_type": "cosine",
+        "mixed_precision": precision,
+    }
+    straight = dropout.train_well(f"straight-{ranks}-{precision}", **options)
+    cut = dropout.folder / f"cut-{ranks}-{precision}"
+    shutil.copytree(straight.folder, cut)
+    # As after a kill: the end of the run is missing, and so is what was written of it.
+    shutil.rmtree(cut / "checkpoints" / "step_00000020")
+    (cut / "model.safetensors").unlink()
+
+    resumed = dropout.train_well(cut.name, resume_from_checkpoint=True, **options)
+
+    assert "Resumed from" in resumed.output
+    assert "at step 10" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    steps = [record["step"] for record in resumed.metrics]
+    assert steps == sorted(set(steps))
+    ours, theirs = (
+        load_file(cut / "model.safetensors"),
+        load_file(straight.folder / "model.safetensors"),
+    )
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+
+
+def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain):
+    straight = plain.train_well("straight", per_device_train_batch_size=8)
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    plain.train_well("elastic", max_train_steps=5, checkpointing_steps=5, **options)
+    plain.train_well(
+        "elastic",
+        ranks=2,
+        max_train_steps=20,
+        change_on_resume="max_train_steps",
+        checkpointing_steps=10,
+        resume_from_checkpoint=True,
+        # Two micro-batches a rank would double the global batch: accumulation gives way.
+        **options,
+    )
+    run = Run(plain.folder / "elastic", [])
+    assert run.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert run.metrics[-1]["samples"] == 160
+
+
+def test_a_resumed_run_refuses_other_settings_all_in_one_sentence(plain):
+    plain.train_well("fixed", max_train_steps=2, checkpointing_steps=1)
+    run = plain.train(
+        "fixed", max_train_steps=2, resume_from_checkpoint=True, seed=7, learning_rate=0.5
+    )
+    assert run.codes == [2]
+    assert "seed was 1 and is 7" in run.output
+    assert "learning_rate was 0.001 and is 0.5" in run.output
+    assert run.output.count("error:") == 1
+
+
+def test_a_finished_run_that_is_resumed_ends_at_once_with_the_same_results(plain):
+    options = {"max_train_steps": 4, "checkpointing_steps": 4}
+    first = plain.train_well("finished", **options)
+    metrics, results = first.metrics, first.read_json("all_results.json")
+
+    again = plain.train_well("finished", resume_from_checkpoint=True, **options)
+
+    assert again.metrics == metrics
+    assert again.read_json("all_results.json") == results
+
+
+def test_resume_without_a_checkpoint_starts_afresh_and_says_so(plain):
+    run = plain.train_well("fresh", max_train_steps=2, resume_from_checkpoint=True)
+    assert "the run starts afresh" in run.output
+    assert len(run.losses) == 2
+
+
+def test_a_drawn_seed_is_said_and_kept_on_resume(plain):
+    run = plain.train_well("drawn", seed=None, max_train_steps=4, checkpointing_steps=2)
+    shutil.rmtree(run.folder / "checkpoints" / "step_00000004")
+    losses = run.losses
+    again = plain.train_well(
+        "drawn", seed=None, max_train_steps=4, checkpointing_steps=2, resume_from_checkpoint=True
+    )
+    assert "seed " in run.output
+    assert again.losses == losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_validation_does_not_depend_on_batch_or_ranks(plain, alone, ranks, batch):
+    options = {"per_device_eval_batch_size": batch, "model_name_or_path": alone.folder}
+    run = plain.train_well(f"eval-{ranks}-{batch}", ranks=ranks, eval_only=True, **options)
+    found = run.read_json("eval_results.json")
+    expected = alone.read_json("all_results.json")
+    assert found["loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
