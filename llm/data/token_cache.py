@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from llm import errors
 from llm.errors import DataError, LLMError
 
 T = TypeVar("T")
+
+_NOTE_SECONDS = 60
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -89,7 +92,7 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info(f"waiting for the process that writes {path.stem}")
+            log.info("waiting for another process that tokenises the same text")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             # Some network file systems have no locks. Then the work may be done twice, each time
@@ -110,6 +113,7 @@ def _build_or_note(folder: Path, build: Callable[[Path], None], launch: str | No
     except LLMError as error:
         if launch is not None:
             _write_note(note, launch, error)
+            error.found_here = True  # the others stay silent, so this rank speaks
         raise
     note.unlink(missing_ok=True)
 
@@ -169,6 +173,9 @@ def _write_note(note: Path, launch: str, error: LLMError) -> None:
 
 def _raise_noted(note: Path, launch: str | None) -> None:
     try:
+        # A requeued job has the name of the launch before it; its note is old by then.
+        if time.time() - note.stat().st_mtime > _NOTE_SECONDS:
+            return
         content = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
