@@ -23,10 +23,8 @@ help:
 	@echo "make configuration-page  write docs/configuration.md anew from llm/config.py"
 	@echo "make install    only make $(VENV) with everything for development"
 
-# A waiting OpenMP thread soon gives its core away: on a machine that does other things as well,
-# one that goes on spinning slows the steps of a small model tenfold.
 train: $(VENV)/.core
-	GOMP_SPINCOUNT=1000 $(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
+	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)

@@ -136,5 +136,6 @@ def check_unchanged(
     if changed:
         raise CheckpointError(
             f"The run cannot be resumed with other settings: {'; '.join(changed)}. Give them their "
-            "old values, or allow a change with --change_on_resume NAME."
+            "old values, allow a change with --change_on_resume NAME, or start another run in "
+            "another --output_dir."
         )

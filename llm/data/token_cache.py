@@ -20,18 +20,44 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llm import errors
 from llm.errors import DataError, LLMError
 
 T = TypeVar("T")
 
-_NOTE_SECONDS = 60
-
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 log = logging.getLogger("llm.data")
+
+
+def _process_start() -> float:
+    """When this process started, in seconds of `time.time`; rather too late than too early."""
+    now = time.time()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not on Linux: then when this file was imported
+        return now
+    return now - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_STARTED = _process_start()
+
+
+def launch_mark(launch: str | None) -> dict[str, Any]:
+    """What is written into a file to tell the other ranks of a launch who wrote it."""
+    return {"launch": launch, "time": time.time()}
+
+
+def is_marked(mark: dict[str, Any], launch: str | None) -> bool:
+    """Whether a mark is of this launch.
+
+    Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all start
+    before the first of them writes anything, so an older mark is of an earlier launch.
+    """
+    return launch is not None and mark["launch"] == launch and mark["time"] >= _STARTED
 
 
 def open_or_build(
@@ -162,7 +188,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _write_note(note: Path, launch: str, error: LLMError) -> None:
-    content = {"launch": launch, "class": type(error).__name__, "message": str(error)}
+    content = {**launch_mark(launch), "class": type(error).__name__, "message": str(error)}
     temporary = _beside(note, f".{socket.gethostname()}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -173,13 +199,10 @@ def _write_note(note: Path, launch: str, error: LLMError) -> None:
 
 def _raise_noted(note: Path, launch: str | None) -> None:
     try:
-        # A requeued job has the name of the launch before it; its note is old by then.
-        if time.time() - note.stat().st_mtime > _NOTE_SECONDS:
-            return
         content = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if launch is not None and content.get("launch") == launch:
+    if is_marked(content, launch):
         raise getattr(errors, content["class"], DataError)(content["message"], reported=True)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llm.data.sources import Row, Source
-from llm.data.token_cache import open_or_build
+from llm.data.token_cache import is_marked, launch_mark, open_or_build
 from llm.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from llm.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ class PreparedData:
     Attributes:
         train: None where only a validation text was given.
         validation: None where there is no such text.
-        info: `tokenizer_fingerprint`, `append_eos`, `launch`, `dtype`, and under `train` and
+        info: `tokenizer_fingerprint`, `append_eos`, `dtype`, `written`, and under `train` and
             `validation` None or `source`, `rows`, `empty_rows` (dropped), `documents`, `tokens`,
             `bytes` (of the text in UTF-8) and `largest_token`.
     """
@@ -94,10 +94,10 @@ def prepare(
     }
 
     def accept(found: PreparedData) -> bool:
-        return not overwrite_cache or (launch is not None and found.info["launch"] == launch)
+        return not overwrite_cache or is_marked(found.info["written"], launch)
 
     def build(folder: Path) -> None:
-        info: dict[str, Any] = {**facts, "launch": launch}
+        info: dict[str, Any] = {**facts, "written": launch_mark(launch)}
         total = _Total(progress)
         with _plain_text_encoder(tokenizer, num_workers) as encode:
             for split, source in sources.items():

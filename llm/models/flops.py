@@ -35,4 +35,4 @@ def _share_of_experts(module: torch.nn.Module, config: object) -> float:
     experts = getattr(module, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
-    return float(chosen / experts) if experts and chosen and is_stack else 1.0
+    return float(chosen) / float(experts) if experts and chosen and is_stack else 1.0

@@ -3,10 +3,13 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
+from llm.data import token_cache
 from llm.errors import ConfigError, DataError
 from tests.support.corpora import (
     ListSource,
@@ -118,6 +121,29 @@ def test_another_launch_tries_again(tmp_path, launch):
     assert not list(tmp_path.glob("*.failed"))
 
 
+def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch):
+    with pytest.raises(DataError):
+        prepare_bytes(tmp_path, train=FailingSource([]), launch="none")
+    monkeypatch.setattr(token_cache, "_STARTED", time.time())
+
+    assert prepare_bytes(tmp_path, train=ListSource(OTHER), launch="none").train.num_tokens == 6
+
+    monkeypatch.setattr(token_cache, "_STARTED", time.time())
+    again = prepare_bytes(
+        tmp_path, train=ListSource([("new", True)]), launch="none", overwrite_cache=True
+    )
+    assert again.train.num_tokens == 4
+
+
+def test_a_process_knows_when_it_started(tmp_path):
+    code = "from llm.data import token_cache; print(token_cache._STARTED)"
+    before = time.time()
+    started = float(subprocess.check_output([sys.executable, "-c", code], text=True))
+
+    # A clock tick is a hundredth of a second.
+    assert before - 0.05 <= started <= time.time()
+
+
 def test_a_single_process_leaves_no_note(tmp_path):
     with pytest.raises(DataError):
         prepare_bytes(tmp_path, train=FailingSource([]))
@@ -204,3 +230,21 @@ def test_a_note_that_is_cut_short_is_ignored(tmp_path):
     (tmp_path / f"{key}.failed").write_text(json.dumps({"launch": "a"})[:-3])
 
     assert prepare_bytes(tmp_path, overwrite_cache=True, launch="a").train.num_tokens == 5
+
+
+def test_all_files_and_both_folders_are_on_the_disk_before_the_tokens_count(tmp_path, monkeypatch):
+    synced = set()
+    sync = os.fsync
+
+    def record(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+
+    prepare_bytes(tmp_path)
+
+    (key,) = folders(tmp_path)
+    paths = [tmp_path, tmp_path / key, *(tmp_path / key).iterdir()]
+    assert len(paths) == 5
+    assert {path.stat().st_ino for path in paths} == synced

@@ -90,9 +90,10 @@ def test_an_interrupted_writer_leaves_no_readable_pair(tmp_path):
 
 
 def test_an_id_that_does_not_fit_is_refused_rather_than_wrapped(tmp_path):
-    writer = TokenFileWriter(tmp_path / "text", np.dtype("<u2"))
-
-    with pytest.raises(DataError, match="70000 do not fit the dtype uint16"):
+    with (
+        TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer,
+        pytest.raises(DataError, match="70000 do not fit the dtype uint16"),
+    ):
         writer.add(np.array([70000]), ends_document=True)
 
 

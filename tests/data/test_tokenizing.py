@@ -40,7 +40,7 @@ def test_rows_become_tokens_and_documents_end_with_the_end_token(tmp_path):
         "tokenizer_fingerprint": "bytes",
         "append_eos": True,
         "dtype": "uint16",
-        "launch": None,
+        "written": {"launch": None, "time": prepared.info["written"]["time"]},
         "train": {
             "source": "list",
             "rows": 3,

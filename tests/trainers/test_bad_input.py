@@ -172,9 +172,7 @@ def test_two_ranks_say_it_once(bench, options, words):
 
 def test_two_ranks_say_what_one_of_them_found_while_tokenising_once(bench, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 50 + '{"text": \n')
-    refused(
-        bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"]
-    )
+    refused(bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"])
 
 
 def test_a_folder_that_holds_another_run_is_left_as_it_is(bench):

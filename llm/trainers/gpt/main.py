@@ -22,6 +22,7 @@ from llm.runtime import (
     EXIT_PREEMPTED,
     Interruption,
     World,
+    calm_threads,
     log_to_file,
     quiet_libraries,
     set_up_logging,
@@ -78,6 +79,7 @@ def _refuse(error: LLMError, world: World) -> None:
 
 def run(config: GPTConfig, world: World) -> int:
     """Train or evaluate as configured; returns the exit code."""
+    calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.build import make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs

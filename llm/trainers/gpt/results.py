@@ -3,7 +3,10 @@
 import json
 import logging
 import math
+import os
 import platform
+import shutil
+import sys
 
 import torch
 from transformers import PreTrainedModel
@@ -151,11 +154,16 @@ def log_ending(inputs: Inputs, trainer: Trainer) -> None:
         )
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
     logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
-    logger.info(f"curves: tensorboard --logdir {folder / 'tensorboard'}")
+    board = "tensorboard" if shutil.which("tensorboard") else f"{_python()} -m tensorboard.main"
+    logger.info(f"curves: {board} --logdir {folder / 'tensorboard'}")
+    command = f"{_python()} -m llm.trainers.gpt"
     logger.info(
-        f"again with other settings: python -m llm.trainers.gpt --config {folder / 'config.toml'} "
-        "--output_dir NEW"
+        f"again with other settings: {command} --config {folder / 'config.toml'} --output_dir NEW"
     )
-    logger.info(
-        f"go on training this model: python -m llm.trainers.gpt --model_name_or_path {folder} ..."
-    )
+    logger.info(f"go on training this model: {command} --model_name_or_path {folder} ...")
+
+
+def _python() -> str:
+    """How the user would start this Python again."""
+    on_path = shutil.which("python")
+    return "python" if on_path == sys.executable else os.path.relpath(sys.executable)

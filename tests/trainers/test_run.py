@@ -1,0 +1,225 @@
+"""What a run does and leaves behind: schedule of events, files, results, exit codes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm.config import GPTConfig
+from llm.options import read_toml
+from tests.support.training import Bench, Run
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def checkpoint_steps(run: Run) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
+
+
+def test_epochs_evaluate_and_save_where_an_epoch_ends(bench):
+    run = bench.train_well(
+        "epochs", max_train_steps=None, num_train_epochs=2, checkpointing_steps="epoch",
+        per_device_train_batch_size=100, block_size=16,
+    )  # fmt: skip
+    tokens = run.output.split("training data:")[1].split(" tokens")[0].split()[-1]
+    windows = int(tokens.replace(",", "")) // 16
+    steps = math.ceil(2 * windows / 100)
+    first = math.ceil(windows / 100)
+    assert [record["step"] for record in run.metrics if "loss" in record] == [*range(1, steps + 1)]
+    assert run.metrics[-1]["samples"] == 2 * windows
+    assert checkpoint_steps(run) == [first, steps]
+    assert [r["step"] for r in run.metrics if "eval_loss" in r] == [first, steps]
+
+
+def test_samples_in_place_of_steps_end_with_a_smaller_batch(bench):
+    run = bench.train_well(
+        "samples", max_train_steps=None, max_train_samples=10, num_warmup_samples=8,
+        lr_scheduler_type="constant_with_warmup",
+    )  # fmt: skip
+    assert [record["samples"] for record in run.metrics] == [4, 8, 10]
+    assert [record["tokens"] for record in run.metrics] == [128, 256, 320]
+    assert [record["learning_rate"] for record in run.metrics] == [0.0, 0.0005, 0.001]
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(bench):
+    run = bench.train_well(
+        "best", max_train_steps=6, checkpointing_steps=1, keep_checkpoints=2, save_top_k=1,
+        learning_rate=0.5,
+    )  # fmt: skip
+    losses = {r["step"]: r["eval_loss"] for r in run.metrics if "eval_loss" in r}
+    best = min(losses, key=losses.__getitem__)
+    assert set(losses) == {1, 2, 3, 4, 5, 6}
+    assert checkpoint_steps(run) == sorted({best, 5, 6})
+    assert (run.folder / "checkpoints" / "best").resolve().name == f"step_{best:08d}"
+
+
+def test_metrics_results_and_card_say_what_was_trained(bench):
+    run = bench.train_well(
+        "facts", max_train_steps=4, eval_steps=2, eval_metrics="accuracy", report_to="tensorboard"
+    )
+    record = run.metrics[-1]
+    for name in (
+        "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "nan_steps",
+        "tokens_per_second", "samples", "tokens", "seconds", "eval_loss", "eval_accuracy",
+    ):  # fmt: skip
+        assert name in record
+    results = run.read_json("all_results.json")
+    assert results["eval_loss"] == record["eval_loss"]
+    assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert 0 <= results["eval_accuracy"] <= 1
+    assert results["tokens"] == 4 * 4 * 32
+    card = (run.folder / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card
+    assert "| block size | 32 |" in card
+
+    board = EventAccumulator(str(run.folder / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in board.Scalars("eval/loss")] == [2, 4]
+    assert board.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
+
+
+def test_bits_per_byte_is_the_loss_over_the_bytes_of_the_validation_text(bench, tmp_path):
+    text = "The queen walked into rain.\n" * 40
+    (tmp_path / "valid.txt").write_text(text)
+    run = bench.train_well("bits", max_train_steps=1, validation_file=tmp_path / "valid.txt")
+    tokens = len(AutoTokenizer.from_pretrained(bench.model)(text)["input_ids"]) + 1
+    results = run.read_json("all_results.json")
+    expected = results["eval_loss"] * tokens / math.log(2) / len(text)
+    assert results["eval_bits_per_byte"] == pytest.approx(expected, rel=0.02)
+
+
+def test_the_written_configuration_runs_the_same_thing_again(bench):
+    first = bench.train_well("origin", max_train_steps=3, weight_decay=0.1, betas=[0.8, 0.9])
+    config = first.folder / "config.toml"
+    assert read_toml(GPTConfig, config)["betas"] == (0.8, 0.9)
+    again = bench.train_well(
+        "copy", **{name: None for name in read_toml(GPTConfig, config) if name != "output_dir"},
+        config=config,
+    )  # fmt: skip
+    assert again.losses == first.losses
+
+
+def test_without_validation_nothing_is_evaluated(bench):
+    run = bench.train_well("novalid", max_train_steps=2, validation_split_percentage=0)
+    assert "eval_loss" not in run.read_json("all_results.json")
+
+
+def test_pretrained_weights_are_gone_on_from_unless_low_cpu_mem_usage_asks_for_new_ones(bench):
+    first = bench.train_well("pretrained", learning_rate=0.01)
+    options = {"model_name_or_path": first.folder, "max_train_steps": 1}
+    onward = bench.train_well("onward", **options)
+    afresh = bench.train_well("afresh", low_cpu_mem_usage=True, **options)
+    assert onward.losses[0] < first.losses[0] - 1
+    assert afresh.losses[0] == pytest.approx(first.losses[0], abs=0.2)
+    assert "holds no weights: the model is trained from scratch" in first.output
+
+
+def test_biases_are_held_at_zero(bench):
+    run = bench.train_well("nobias", no_bias=True, max_train_steps=3)
+    model = AutoModelForCausalLM.from_pretrained(run.folder)
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    assert biases
+    assert not any(bias.any() for bias in biases)
+
+
+def test_gradient_checkpointing_changes_no_loss(bench):
+    plain = bench.train_well("plain", max_train_steps=3)
+    saving = bench.train_well("saving", max_train_steps=3, gradient_checkpointing=True)
+    assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_second_start_reads_no_text(bench, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text((bench.text).read_text())
+    first = bench.train_well("cold", train_file=text, max_train_steps=1)
+    state = text.stat()
+    text.write_bytes(b"\xff" * state.st_size)  # would be refused if it were read
+    os.utime(text, ns=(state.st_atime_ns, state.st_mtime_ns))
+    second = bench.train_well("warm", train_file=text, max_train_steps=1)
+    assert "tokenising" in first.output
+    assert "using the cached tokens" in second.output
+    assert second.losses == first.losses
+
+
+GOLDEN = [
+    5.76604, 5.80389, 5.72069, 5.60875, 5.48650, 5.33865, 5.24515, 5.09467, 4.99286, 4.89784,
+    4.76134, 4.71799, 4.57212, 4.56287, 4.49945, 4.42144, 4.36775, 4.32050, 4.38428, 4.34185,
+]  # fmt: skip
+
+
+def test_the_golden_curve_holds(tmp_path):
+    """20 steps of a tiny GPT; a change that must not move the loss leaves these numbers alone.
+
+    Tolerance 1e-4 relative: other processors round matrix products differently.
+    """
+    bench = Bench(tmp_path, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    run = bench.train_well("golden", weight_decay=0.1, lr_scheduler_type="cosine",
+                           num_warmup_steps=4, learning_rate=3e-3)  # fmt: skip
+    assert run.losses == pytest.approx(GOLDEN, rel=1e-4)
+
+
+def start(bench: Bench, name: str, *launcher: str, **options) -> subprocess.Popen[str]:
+    command = [*launcher, "-m", "llm.trainers.gpt", *bench.command(name, **options)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for(path: Path, text: str, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        if path.exists() and text in path.read_text():
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never said {text}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(bench, number):
+    name = f"signal-{number}"
+    options = {"max_train_steps": 400, "checkpointing_steps": 1000, "logging_steps": 20}
+    process = start(bench, name, sys.executable, **options)
+    wait_for(bench.folder / name / "metrics.jsonl", "loss", process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 75, output
+    status = json.loads((bench.folder / name / "status.json").read_text())
+    assert status["status"] == "preempted"
+    assert status["reason"] == signal.Signals(number).name
+    resumed = bench.train_well(name, resume_from_checkpoint=True, **options)
+    straight = bench.train_well(f"{name}-straight", **options)
+    assert resumed.losses == straight.losses
+    assert resumed.read_json("status.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        # accelerate's way to start several processes, on a machine without GPUs as well
+        ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
+         "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"],
+    ],
+    ids=["torchrun", "accelerate launch"],
+)  # fmt: skip
+def test_both_launchers_start_two_ranks_that_train_together(bench, launcher):
+    name = f"launched-{launcher[0]}"
+    process = start(bench, name, sys.executable, "-m", *launcher, max_train_steps=3)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "world: 2 ranks" in output
+    assert Run(bench.folder / name, []).metrics[-1]["samples"] == 3 * 2 * 4
