@@ -49,13 +49,20 @@ def world_from_environment() -> World:
 
 
 def launch_id() -> str | None:
-    """A name that all processes of one launch share and no other launch has.
+    """A name that all processes of one launch share; a later launch may have it again.
 
     None when the process was started alone.
     """
     if world_from_environment().world_size == 1:
         return None
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    names = (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_JOB_ID",
+        "PBS_JOBID",
+    )
     return ":".join(os.environ.get(name, "") for name in names)
 
 

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llm.errors import ConfigError
 
 
@@ -39,10 +42,30 @@ class BatchPlan:
         """Passes over the data."""
         return self.total_samples / self.num_windows
 
-    def ends_epoch(self, step: int) -> bool:
-        """Whether the samples of an epoch are used up by the step that makes `step` steps."""
-        before = min((step - 1) * self.global_batch_size, self.total_samples)
-        after = min(step * self.global_batch_size, self.total_samples)
+    def step_samples(self, step: int) -> tuple[int, int]:
+        """The samples of one step, counted from 0, as a range [first, stop)."""
+        first = min(step * self.global_batch_size, self.total_samples)
+        return first, min(first + self.global_batch_size, self.total_samples)
+
+    def rank_samples(self, step: int, rank: int) -> NDArray[np.int64]:
+        """The samples that one rank takes in one step.
+
+        Sample j of a step belongs to micro-batch m and rank r where
+        j = (m * world_size + r) * micro_batch_size + k: which samples make a step depends
+        neither on the ranks nor on the accumulation.
+
+        Returns:
+            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 where the run's
+            samples are used up.
+        """
+        first, stop = self.step_samples(step)
+        samples = first + np.arange(self.global_batch_size, dtype=np.int64)
+        samples[samples >= stop] = -1
+        return samples.reshape(-1, self.world_size, self.micro_batch_size)[:, rank]
+
+    def ends_epoch(self, num_steps: int) -> bool:
+        """Whether the last of so many steps uses up the samples of an epoch."""
+        before, after = self.step_samples(num_steps - 1)
         return after // self.num_windows > before // self.num_windows
 
 

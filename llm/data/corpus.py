@@ -22,7 +22,7 @@ class TokenStream:
 
     Attributes:
         num_tokens: Tokens of the range.
-        num_documents: Documents that end in it.
+        num_documents: Documents of which it holds a part or all.
         num_bytes: UTF-8 bytes of its text; for a part of a file, its share by tokens. None where
             it is not known.
 
@@ -30,7 +30,7 @@ class TokenStream:
         token_file: The file.
         start: First token of the range.
         stop: The token after its last.
-        num_documents: Documents that end in it.
+        num_documents: Documents of which it holds a part or all.
         num_bytes: UTF-8 bytes of its text.
     """
 
@@ -131,17 +131,19 @@ def split_by_percentage(
             f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
             f"for {part}; change the percentage, or give a --validation_file."
         )
-    documents = int(np.searchsorted(token_file.documents[1:], cut_row, side="right"))
+    # The document that is cut in two counts on both sides.
+    begun = int(np.searchsorted(token_file.documents[:-1], cut_row, side="left"))
+    ended = int(np.searchsorted(token_file.documents[1:], cut_row, side="right"))
     num_bytes = info.get("bytes")
     cut_bytes = None if num_bytes is None else round(num_bytes * cut / token_file.num_tokens)
     validation = TokenStream(
-        token_file, start=0, stop=cut, num_documents=documents, num_bytes=cut_bytes
+        token_file, start=0, stop=cut, num_documents=begun, num_bytes=cut_bytes
     )
     train = TokenStream(
         token_file,
         start=cut,
         stop=token_file.num_tokens,
-        num_documents=token_file.num_documents - documents,
+        num_documents=token_file.num_documents - ended,
         num_bytes=None if num_bytes is None or cut_bytes is None else num_bytes - cut_bytes,
     )
     return train, validation

@@ -1,7 +1,7 @@
 """From windows to micro-batches on the right device, read ahead by one background thread."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import TokenStream
-from llm.data.sampler import WindowSampler, num_steps, rank_samples, step_samples
-from llm.errors import ConfigError, DataError
+from llm.data.sampler import WindowSampler
+from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _STEPS_AHEAD = 2
@@ -46,15 +47,9 @@ class TrainLoader:
     Args:
         stream: The tokens.
         sampler: Where samples lie in it.
-        global_batch_size: Samples a step, over all ranks and micro-batches.
-        micro_batch_size: Samples a rank takes at once.
+        plan: Which samples make a step, and how they are shared out.
         rank: This data-parallel rank.
-        world_size: Data-parallel ranks.
-        total_samples: Of the whole run, over all epochs and ranks.
         device: Where the micro-batches shall lie.
-
-    Raises:
-        ConfigError: The global batch is no multiple of micro-batch times ranks.
     """
 
     def __init__(
@@ -62,34 +57,17 @@ class TrainLoader:
         *,
         stream: TokenStream,
         sampler: WindowSampler,
-        global_batch_size: int,
-        micro_batch_size: int,
+        plan: BatchPlan,
         rank: int,
-        world_size: int,
-        total_samples: int,
         device: torch.device,
     ) -> None:
-        if global_batch_size % (micro_batch_size * world_size):
-            raise ConfigError(
-                f"--global_batch_size {global_batch_size} is no multiple of "
-                f"--per_device_train_batch_size {micro_batch_size} times {world_size} ranks; "
-                "change one of them."
-            )
         self._stream = stream
         self._sampler = sampler
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
+        self._plan = plan
         self._rank = rank
-        self._world_size = world_size
-        self._total_samples = total_samples
         self._device = device
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return num_steps(self._total_samples, self._global_batch_size)
-
-    def steps(self, start: int) -> Iterator[StepBatch]:
+    def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """The steps from `start` to the end of the run; what lies before is not read.
 
         A thread reads ahead. It ends with the iterator, also when that is closed early, and its
@@ -98,7 +76,7 @@ class TrainLoader:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending: deque[Future[StepBatch]] = deque()
         try:
-            for step in range(start, self.num_steps):
+            for step in range(start, self._plan.total_steps):
                 pending.append(pool.submit(self._read, step))
                 if len(pending) > _STEPS_AHEAD:
                     yield self._to_device(pending.popleft().result())
@@ -108,17 +86,8 @@ class TrainLoader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> StepBatch:
-        total = self._total_samples
-        size = self._global_batch_size
-        first, stop = step_samples(step, global_batch_size=size, total_samples=total)
-        samples = rank_samples(
-            step,
-            global_batch_size=size,
-            micro_batch_size=self._micro_batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-            total_samples=total,
-        )
+        first, stop = self._plan.step_samples(step)
+        samples = self._plan.rank_samples(step, self._rank)
         present = samples >= 0
         block_size = self._sampler.block_size
         # Missing samples read the step's first window, whose labels are then ignored.

@@ -24,9 +24,9 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         share = _share_of_experts(module, config)
         own = module.parameters(recurse=False)
         weights += share * sum(parameter.numel() for parameter in own if parameter.ndim >= 2)
-    heads = getattr(config, "num_attention_heads", None) or 0
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
     width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    attention = 12.0 * config.num_hidden_layers * heads * width * block_size
+    attention = 12.0 * int(config.num_hidden_layers) * heads * int(width) * block_size
     return 6.0 * weights + attention
 
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from llm.data.batch_plan import plan_batches
@@ -66,3 +67,38 @@ def test_a_batch_larger_than_the_data_ends_an_epoch_with_every_step():
     made = plan(num_windows=3, per_device_train_batch_size=8, max_train_steps=2)
     assert made.ends_epoch(1)
     assert made.ends_epoch(2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "steps", "last"),
+    [(1, 1, 1, 1), (8, 4, 2, 4), (9, 4, 3, 1), (3, 4, 1, 3), (21, 6, 4, 3)],
+)
+def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, steps, last):
+    made = plan(max_train_samples=samples, per_device_train_batch_size=batch)
+    ranges = [made.step_samples(step) for step in range(made.total_steps)]
+    assert len(ranges) == steps
+    assert [g for first, stop in ranges for g in range(first, stop)] == list(range(samples))
+    assert ranges[-1][1] - ranges[-1][0] == last
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 3)]
+)
+def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, micro_batch_size):
+    made = plan(
+        max_train_samples=70,
+        global_batch_size=24,
+        per_device_train_batch_size=micro_batch_size,
+        world_size=world_size,
+    )
+    by_rank = [made.rank_samples(2, rank) for rank in range(world_size)]
+
+    # In the order micro-batch, rank, sample they are the step's samples in their order.
+    order = np.stack(by_rank, axis=1).reshape(-1)
+    assert order.tolist() == [*range(48, 70), -1, -1]
+
+
+def test_two_ranks_take_turns_by_micro_batch():
+    made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
+    assert made.rank_samples(0, 0).tolist() == [[0, 1], [4, 5]]
+    assert made.rank_samples(0, 1).tolist() == [[2, 3], [6, 7]]

@@ -111,12 +111,12 @@ def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
     assert validation.num_bytes == round(1000 * validation_rows / rows)
 
 
-def test_documents_count_where_they_end(tmp_path):
+def test_a_document_that_is_cut_in_two_counts_on_both_sides(tmp_path):
     file = token_file(tmp_path, rows=10, rows_per_document=4)
 
     train, validation = split_by_percentage(file, {}, 50)
 
-    assert (train.num_documents, validation.num_documents) == (2, 1)
+    assert (train.num_documents, validation.num_documents) == (2, 2)
     assert train.num_bytes is None
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from llm.data.sampler import WindowSampler, num_steps, permute, rank_samples, step_samples
+from llm.data.sampler import WindowSampler, permute
 from llm.errors import DataError
 
 
@@ -97,48 +97,3 @@ def test_a_batch_across_epochs_equals_its_samples_one_by_one():
 def test_a_stream_too_short_for_one_window_is_refused():
     with pytest.raises(DataError, match="has 7 tokens, too few for one window of --block_size 8"):
         WindowSampler(num_tokens=7, block_size=8, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "global_batch_size", "steps", "last"),
-    [(1, 1, 1, 1), (8, 4, 2, 4), (9, 4, 3, 1), (3, 4, 1, 3), (21, 6, 4, 3), (0, 4, 0, 0)],
-)
-def test_steps_take_all_samples_and_the_last_one_may_be_smaller(
-    num_samples, global_batch_size, steps, last
-):
-    ranges = [
-        step_samples(step, global_batch_size=global_batch_size, total_samples=num_samples)
-        for step in range(num_steps(num_samples, global_batch_size))
-    ]
-
-    assert len(ranges) == steps
-    assert [g for first, stop in ranges for g in range(first, stop)] == list(range(num_samples))
-    assert not ranges or ranges[-1][1] - ranges[-1][0] == last
-
-
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch_size"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 3)]
-)
-def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, micro_batch_size):
-    by_rank = [
-        rank_samples(
-            2,
-            global_batch_size=24,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            world_size=world_size,
-            total_samples=70,
-        )
-        for rank in range(world_size)
-    ]
-
-    # In the order micro-batch, rank, sample they are the step's samples in their order.
-    order = np.stack(by_rank, axis=1).reshape(-1)
-    assert order.tolist() == [*range(48, 70), -1, -1]
-
-
-def test_two_ranks_take_turns_by_micro_batch():
-    rank = {"global_batch_size": 8, "micro_batch_size": 2, "world_size": 2, "total_samples": 8}
-
-    assert rank_samples(0, rank=0, **rank).tolist() == [[0, 1], [4, 5]]
-    assert rank_samples(0, rank=1, **rank).tolist() == [[2, 3], [6, 7]]

@@ -174,11 +174,8 @@ def make_trainer(
     loader = TrainLoader(
         stream=inputs.corpus.train,
         sampler=inputs.sampler,
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
+        plan=plan,
         rank=strategy.rank,
-        world_size=strategy.world_size,
-        total_samples=plan.total_samples,
         device=strategy.device,
     )
     return Trainer(

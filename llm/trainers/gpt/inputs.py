@@ -104,6 +104,11 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         )
         plan = _plan(config, sampler.num_windows, world.world_size, resume_from)
         schedule = _schedule(config, plan)
+        if config.save_top_k and corpus.validation is None:
+            raise DataError(
+                "--save_top_k needs a validation loss, and there is no validation data; give "
+                "--validation_file, or a --validation_split_percentage above 0."
+            )
     elif corpus.validation is None:
         raise DataError(
             "--eval_only has nothing to evaluate on; give --validation_file, or a "

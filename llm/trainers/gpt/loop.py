@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Literal
 
 from llm.data.batch_plan import BatchPlan
@@ -83,12 +84,13 @@ class Trainer:
         """Train; returns early, with everything saved, when asked to stop."""
         self.tracker.start(step=self.state.step, tokens=self.state.tokens)
         waiting_since = time.perf_counter()
-        for batch in self.loader.steps(self.state.step):
-            self.tracker.waited_for_data(time.perf_counter() - waiting_since)
-            self.train_step(batch)
-            if self.report_and_save() == "preempted":
-                return "preempted"
-            waiting_since = time.perf_counter()
+        with closing(self.loader.steps(self.state.step)) as batches:
+            for batch in batches:
+                self.tracker.waited_for_data(time.perf_counter() - waiting_since)
+                self.train_step(batch)
+                if self.report_and_save() == "preempted":
+                    return "preempted"
+                waiting_since = time.perf_counter()
         return "finished"
 
     def train_step(self, batch: StepBatch) -> None:
