@@ -21,6 +21,7 @@ from transformers import (
 from llm.errors import ConfigError
 from llm.models.configuration import max_positions, one_line
 from llm.models.initialize import keyed_generator, materialize
+from llm.models.masking import windows_are_whole
 
 logger = logging.getLogger("llm.models")
 
@@ -74,6 +75,7 @@ def build_model(
         _hold_biases_at_zero(model)
     if gradient_checkpointing:
         _enable_gradient_checkpointing(model)
+    windows_are_whole()
     return model.train()
 
 

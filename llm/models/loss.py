@@ -211,15 +211,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        # On a CPU, reading the factor is cheaper than a pass over a gradient of a vocabulary's
-        # size; elsewhere reading it would stop the device.
-        unscaled = scale.device.type == "cpu" and scale.item() == 1.0
-        grads: list[Tensor | None] = []
-        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            if saved is None:
-                grads.append(None)
-            else:
-                grads.append((saved if unscaled else saved.mul_(scale)).to(dtype))
+        grads = [
+            None if saved is None else saved.mul_(scale).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
         return (*grads, None, None, None, None)
 
 

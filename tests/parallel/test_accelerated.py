@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, check_precision, make_accelerator
 from tests.support.models import tiny_config
@@ -41,6 +42,7 @@ def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
     strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
+    windows_are_whole()
     strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
     return strategy
 

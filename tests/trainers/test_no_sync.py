@@ -1,0 +1,54 @@
+"""Nothing in a step waits for the device: no value is read from a tensor between two logs."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel.test_accelerated import make_strategy, share
+from tests.support.ranks import run_ranks, values
+
+READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations that hand a value of a tensor to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        if name.split(".")[0] in READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(mixed_precision: str) -> list[str]:
+    from llm.tracking import Meter
+
+    strategy = make_strategy(mixed_precision)
+    meter = Meter(strategy.device, rank=0)
+    for step in range(2):
+        micro_batches, num_tokens = share(step, strategy, 2)
+        with Reads() as reads:
+            strategy.set_learning_rate(1e-3)
+            loss_sum = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+            grad_norm, skipped = strategy.optimizer_step(1.0)
+            meter.add(loss_sum, num_tokens, grad_norm=grad_norm, skipped=skipped)
+    return reads.seen
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+def test_a_step_reads_no_value_from_the_device(mixed_precision):
+    assert values(run_ranks(reads_of_a_step, 1, mixed_precision)) == [[]]
+
+
+def reads_of_a_read() -> list[str]:
+    with Reads() as reads:
+        float(torch.ones(2).sum())
+    return reads.seen
+
+
+def test_the_check_sees_a_read():
+    assert reads_of_a_read() == ["_local_scalar_dense"]
