@@ -1,5 +1,7 @@
 """The folder of a run: whose it is, what state the run is in, how to repeat it."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -55,14 +57,37 @@ class RunFolder:
                 "another folder."
             )
 
+    def lock(self) -> None:
+        """Keep other runs out of the folder until this process ends, however it ends.
+
+        Raises:
+            ConfigError: Another process writes to it, such as the same job started twice.
+            DataError: It cannot be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--output_dir {self.path} is in use by another process; wait for it, or name "
+                "another folder."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise self._unwritable(error) from error
+            # This file system has no locks: nothing can be known about other processes.
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
+
     def open(self, *, overwrite: bool, config: str) -> None:
-        """Create the folder, or clear it of the former run, and note the configuration.
+        """Clear the folder of a former run, and note the configuration.
 
         Raises:
             DataError: It cannot be written to.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for name in RUN_FILES:
                     item = self.path / name
@@ -72,9 +97,7 @@ class RunFolder:
                         item.unlink(missing_ok=True)
             write_whole(self.path / "config.toml", config)
         except OSError as error:
-            raise DataError(
-                f"--output_dir {self.path} cannot be written to: {error.strerror}."
-            ) from error
+            raise self._unwritable(error) from error
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
         """Write `status.json`, since launchers hide the exit codes of their processes."""

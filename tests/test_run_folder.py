@@ -36,6 +36,15 @@ def test_overwriting_removes_the_run_and_leaves_other_files_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "notes.txt"]
 
 
+def test_two_processes_cannot_write_to_one_folder(tmp_path):
+    first = RunFolder(tmp_path / "run")
+    first.lock()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        RunFolder(tmp_path / "run").lock()
+    first._lock.close()
+    RunFolder(tmp_path / "run").lock()
+
+
 def test_status_says_what_happened_and_why(tmp_path):
     run = RunFolder(tmp_path)
     run.say("preempted", reason="SIGTERM", step=12)

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
 from tests.parallel.test_accelerated import make_strategy, share
+from tests.support.models import FAMILIES, tiny_config
 from tests.support.ranks import run_ranks, values
 
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
@@ -42,6 +46,17 @@ def reads_of_a_step(mixed_precision: str) -> list[str]:
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 def test_a_step_reads_no_value_from_the_device(mixed_precision):
     assert values(run_ranks(reads_of_a_step, 1, mixed_precision)) == [[]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_reads_a_value_in_forward_or_backward(family):
+    windows_are_whole()
+    loss = LanguageModelLoss(AutoModelForCausalLM.from_config(tiny_config(family)))
+    tokens = torch.randint(300, (2, 17))
+    with Reads() as reads:
+        objective, _ = loss(tokens[:, :-1], tokens[:, 1:])
+        objective.backward()
+    assert reads.seen == []
 
 
 def reads_of_a_read() -> list[str]:

@@ -140,6 +140,16 @@ def test_gradient_checkpointing_changes_no_loss(bench):
     assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_compiled_model_has_the_same_losses(tmp_path, family):
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
+    bench = Bench(tmp_path, family=family, **dropout)
+    plain = bench.train_well("plain", max_train_steps=3)
+    compiled = bench.train_well("compiled", max_train_steps=3, torch_compile=True, timeout=400)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
 def test_a_second_start_reads_no_text(bench, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((bench.text).read_text())

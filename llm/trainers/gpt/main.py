@@ -88,6 +88,8 @@ def run(config: GPTConfig, world: World) -> int:
     quiet_libraries()
     inputs = read_inputs(config, world)
     model = make_model(config, inputs, world)
+    if world.is_main and not config.eval_only:
+        inputs.run.lock()
     strategy = make_strategy(config, model)
     try:
         if config.eval_only:

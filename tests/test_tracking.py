@@ -1,0 +1,161 @@
+import json
+import math
+
+import pytest
+import torch
+
+from llm.tracking import Meter, Tracker, peak_flops
+
+CPU = torch.device("cpu")
+
+
+def add(meter: Meter, loss_sum: float, num_tokens: int, *, norm: float = 1.0) -> None:
+    meter.add(
+        torch.tensor(loss_sum),
+        num_tokens,
+        grad_norm=torch.tensor(norm),
+        skipped=torch.tensor(0.0 if math.isfinite(norm) else 1.0),
+    )
+
+
+def test_the_intervals_loss_is_the_sum_of_losses_over_the_number_of_tokens():
+    meter = Meter(CPU, rank=0)
+    add(meter, 10.0, 4)
+    add(meter, 2.0, 2, norm=3.0)
+    values = meter.read()
+    assert values["loss"] == 2.0
+    assert values["grad_norm"] == 3.0
+
+
+def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
+    meter = Meter(CPU, rank=0)
+    add(meter, 8.0, 4)
+    add(meter, math.nan, 4, norm=math.nan)
+    add(meter, 100.0, 4, norm=math.inf)
+    values = meter.read()
+    assert values["loss"] == 2.0
+    assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
+
+
+def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
+    meter = Meter(CPU, rank=0)
+    add(meter, 8.0, 4, norm=math.inf)
+    meter.read()
+    add(meter, 6.0, 2)
+    values = meter.read()
+    assert (values["loss"], values["skipped_steps"]) == (3.0, 1)
+
+
+def test_folding_puts_the_sum_of_all_ranks_on_the_first():
+    first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
+    add(first, 3.0, 4)
+    add(second, 5.0, 4)
+    for meter in (first, second):
+        meter.fold(lambda values: torch.tensor(8.0, dtype=values.dtype))
+    assert (float(first.loss_sum), float(second.loss_sum)) == (8.0, 0.0)
+
+
+def test_an_open_interval_goes_on_after_a_resume():
+    before, after = Meter(CPU, rank=0), Meter(CPU, rank=0)
+    add(before, 0.1, 3)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for meter in (before, after):
+        add(meter, 0.2, 3)
+    assert before.read() == after.read()
+
+
+def test_only_the_first_rank_takes_over_the_saved_loss():
+    saved = Meter(CPU, rank=0)
+    add(saved, 3.0, 4)
+    second = Meter(CPU, rank=1)
+    second.load_state_dict(saved.state_dict())
+    assert float(second.loss_sum) == 0.0
+    assert float(second.num_tokens) == 4.0
+
+
+def make_tracker(path, seen):
+    return Tracker(
+        metrics_path=path,
+        log_to_trackers=lambda values, step: seen.append((step, values)),
+        total_steps=10,
+        flops_per_token=1e6,
+        peak_flops=1e12,
+    )
+
+
+def log(tracker: Tracker, step: int) -> None:
+    tracker.log_training(
+        {"loss": math.nan, "grad_norm": 1.0, "skipped_steps": 0.0, "nan_steps": 0.0},
+        step=step,
+        samples=8 * step,
+        tokens=1000 * step,
+        learning_rate=0.1,
+        loss_scale=1.0,
+        global_batch_size=8,
+        seconds=5.0,
+    )
+
+
+def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
+    seen = []
+    tracker = make_tracker(tmp_path / "metrics.jsonl", seen)
+    tracker.start(step=0, tokens=0)
+    log(tracker, 5)
+    tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf}, step=5)
+    tracker.commit(5)
+    tracker.commit(6)  # nothing was reported of this step
+    tracker.close()
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["step"] == 5
+    assert record["eval_loss"] == 2.0
+    assert record["loss"] is None, "NaN is no JSON"
+    assert record["eval_perplexity"] is None
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e6 / 1e12)
+    assert record["seconds"] > 5.0
+    assert [set(values) & {"train/loss", "eval/loss"} for _, values in seen] == [
+        {"train/loss"},
+        {"eval/loss"},
+    ]
+
+
+def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
+    clock = iter([0.0, 10.0, 110.0, 120.0])
+    monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker.start(step=0, tokens=0)
+    with tracker.paused():
+        pass
+    log(tracker, 2)
+    tracker.commit(2)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert record["tokens_per_second"] == 2000 / 20
+    assert record["ms_per_step"] == 10_000
+
+
+def test_another_rank_writes_nothing(tmp_path):
+    tracker = make_tracker(None, [])
+    tracker.start(step=0, tokens=0)
+    log(tracker, 1)
+    tracker.commit(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_the_peak_is_that_of_the_device(name, tflops):
+    assert peak_flops(name) == tflops * 1e12
+
+
+def test_the_peak_of_an_unknown_device_is_unknown():
+    assert peak_flops("Abacus 2000") is None
