@@ -89,15 +89,15 @@ def _add(group: Any, field: Field) -> None:
     text = field.option.help.replace("%", "%%")
     if field.default not in (None, (), "") and not field.is_switch:
         text += f" (default: {shown(field.default)})"
-    if field.is_switch:
-        on_by_default = field.default is True
-        group.add_argument(*flags, dest=field.name, action="store_true", help=text)
+    if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
             dest=field.name,
             action="store_false",
-            help=f"The opposite of --{field.name}." if on_by_default else argparse.SUPPRESS,
+            help=f"The opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
         )
+    if field.is_switch:
+        group.add_argument(*flags, dest=field.name, action="store_true", help=text)
         return
     kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
     kwargs["metavar"] = "{" + ",".join(field.choices) + "}" if field.choices else _metavar(field)

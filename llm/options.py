@@ -96,7 +96,7 @@ class Field:
     @property
     def opposites(self) -> tuple[str, ...]:
         """The flags that turn a switch off: `no_x` for `x`, and `x` for `no_x`."""
-        if not self.is_switch:
+        if bool not in self.members:
             return ()
         return tuple(name[3:] if name.startswith("no_") else f"no_{name}" for name in self.names)
 

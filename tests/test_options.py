@@ -57,6 +57,7 @@ def test_a_switch_can_be_turned_on_and_off_under_each_of_its_names():
 def test_an_option_that_takes_a_path_or_nothing_stands_alone_or_with_its_path():
     assert read("--resume").resume is True
     assert read("--resume", "runs/a").resume == "runs/a"
+    assert read("--resume", "runs/a", "--no_resume").resume is False
     assert read().resume is False
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.config import GPTConfig
 from llm.options import read_toml
+from tests.support.ranks import run_ranks
 from tests.support.training import Bench, Run
 
 
@@ -233,3 +234,38 @@ def test_both_launchers_start_two_ranks_that_train_together(bench, launcher):
     assert process.returncode == 0, output
     assert "world: 2 ranks" in output
     assert Run(bench.folder / name, []).metrics[-1]["samples"] == 3 * 2 * 4
+
+
+def test_a_run_that_fails_says_why_in_one_sentence_and_in_its_status(bench):
+    folder = bench.folder / "fails"
+    folder.mkdir()
+    (folder / "checkpoints").write_text("a file where a folder must be")
+    run = bench.train(
+        "fails", max_train_steps=4, checkpointing_steps=2, resume_from_checkpoint=True
+    )
+    assert run.codes == [2]
+    assert "error: The checkpoint of step 2 could not be written" in run.output
+    status = run.read_json("status.json")
+    assert status["status"] == "failed"
+    assert "CheckpointError" in status["reason"]
+    assert [record["step"] for record in run.metrics] == [1, 2]
+
+
+def test_what_nobody_foresaw_is_in_the_log_with_its_traceback_and_ends_with_code_1(bench):
+    run = run_ranks(_break_down, 1, bench.command("breaks", max_train_steps=2))
+    assert run[0].value == 1
+    folder = bench.folder / "breaks"
+    assert "RuntimeError: the roof fell in" in (folder / "log.txt").read_text()
+    assert json.loads((folder / "status.json").read_text())["reason"] == (
+        "RuntimeError: the roof fell in"
+    )
+
+
+def _break_down(argv: list[str]) -> int:
+    from llm.trainers.gpt import loop, main
+
+    def fall(self: object, batch: object) -> None:
+        raise RuntimeError("the roof fell in")
+
+    loop.Trainer.train_step = fall
+    return main.main(argv)

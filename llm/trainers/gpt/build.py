@@ -113,6 +113,7 @@ def _open_trackers(
         # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
         board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step + 1)
         names[names.index("tensorboard")] = board
+    accelerator.project_configuration.set_directories(str(inputs.run.path))
     accelerator.log_with = names
     if names:
         accelerator.init_trackers("llm")

@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        # Into the run's log as well as onto the console.
+        logger.exception("The run failed.")
+        return 1
 
 
 def parse_args(argv: Sequence[str]) -> GPTConfig:
@@ -83,7 +87,6 @@ def run(config: GPTConfig, world: World) -> int:
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.build import make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
-    from llm.trainers.gpt.results import log_beginning
 
     quiet_libraries()
     inputs = read_inputs(config, world)
@@ -91,59 +94,64 @@ def run(config: GPTConfig, world: World) -> int:
     if world.is_main and not config.eval_only:
         inputs.run.lock()
     strategy = make_strategy(config, model)
-    try:
-        if config.eval_only:
-            return _evaluate(config, inputs, model, strategy)
-        if strategy.rank == 0:
-            resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
-            inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
-            log_to_file(inputs.run.log)
-        log_beginning(config, inputs, strategy, model)
+    if config.eval_only:
+        code = _evaluate(config, inputs, model, strategy)
+    else:
+        code = _train_and_tell(config, inputs, model, strategy)
+    strategy.close()
+    return code
+
+
+def _train_and_tell(
+    config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
+) -> int:
+    """Train, and keep `status.json` true whatever happens."""
+    if strategy.rank != 0:
         return _train(config, inputs, model, strategy)
-    finally:
-        strategy.close()
+    resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
+    inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
+    inputs.run.say("running")
+    log_to_file(inputs.run.log)
+    try:
+        return _train(config, inputs, model, strategy)
+    except BaseException as error:
+        inputs.run.say("failed", reason=f"{type(error).__name__}: {error}")
+        raise
 
 
 def _train(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
     from llm.trainers.gpt.build import make_tracker, make_trainer
-    from llm.trainers.gpt.results import log_ending, log_sample, write_results
+    from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
 
+    log_beginning(config, inputs, strategy, model)
     interruption = Interruption()
     interruption.watch()
-    folder = inputs.run if strategy.rank == 0 else None
-    if folder is not None:
-        folder.say("running")
     tracker = make_tracker(config, inputs, strategy, model)
-    try:
-        trainer = make_trainer(config, inputs, strategy, tracker, interruption)
-        if trainer.fit() == "preempted":
-            if folder is not None:
-                signal = interruption.received
-                reason = signal.name if signal is not None else "a signal to another rank"
-                folder.say("preempted", reason=reason, step=trainer.state.step)
-                logger.info(
-                    f"Stopped by {reason} after step {trainer.state.step}, which is saved. The "
-                    "same command with --resume_from_checkpoint goes on from there."
-                )
-            return EXIT_PREEMPTED
-        if not trainer.results and trainer.evaluate is not None:
-            # The run had ended before it was resumed.
-            trainer.results = trainer.evaluate()
-        tracker.close()
-        write_results(config, inputs, trainer, model)
-        if folder is not None:
-            log_sample(config, inputs, model)
-            log_ending(inputs, trainer)
-            folder.say("finished", step=trainer.state.step)
-        return 0
-    except BaseException as error:
-        if folder is not None:
-            folder.say("failed", reason=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        tracker.close()
+    trainer = make_trainer(config, inputs, strategy, tracker, interruption)
+    outcome = trainer.fit()
+    tracker.close()
+    step = trainer.state.step
+    if outcome == "preempted":
+        signal = interruption.received
+        reason = signal.name if signal is not None else "a signal to another rank"
+        logger.info(
+            f"Stopped by {reason} after step {step}, which is saved. The same command with "
+            "--resume_from_checkpoint goes on from there."
+        )
+        if strategy.rank == 0:
+            inputs.run.say("preempted", reason=reason, step=step)
+        return EXIT_PREEMPTED
+    if not trainer.results and trainer.evaluate is not None:
+        # The run had ended before it was resumed.
+        trainer.results = trainer.evaluate()
+    write_results(config, inputs, trainer, model)
+    if strategy.rank == 0:
+        log_sample(config, inputs, model)
+        log_ending(inputs, trainer)
+        inputs.run.say("finished", step=step)
+    return 0
 
 
 def _evaluate(

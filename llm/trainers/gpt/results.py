@@ -165,5 +165,7 @@ def log_ending(inputs: Inputs, trainer: Trainer) -> None:
 
 def _python() -> str:
     """How the user would start this Python again."""
-    on_path = shutil.which("python")
-    return "python" if on_path == sys.executable else os.path.relpath(sys.executable)
+    if shutil.which("python") == sys.executable:
+        return "python"
+    near = os.path.relpath(sys.executable)
+    return sys.executable if near.startswith("..") else near
