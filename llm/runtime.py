@@ -166,8 +166,10 @@ def calm_threads() -> None:
 def quiet_libraries() -> None:
     """Keep the libraries' hints and progress bars out of the run's log."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
+
+logger = logging.getLogger("llm.models")
 
 _POSITION_NAMES = (
     "max_position_embeddings",
@@ -98,6 +101,8 @@ def _named_config(name: str, *, option: str, trust_remote_code: bool) -> PreTrai
     local = Path(name).exists()
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ConfigError(f"{option} {name} is a folder without a config.json.")
+    if not local:
+        logger.info(f"asking the Hugging Face Hub for {name}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -112,8 +117,7 @@ def _named_config(name: str, *, option: str, trust_remote_code: bool) -> PreTrai
             ) from error
         raise ConfigError(
             f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
-            "or cannot be reached: check the name and the network, or name a local folder "
-            f"({one_line(error)})"
+            "or cannot be reached: check the name and the network, or name a local folder."
         ) from error
 
 

@@ -1,0 +1,226 @@
+"""Keeps the pages true: options, commands, links, file trees, floors, keys."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.options import fields
+from llm.trainers.gpt.main import parse_args
+from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
+
+ROOT = PACKAGE.parent
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
+
+# What other programs on the pages are told.
+FOREIGN = {
+    "torchrun": {
+        "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
+        "rdzv_endpoint", "signals-to-handle",
+    },
+    "accelerate launch": {"multi_gpu"},
+    "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},
+    "mkdocs": {"strict"},
+    "pip and venv": {"system-site-packages"},
+    "tensorboard": {"logdir"},
+    "the trainer, besides its options": {"config", "help"},
+    "placeholders": {"x", "no_x"},
+}  # fmt: skip
+
+# The ancestor's guide: its launcher and the OPTIONS of its job script, word for word.
+ANCESTORS_LAUNCHER = (
+    "torchrun --nnodes=1 --nproc_per_node=auto --standalone -m llm.trainers.gpt {options}"
+)
+ANCESTORS_OPTIONS = (
+    "--low_cpu_mem_usage "
+    "--dataset_name wikitext "
+    "--dataset_config_name wikitext-2-raw-v1 "
+    "--model_name_or_path EleutherAI/gpt-neo-125m "
+    "--output_dir runs/gpt-neo-125m-pretraining "
+    "--checkpointing_steps 1000 "
+    "--resume_from_checkpoint "
+    "--max_train_steps 10000 "
+    "--per_device_train_batch_size 1 "
+    "--per_device_eval_batch_size 1 "
+    "--gradient_accumulation_steps 8 "
+    "--mixed_precision fp16 "
+)
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def name_of_page(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[str]:
+    """The fenced blocks of a page, lines that end in a backslash joined."""
+    found = re.findall(r"^```[^\n]*\n(.*?)^```", read(page), flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(r"\\\n\s*", "", block) for block in found]
+
+
+def trainer_commands(page: Path) -> list[str]:
+    """The lines of fenced blocks that start the trainer with options that can be read."""
+    lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
+    starts = r"^(torchrun .*|accelerate launch |\S*python )-m llm\.trainers\.gpt"
+    return [line for line in lines if re.match(starts, line)]
+
+
+def table_keys(page: Path, heading: str) -> set[str]:
+    """The names in the first column of the table below a heading."""
+    section = read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def keys_written_by(path: str, function: str) -> set[str]:
+    """The literal keys of the dictionaries that a function makes."""
+    tree = ast.parse(read(PACKAGE / path))
+    body = next(n for n in ast.walk(tree) if getattr(n, "name", None) == function)
+    made = [key for node in ast.walk(body) if isinstance(node, ast.Dict) for key in node.keys]
+    stored = [n.slice for n in ast.walk(body) if isinstance(n, ast.Subscript)]
+    return {
+        key.value
+        for key in [*made, *stored]
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_option_that_a_page_names_exists(page):
+    known = {name for field in fields(GPTConfig) for name in (*field.names, *field.opposites)}
+    known |= set().union(*FOREIGN.values())
+    named = re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", read(page))
+    unknown = {name for name in named if name not in known and name.replace("-", "_") not in known}
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_command_that_a_page_shows_parses(page):
+    for command in trainer_commands(page):
+        words = shlex.split(command.split("llm.trainers.gpt", 1)[1])
+        if not set(words) & {"{options}", "..."} and "NAME" not in command:
+            assert parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_what_a_page_gives_to_make_train_parses(page):
+    for arguments in re.findall(r'make train ARGS="(.*?)"', read(page)):
+        assert parse_args(["--config", str(ROOT / "examples/quickstart.toml"), *arguments.split()])
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=str)
+def test_the_guides_command_is_the_ancestors_word_for_word(page):
+    launches = [command.split() for command in trainer_commands(page)]
+    assert ANCESTORS_LAUNCHER.replace("{options}", ANCESTORS_OPTIONS).split() in launches
+
+
+def test_the_guide_shows_the_ancestors_launcher_as_it_was():
+    assert ANCESTORS_LAUNCHER in trainer_commands(ROOT / "docs/guides/gpt.md")
+
+
+def test_the_job_script_has_the_ancestors_options():
+    script = next(block for block in blocks(ROOT / "docs/guides/gpt.md") if "#PBS" in block)
+    options = re.sub(r"#.*", "", script.split("OPTIONS=(")[1].split("\n)")[0])
+    assert options.split() == ANCESTORS_OPTIONS.split()
+    assert parse_args(options.split())
+
+
+def test_every_section_of_the_ancestors_guide_has_its_counterpart():
+    headings = re.findall(r"^##+ (.*)", read(ROOT / "docs/guides/gpt.md"), flags=re.MULTILINE)
+    for section in ("Installation", "Running", "Model", "Data set", "Checkpointing", "Limitations"):
+        assert section in headings
+
+
+def test_the_api_page_names_every_module():
+    named = re.findall(r"^::: llm\.(\S+)", read(ROOT / "docs/api.md"), flags=re.MULTILINE)
+    modules = [name_of(path) for path in MODULES if not path.name.startswith("__")]
+    assert sorted(named) == sorted(modules)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/architecture.md"], ids=str)
+def test_the_file_tree_names_every_module_and_no_other(page):
+    tree = next(block for block in blocks(page) if block.startswith("llm/\n"))
+    named, folders = set(), {}
+    for line in tree.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = folders.get(depth - 1, ROOT) / name
+        assert path.exists(), f"{path.relative_to(ROOT)} does not exist"
+        if name.endswith("/"):
+            folders[depth] = path
+        else:
+            named.add(path)
+    assert named == {path for path in MODULES if not path.name.startswith("__")}
+
+
+def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
+    drawing = next(b for b in blocks(ROOT / "docs/architecture.md") if "trainers/gpt/loop " in b)
+    floors: dict[int, set[str]] = {}
+    for line in drawing.splitlines():
+        words = line.partition("#")[0].split()
+        if words[0].isdigit():
+            number = int(words.pop(0))
+        names = {word.replace("/", "." if word[-1] != "/" else ".*") for word in words}
+        floors.setdefault(number, set()).update(names)
+    packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
+    assert [floors[number] for number in range(len(floors))] == [f - packages for f in FLOORS]
+
+
+def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
+    tree = ast.parse(read(PACKAGE / "strategy.py"))
+    protocol = next(n for n in tree.body if getattr(n, "name", "") == "Strategy")
+    verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef)}
+    rows = re.findall(r"^\| (`.*?\)`) \|", read(ROOT / "docs/architecture.md"), re.MULTILINE)
+    assert {verb for row in rows for verb in re.findall(r"(\w+)\(", row)} == verbs
+
+
+def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
+    page = ROOT / "docs/run-folder.md"
+    training = keys_written_by("tracking.py", "log_training") | {"step"}
+    evaluation = {f"eval_{key}" for key in keys_written_by("evaluation.py", "evaluate_model")}
+    results = keys_written_by("trainers/gpt/results.py", "collect_results")
+    assert (
+        table_keys(page, "metrics.jsonl") - {"eval_accuracy", "eval_NAME"} - {"--eval_metrics"}
+        == training | evaluation
+    )
+    assert results <= table_keys(page, "all_results.json")
+    assert table_keys(page, "status.json") == keys_written_by("run_folder.py", "say")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_links_between_the_pages_resolve(page):
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link or link.startswith("llm."):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", read(target), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings]
+            assert anchor in slugs, link
+
+
+def test_every_page_of_the_site_is_in_its_menu():
+    menu = re.findall(r": (\S+\.md)$", read(ROOT / "mkdocs.yml"), flags=re.MULTILINE)
+    assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in SITE)
+
+
+def test_the_tests_that_the_readme_calls_as_witnesses_exist():
+    witnesses = re.findall(r"`(tests/\S+\.py)`", read(ROOT / "README.md"))
+    assert witnesses
+    assert all((ROOT / witness).exists() for witness in witnesses)
+
+
+def test_a_page_with_an_option_that_does_not_exist_would_be_seen():
+    with pytest.raises(ConfigError, match="no option --learning_rat"):
+        parse_args(["--learning_rat", "1"])
