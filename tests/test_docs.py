@@ -116,7 +116,9 @@ def test_what_a_page_gives_to_make_train_parses(page):
         assert parse_args(["--config", str(ROOT / "examples/quickstart.toml"), *arguments.split()])
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=str)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=name_of_page
+)
 def test_the_guides_command_is_the_ancestors_word_for_word(page):
     launches = [command.split() for command in trainer_commands(page)]
     assert ANCESTORS_LAUNCHER.replace("{options}", ANCESTORS_OPTIONS).split() in launches
@@ -145,7 +147,9 @@ def test_the_api_page_names_every_module():
     assert sorted(named) == sorted(modules)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/architecture.md"], ids=str)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs/architecture.md"], ids=name_of_page
+)
 def test_the_file_tree_names_every_module_and_no_other(page):
     tree = next(block for block in blocks(page) if block.startswith("llm/\n"))
     named, folders = set(), {}

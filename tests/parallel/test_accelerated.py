@@ -65,11 +65,8 @@ def train(accumulation: int, mixed_precision: str = "no", poison: int | None = N
     for step in range(STEPS):
         micro_batches, num_tokens = share(step, strategy, accumulation)
         loss_sum = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
-        if step == poison and strategy.rank == strategy.world_size - 1:
+        if step == poison:
             strategy.parameters[0].grad[0, 0] = float("inf")
-            if strategy.world_size > 1:
-                for parameter in strategy.parameters:
-                    parameter.grad[:] = float("nan")
         norm, skipped = strategy.optimizer_step(1.0)
         loss = strategy.reduce_sum(loss_sum) / num_tokens
         records.append((float(loss), float(norm), float(skipped)))
@@ -128,6 +125,31 @@ def test_a_non_finite_gradient_skips_the_step(precision):
     assert [skipped for _, _, skipped in records] == [0, 0, 1, 0, 0]
     assert all(torch.isfinite(torch.tensor(weights)))
     assert all(torch.isfinite(torch.tensor(records[3:]).flatten()))
+
+
+def train_with_a_poisoned_rank(mixed_precision: str):
+    strategy = make_strategy(mixed_precision)
+    poisoned = False
+    if strategy.rank == 1:
+        strategy.parameters[0].register_hook(
+            lambda gradient: gradient * float("nan") if poisoned else gradient
+        )
+    skips = []
+    for step in range(4):
+        poisoned = step == 2
+        micro_batches, num_tokens = share(step, strategy, 2)
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        skips.append(float(strategy.optimizer_step(1.0)[1]))
+    weights = torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
+    return skips, weights.tolist()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(precision):
+    (skips, weights), other = values(run_ranks(train_with_a_poisoned_rank, 2, precision))
+    assert skips == [0, 0, 1, 0]
+    assert other == (skips, weights)
+    assert all(torch.isfinite(torch.tensor(weights)))
 
 
 def moments(strategy: AcceleratedStrategy) -> list[torch.Tensor]:

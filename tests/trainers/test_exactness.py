@@ -33,7 +33,7 @@ def dropout(tmp_path_factory) -> Bench:
 
 @pytest.fixture(scope="module")
 def alone(plain) -> Run:
-    return plain.train_well("alone", per_device_train_batch_size=8)
+    return plain.train_well("alone", per_device_train_batch_size=8, eval_metrics="accuracy")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,22 @@ def test_a_drawn_seed_is_said_and_kept_on_resume(plain):
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_validation_does_not_depend_on_batch_or_ranks(plain, alone, ranks, batch):
     options = {"per_device_eval_batch_size": batch, "model_name_or_path": alone.folder}
+    options["eval_metrics"] = "accuracy"
     run = plain.train_well(f"eval-{ranks}-{batch}", ranks=ranks, eval_only=True, **options)
     found = run.read_json("eval_results.json")
     expected = alone.read_json("all_results.json")
     assert found["loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert found["accuracy"] == pytest.approx(expected["eval_accuracy"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
+
+
+def test_a_checkpoint_can_be_evaluated_alone(plain):
+    options = {"max_train_steps": 4, "checkpointing_steps": 2, "eval_steps": 2}
+    run = plain.train_well("saved", **options)
+    by_step = {r["step"]: r["eval_loss"] for r in run.metrics if "eval_loss" in r}
+    first = run.folder / "checkpoints" / "step_00000002"
+    plain.train_well("saved", eval_only=True, resume_from_checkpoint=first, **options)
+    assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[2], rel=1e-6)
+    plain.train_well("saved", eval_only=True, resume_from_checkpoint=True, **options)
+    assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[4], rel=1e-6)
