@@ -84,4 +84,7 @@ class Strategy(Protocol):
         """Take over what `state_dict` gave."""
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's parameters and persistent buffers, for export."""
+        """The whole model's parameters and persistent buffers on rank 0's host, for export.
+
+        Every rank must call it; the others get an empty dict.
+        """

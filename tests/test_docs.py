@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,17 @@ def test_the_tests_that_the_readme_calls_as_witnesses_exist():
     witnesses = re.findall(r"`(tests/\S+\.py)`", read(ROOT / "README.md"))
     assert witnesses
     assert all((ROOT / witness).exists() for witness in witnesses)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships(page):
+    """Where this fails, run the quick start again and show what it says now."""
+    shipped = tomllib.loads(read(ROOT / "examples/quickstart.toml"))
+    text = read(ROOT / page)
+    assert re.search(rf"^step +25/ +{shipped['max_train_steps']} ", text, flags=re.MULTILINE)
+    assert f"a step\nlength: {shipped['max_train_steps']} " in text or "length:" not in text
+    peak, warmup = shipped["learning_rate"], shipped["num_warmup_steps"]
+    assert f"learning rate: {peak * 24 / warmup:.6E}" in text
 
 
 def test_a_page_with_an_option_that_does_not_exist_would_be_seen():

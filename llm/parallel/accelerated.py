@@ -241,7 +241,9 @@ class AcceleratedStrategy:
             self.scaler.load_state_dict(state["scaler"])
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's parameters and persistent buffers on the host, for export."""
+        """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        if self.rank != 0:
+            return {}
         return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
