@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 EXIT_PREEMPTED = 75
 """Exit code of a run that saved its state on a signal and wants to be started again."""
+
+
+SAME_REQUEST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +102,16 @@ class Interruption:
     """Remembers a request to stop: SIGTERM, SIGINT or SIGUSR1.
 
     Schedulers send one of them before the time limit. The first is remembered and
-    read between two steps; a second one ends the process at once.
+    read between two steps; a second one ends the process at once. A scheduler that
+    signals a launcher and its processes alike makes one request arrive twice, so what
+    comes within seconds of the first is the same request.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._first = 0.0
 
     def watch(self) -> None:
         """Start to remember the signals (from the main thread)."""
@@ -112,9 +119,11 @@ class Interruption:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._first = signal.Signals(number), now
+        elif now - self._first > SAME_REQUEST_SECONDS:
             os._exit(128 + number)
-        self.received = signal.Signals(number)
 
 
 class _ConsoleHandler(logging.Handler):

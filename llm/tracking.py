@@ -144,7 +144,7 @@ class Tracker:
         self._record: dict[str, Any] = {}
         self._bar: Any = None
 
-    def start(self, *, step: int, tokens: int) -> None:
+    def start(self, *, step: int, tokens: int, seconds: float) -> None:
         """Begin to measure time, and show a progress bar when someone looks."""
         if self._file is not None:
             self._bar = tqdm(
@@ -156,8 +156,13 @@ class Tracker:
             )
         self._interval_tokens = tokens
         self._interval_step = step
+        self._seconds_before = seconds
         self._started = time.perf_counter()
         self._data_wait = 0.0
+
+    def seconds(self) -> float:
+        """Seconds trained so far, over all starts of the run."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -185,8 +190,7 @@ class Tracker:
         learning_rate: float,
         loss_scale: float,
         global_batch_size: int,
-        seconds: float,
-    ) -> float:
+    ) -> None:
         """Report the interval that ends with a step.
 
         Args:
@@ -197,10 +201,6 @@ class Tracker:
             learning_rate: Rate of the last step.
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples of a step.
-            seconds: Time trained before this interval.
-
-        Returns:
-            Seconds that the interval took.
         """
         now = time.perf_counter()
         elapsed = now - self._started
@@ -218,7 +218,7 @@ class Tracker:
             "data_wait": self._data_wait / elapsed,
             "samples": samples,
             "tokens": tokens,
-            "seconds": seconds + elapsed,
+            "seconds": self._seconds_before + elapsed,
         }
         if self._peak_flops is not None:
             record["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
@@ -242,9 +242,9 @@ class Tracker:
         )
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
+        self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
-        return elapsed
 
     def log_evaluation(self, results: dict[str, float], *, step: int) -> None:
         """Report the results of an evaluation."""

@@ -92,14 +92,13 @@ def log(tracker: Tracker, step: int) -> None:
         learning_rate=0.1,
         loss_scale=1.0,
         global_batch_size=8,
-        seconds=5.0,
     )
 
 
 def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
     seen = []
     tracker = make_tracker(tmp_path / "metrics.jsonl", seen)
-    tracker.start(step=0, tokens=0)
+    tracker.start(step=0, tokens=0, seconds=5.0)
     log(tracker, 5)
     tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf}, step=5)
     tracker.commit(5)
@@ -124,7 +123,7 @@ def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
     clock = iter([0.0, 10.0, 110.0, 120.0])
     monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker.start(step=0, tokens=0)
+    tracker.start(step=0, tokens=0, seconds=5.0)
     with tracker.paused():
         pass
     log(tracker, 2)
@@ -136,7 +135,7 @@ def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
 
 def test_another_rank_writes_nothing(tmp_path):
     tracker = make_tracker(None, [])
-    tracker.start(step=0, tokens=0)
+    tracker.start(step=0, tokens=0, seconds=5.0)
     log(tracker, 1)
     tracker.commit(1)
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
 
 from llm.errors import ParallelError
 from llm.strategy import MakeOptimizer, MicroBatch
@@ -26,6 +26,11 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
             raise ParallelError(
                 f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
                 f"this process runs on {device.type}; use bf16 or no."
+            )
+        if not is_fp8_available():
+            raise ParallelError(
+                "--mixed_precision fp8 needs a library that has its kernels: "
+                "pip install torchao, or transformer-engine[pytorch]."
             )
     if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")

@@ -159,6 +159,8 @@ def _find_checkpoint(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
             logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
             return None
         found = newest
+    if config.eval_only:
+        return found  # its weights are all that is taken
     saved = found.facts["fixed"]
     check_unchanged(saved, fixed_options(config, like=saved), allowed=config.change_on_resume)
     return found

@@ -82,7 +82,8 @@ class Trainer:
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train; returns early, with everything saved, when asked to stop."""
-        self.tracker.start(step=self.state.step, tokens=self.state.tokens)
+        state = self.state
+        self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
         waiting_since = time.perf_counter()
         with closing(self.loader.steps(self.state.step)) as batches:
             for batch in batches:
@@ -113,6 +114,7 @@ class Trainer:
             self.log()
         saving = stop or self.is_due(self.save_every, or_last=self.save_every is not None)
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
+        self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
             loss = None
             if self.evaluate and (evaluating or (saving and self.evaluate_before_save)):
@@ -137,7 +139,7 @@ class Trainer:
         self.meter.fold(self.strategy.reduce_sum)
         values = self.meter.read()
         state = self.state
-        state.seconds += self.tracker.log_training(
+        self.tracker.log_training(
             values,
             step=state.step,
             samples=state.samples,
@@ -145,7 +147,6 @@ class Trainer:
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.global_batch_size,
-            seconds=state.seconds,
         )
 
     def run_evaluation(self) -> float:

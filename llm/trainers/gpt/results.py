@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.config import GPTConfig
+from llm.data.corpus import TokenStream
 from llm.models.export import export_model, write_model_card
 from llm.models.gpt import parameter_counts, sample_text
 from llm.run_folder import write_whole
@@ -36,15 +37,13 @@ def log_beginning(
         f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
         f"{counts['frozen']:,} frozen)"
     )
-    for name, stream in (
-        ("training", inputs.corpus.train),
-        ("validation", inputs.corpus.validation),
-    ):
-        if stream is not None:
-            logger.info(
-                f"{name} data: {stream.num_documents:,} documents, {stream.num_tokens:,} tokens, "
-                f"{stream.num_tokens // inputs.block_size:,} windows of {inputs.block_size}"
-            )
+    train, validation = inputs.corpus.train, inputs.corpus.validation
+    if train is not None:
+        _log_data("training", train, inputs, train.num_tokens // inputs.block_size)
+    if validation is not None:
+        # Its last window may be a partial one.
+        windows = math.ceil((validation.num_tokens - 1) / inputs.block_size)
+        _log_data("validation", validation, inputs, windows)
     plan = inputs.plan
     if plan is not None:
         logger.info(
@@ -64,6 +63,13 @@ def log_beginning(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
+    )
+
+
+def _log_data(name: str, stream: TokenStream, inputs: Inputs, windows: int) -> None:
+    logger.info(
+        f"{name} data: {stream.num_documents:,} documents, {stream.num_tokens:,} tokens, "
+        f"{windows:,} windows of {inputs.block_size}"
     )
 
 
