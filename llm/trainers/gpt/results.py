@@ -101,6 +101,8 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
         for name, value in trainer.results.items()
     }
     state = trainer.state
+    if state.best_loss is not None:
+        evaluation["best_eval_loss"] = state.best_loss
     return {
         **{name: value if math.isfinite(value) else None for name, value in evaluation.items()},
         "steps": state.step,
