@@ -100,7 +100,7 @@ def _add(group: Any, field: Field) -> None:
         group.add_argument(*flags, dest=field.name, action="store_true", help=text)
         return
     kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
-    kwargs["metavar"] = "{" + ",".join(field.choices) + "}" if field.choices else _metavar(field)
+    kwargs["metavar"] = _metavar(field)
     if field.many:
         kwargs["nargs"] = "+"
     if bool in field.members:
@@ -109,8 +109,10 @@ def _add(group: Any, field: Field) -> None:
 
 
 def _metavar(field: Field) -> str:
-    names = {int: "N", float: "X", str: "TEXT"}
-    return "|".join(names[member] for member in field.members if member in names)
+    if field.choices and field.members == (str,):
+        return "{" + ",".join(field.choices) + "}"
+    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
+    return "|".join(words[member] for member in field.members if member in words)
 
 
 def _converter(field: Field) -> Callable[[str], Any]:
@@ -136,4 +138,5 @@ def _unknown_option(word: str, declared: list[Field]) -> str:
     if not word.startswith("-"):
         return f"'{word}' stands without an option before it. See --help."
     name = word.lstrip("-").partition("=")[0]
-    return f"There is no option --{name}{nearest(name, declared)} See --help."
+    flags = ["config", *(n for field in declared for n in (*field.names, *field.opposites))]
+    return f"There is no option --{name}{nearest(name, flags)} See --help."

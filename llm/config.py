@@ -290,7 +290,7 @@ class GPTConfig:
     )
     max_eval_steps: int | None = option(
         None,
-        "Evaluation batches at most, on each device; by default the whole validation split.",
+        "Evaluation batches at most, over all devices; by default the whole validation split.",
         group=EVALUATION,
         at_least=1,
     )

@@ -9,6 +9,7 @@ A program declares its settings once, as a dataclass whose fields are made by
 import dataclasses
 import difflib
 import json
+import math
 import operator
 import tomllib
 import types
@@ -145,9 +146,8 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
     )
 
 
-def nearest(name: str, declared: list[Field]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     """The option whose name is most like a wrong one, as "; did you mean x?", or nothing."""
-    names = ["config", *(n for field in declared for n in (*field.names, *field.opposites))]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
@@ -171,7 +171,7 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in by_name:
-            raise ConfigError(f"{path} sets '{key}', which is no option{nearest(name, declared)}")
+            raise ConfigError(f"{path} sets '{key}', which is no option{nearest(name, [*by_name])}")
         field = by_name[name]
         values[field.name] = _checked(field, value, where=f"{path}: {key}")
     return values
@@ -204,6 +204,8 @@ def check_ranges(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
+            if not math.isfinite(number):
+                raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
             broken = [
                 f"{words} {bound:g}"
                 for words, bound, holds in (
@@ -262,7 +264,7 @@ def to_markdown(cls: type) -> str:
         names = ", ".join(f"`{name}`" for name in field.names)
         default = "" if field.default in (None, (), "") else f"`{shown(field.default)}`"
         text = field.option.help.replace("|", "\\|")
-        if field.choices:
+        if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"

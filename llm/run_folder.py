@@ -57,6 +57,23 @@ class RunFolder:
                 "another folder."
             )
 
+    def check_unfinished(self) -> None:
+        """Refuse to start afresh over a run that has ended, in the name of resuming it.
+
+        Raises:
+            ConfigError: The run is finished, and left no checkpoint to go on from.
+        """
+        try:
+            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))["status"]
+        except (OSError, ValueError, KeyError):
+            return
+        if status == "finished":
+            raise ConfigError(
+                f"--resume_from_checkpoint: {self.path} holds a finished run without checkpoints, "
+                "so there is nothing to go on from; remove it by --overwrite_output_dir, or name "
+                "another folder."
+            )
+
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, however it ends.
 

@@ -84,6 +84,7 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--shape", "oval"], ["--shape", "one of round, square", "'oval'"]),
         (["--save_every", "day"], ["--save_every", "an integer or epoch", "'day'"]),
         (["--num_steps"], ["--num_steps", "expected one argument"]),
+        (["--learning_rate", "inf"], ["--learning_rate", "a finite number", "inf"]),
         (["word"], ["'word'", "without an option"]),
         (["--config", "missing.toml"], ["--config missing.toml", "No such file"]),
     ],
@@ -103,6 +104,7 @@ def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, wo
         ("shuffle = 1", ["shuffle", "true or false"]),
         ("[numbers]\nlearning_rate = 1", ["numbers", "no option"]),
         ("learning_rate", ["no valid TOML"]),
+        ("no_shuffle = true", ["no_shuffle", "did you mean shuffle"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key_and_what_is_expected(tmp_path, text, words):
@@ -126,7 +128,14 @@ def test_help_names_every_option_and_its_default(capsys):
         read("--help")
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    for word in ("--learning_rate", "(default: 0.1)", "--no_shuffle", "--title", "{round,square}"):
+    for word in (
+        "--learning_rate",
+        "(default: 0.1)",
+        "--no_shuffle",
+        "--title",
+        "{round,square}",
+        "N|epoch",
+    ):
         assert word in text
     assert "--bias" not in text.replace("--no_bias", "")
 

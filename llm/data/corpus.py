@@ -23,8 +23,7 @@ class TokenStream:
     Attributes:
         num_tokens: Tokens of the range.
         num_documents: Documents of which it holds a part or all.
-        num_bytes: UTF-8 bytes of its text; for a part of a file, its share by tokens. None where
-            it is not known.
+        num_bytes: UTF-8 bytes of its text; None where it is not known.
 
     Args:
         token_file: The file.
@@ -86,24 +85,24 @@ class Corpus:
     info: dict[str, Any]
 
 
-def whole(token_file: TokenFile, info: dict[str, Any]) -> TokenStream:
+def whole(token_file: TokenFile, num_bytes: int | None) -> TokenStream:
     """A token file from its first token to its last.
 
     Args:
         token_file: The file.
-        info: What is known of its text; `bytes` is read.
+        num_bytes: UTF-8 bytes of its text, if known.
     """
     return TokenStream(
         token_file,
         start=0,
         stop=token_file.num_tokens,
         num_documents=token_file.num_documents,
-        num_bytes=info.get("bytes"),
+        num_bytes=num_bytes,
     )
 
 
 def split_by_percentage(
-    token_file: TokenFile, info: dict[str, Any], percentage: float
+    token_file: TokenFile, row_bytes: NDArray[np.uint32] | None, percentage: float
 ) -> tuple[TokenStream, TokenStream | None]:
     """Cuts the first `percentage` of the rows off for validation.
 
@@ -111,7 +110,7 @@ def split_by_percentage(
 
     Args:
         token_file: The file.
-        info: What is known of its text; `bytes` is read.
+        row_bytes: UTF-8 bytes of the text of each sequence, if known.
         percentage: 0 to 100; 0 means no validation.
 
     Returns:
@@ -121,7 +120,7 @@ def split_by_percentage(
         DataError: One of the two would be empty.
     """
     if percentage == 0:
-        return whole(token_file, info), None
+        return whole(token_file, _total(row_bytes)), None
     rows = token_file.num_sequences
     cut_row = round(percentage * rows / 100)
     cut = token_file.sequence_end(cut_row)
@@ -134,19 +133,23 @@ def split_by_percentage(
     # The document that is cut in two counts on both sides.
     begun = int(np.searchsorted(token_file.documents[:-1], cut_row, side="left"))
     ended = int(np.searchsorted(token_file.documents[1:], cut_row, side="right"))
-    num_bytes = info.get("bytes")
-    cut_bytes = None if num_bytes is None else round(num_bytes * cut / token_file.num_tokens)
+    cut_bytes = None if row_bytes is None else row_bytes[:cut_row]
+    rest_bytes = None if row_bytes is None else row_bytes[cut_row:]
     validation = TokenStream(
-        token_file, start=0, stop=cut, num_documents=begun, num_bytes=cut_bytes
+        token_file, start=0, stop=cut, num_documents=begun, num_bytes=_total(cut_bytes)
     )
     train = TokenStream(
         token_file,
         start=cut,
         stop=token_file.num_tokens,
         num_documents=token_file.num_documents - ended,
-        num_bytes=None if num_bytes is None or cut_bytes is None else num_bytes - cut_bytes,
+        num_bytes=_total(rest_bytes),
     )
     return train, validation
+
+
+def _total(row_bytes: NDArray[np.uint32] | None) -> int | None:
+    return None if row_bytes is None else int(row_bytes.sum(dtype=np.int64))
 
 
 def open_corpus(
@@ -232,9 +235,11 @@ def open_corpus(
     )
     info = prepared.info
     if prepared.validation is not None:
-        train_stream = None if prepared.train is None else whole(prepared.train, info["train"])
-        return Corpus(train_stream, whole(prepared.validation, info["validation"]), info)
+        train_stream = (
+            None if prepared.train is None else whole(prepared.train, info["train"]["bytes"])
+        )
+        return Corpus(train_stream, whole(prepared.validation, info["validation"]["bytes"]), info)
     assert prepared.train is not None  # prepare refuses to prepare nothing
     return Corpus(
-        *split_by_percentage(prepared.train, info["train"], validation_split_percentage), info
+        *split_by_percentage(prepared.train, prepared.row_bytes, validation_split_percentage), info
     )

@@ -131,7 +131,7 @@ class EvalLoader:
         rank: This data-parallel rank.
         world_size: Data-parallel ranks.
         device: Where the batches shall lie.
-        max_batches: Batches a rank at most; None takes the whole stream.
+        max_batches: Batches at most, over all ranks; None takes the whole stream.
 
     Raises:
         DataError: The stream has fewer than two tokens.
@@ -160,9 +160,10 @@ class EvalLoader:
         self._world_size = world_size
         self._device = device
         windows = -(-(stream.num_tokens - 1) // block_size)
-        self._num_batches = -(-windows // (micro_batch_size * world_size))
         if max_batches is not None:
-            self._num_batches = min(self._num_batches, max_batches)
+            windows = min(windows, max_batches * micro_batch_size)
+        self._num_batches = -(-windows // (micro_batch_size * world_size))
+        self._num_labels = min(stream.num_tokens - 1, windows * block_size)
 
     def __len__(self) -> int:
         """Batches that each rank yields."""
@@ -171,20 +172,18 @@ class EvalLoader:
     @property
     def num_tokens(self) -> int:
         """Labels that count, over all ranks and batches."""
-        windows = self._num_batches * self._world_size * self._micro_batch_size
-        return min(self._stream.num_tokens - 1, windows * self._block_size)
+        return self._num_labels
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yields (input_ids, labels), each int64 [micro_batch_size, block_size] on the device."""
         size = self._micro_batch_size
-        last = self._stream.num_tokens - 1
         pin = self._device.type == "cuda"
         for batch in range(self._num_batches):
             first = (batch * self._world_size + self._rank) * size
             starts = (first + np.arange(size, dtype=np.int64)) * self._block_size
             # Windows past the end wrap around; their labels do not count.
             tokens = self._stream.windows(starts, self._block_size + 1).astype(np.int64)
-            predicts = starts[:, None] + np.arange(self._block_size) < last
+            predicts = starts[:, None] + np.arange(self._block_size) < self._num_labels
             labels = np.where(predicts, tokens[:, 1:], IGNORED)
             yield _moved((_tensor(tokens[:, :-1], pin), _tensor(labels, pin)), self._device)
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm.data.sources import Row, Source
 from llm.data.token_cache import is_marked, launch_mark, open_or_build
@@ -21,7 +23,7 @@ from llm.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 1  # of the cache; counts up when the same text shall give other files
+_FORMAT = 2  # of the cache; counts up when the same text shall give other files
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_ROWS = 1 << 14
 _PROGRESS_SECONDS = 1.0
@@ -39,13 +41,16 @@ class PreparedData:
     Attributes:
         train: None where only a validation text was given.
         validation: None where there is no such text.
+        row_bytes: UTF-8 bytes of each sequence of `train`.
         info: `tokenizer_fingerprint`, `append_eos`, `dtype`, `written`, and under `train` and
             `validation` None or `source`, `rows`, `empty_rows` (dropped), `documents`, `tokens`,
-            `bytes` (of the text in UTF-8) and `largest_token`.
+            `bytes` (of the text in UTF-8) and
+            `largest_token`.
     """
 
     train: TokenFile | None
     validation: TokenFile | None
+    row_bytes: NDArray[np.uint32] | None
     info: dict[str, Any]
 
 
@@ -140,12 +145,19 @@ def _open_folder(folder: Path) -> PreparedData | None:
             split: None if info[split] is None else TokenFile(folder / split)
             for split in ("train", "validation")
         }
+        row_bytes = None
+        if files["train"] is not None:
+            row_bytes = np.load(_row_bytes(folder / "train"), mmap_mode="r")
     except FileNotFoundError:
         return None
     except (DataError, ValueError, KeyError, OSError) as error:
         log.warning(f"the cached tokens in {folder} cannot be used: {error}")
         return None
-    return PreparedData(files["train"], files["validation"], info)
+    return PreparedData(files["train"], files["validation"], row_bytes, info)
+
+
+def _row_bytes(prefix: Path) -> Path:
+    return prefix.with_name(f"{prefix.name}.row_bytes.npy")
 
 
 def _eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -233,6 +245,7 @@ class _SplitWriter:
         self._dtype = token_dtype(vocab_size)
         self._total = total
         self._rows = self._empty_rows = self._bytes = self._largest = 0
+        self._row_bytes = array("I")
 
     def write(self, source: Source, prefix: Path) -> dict[str, Any]:
         size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
@@ -244,7 +257,13 @@ class _SplitWriter:
             raise DataError(
                 f"{source.name} holds no text: {self._empty_rows} rows, all of them empty."
             )
+        with open(_row_bytes(prefix), "wb") as file:
+            np.save(file, np.frombuffer(self._row_bytes, dtype=np.uint32))
+            file.flush()
+            os.fsync(file.fileno())
         tokens = TokenFile(prefix)
+        dropped = f"; {self._empty_rows:,} empty rows dropped" if self._empty_rows else ""
+        log.info(f"tokenised {self._rows:,} rows into {tokens.num_tokens:,} tokens{dropped}")
         return {
             "source": source.name,
             "rows": self._rows,
@@ -259,9 +278,10 @@ class _SplitWriter:
         rows, num_tokens, num_bytes = self._rows, 0, self._bytes
         encoded = self._encode([text for text, _ in batch])
         for (text, ends_document), ids in zip(batch, encoded, strict=True):
+            size = len(text) if text.isascii() else len(text.encode())
             if ids:
                 self._rows += 1
-                self._bytes += len(text) if text.isascii() else len(text.encode())
+                self._bytes += size
             else:
                 self._empty_rows += 1
             # An empty row may end a document that earlier ones have begun; a document that is
@@ -272,6 +292,7 @@ class _SplitWriter:
                 self._largest = max(self._largest, max(ids))
                 _check_vocabulary(self._largest, self._vocab_size)
                 writer.add(np.array(ids, dtype=self._dtype), ends_document=ends_document)
+                self._row_bytes.append(size)
                 num_tokens += len(ids)
             elif ends_document and writer.in_document:
                 writer.end_document()

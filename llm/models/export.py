@@ -115,7 +115,11 @@ def _move_into_place(staging: Path, folder: Path) -> None:
     for file in folder.glob("model*.safetensors*"):
         if file.name not in new:
             file.unlink()
+    umask = os.umask(0)
+    os.umask(umask)
     for file in files:
+        # safetensors writes for the owner alone; others may read what the umask lets them.
+        file.chmod(0o666 & ~umask)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         os.replace(file, folder / file.name)

@@ -96,10 +96,12 @@ def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
     file = token_file(tmp_path, rows=rows, tokens_per_row=2)
     if validation_rows is None:
         with pytest.raises(DataError, match="5 of 10 rows of text leaves none for validation"):
-            split_by_percentage(file, {}, percentage)
+            split_by_percentage(file, None, percentage)
         return
 
-    train, validation = split_by_percentage(file, {"bytes": 1000}, percentage)
+    train, validation = split_by_percentage(
+        file, np.arange(1, rows + 1, dtype=np.uint32), percentage
+    )
 
     assert all_tokens(validation) == list(range(validation_rows * 2))
     assert all_tokens(train) == list(range(validation_rows * 2, rows * 2))
@@ -107,21 +109,21 @@ def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
         rows - validation_rows,
         validation_rows,
     )
-    assert train.num_bytes + validation.num_bytes == 1000
-    assert validation.num_bytes == round(1000 * validation_rows / rows)
+    assert validation.num_bytes == sum(range(1, validation_rows + 1))
+    assert train.num_bytes == sum(range(validation_rows + 1, rows + 1))
 
 
 def test_a_document_that_is_cut_in_two_counts_on_both_sides(tmp_path):
     file = token_file(tmp_path, rows=10, rows_per_document=4)
 
-    train, validation = split_by_percentage(file, {}, 50)
+    train, validation = split_by_percentage(file, None, 50)
 
     assert (train.num_documents, validation.num_documents) == (2, 2)
     assert train.num_bytes is None
 
 
 def test_no_percentage_leaves_no_validation(tmp_path):
-    train, validation = split_by_percentage(token_file(tmp_path, rows=10), {}, 0)
+    train, validation = split_by_percentage(token_file(tmp_path, rows=10), None, 0)
 
     assert train.num_tokens == 10
     assert validation is None
@@ -131,7 +133,7 @@ def test_a_split_that_leaves_no_training_text_is_refused(tmp_path):
     with pytest.raises(
         DataError, match="--validation_split_percentage 99 of 10 rows of text leaves none for train"
     ):
-        split_by_percentage(token_file(tmp_path, rows=10), {}, 99)
+        split_by_percentage(token_file(tmp_path, rows=10), None, 99)
 
 
 def test_a_training_file_is_split_by_its_lines(tmp_path):

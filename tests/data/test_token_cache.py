@@ -246,5 +246,5 @@ def test_all_files_and_both_folders_are_on_the_disk_before_the_tokens_count(tmp_
 
     (key,) = folders(tmp_path)
     paths = [tmp_path, tmp_path / key, *(tmp_path / key).iterdir()]
-    assert len(paths) == 5
+    assert len(paths) == 6
     assert {path.stat().st_ino for path in paths} == synced

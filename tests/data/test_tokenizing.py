@@ -36,7 +36,7 @@ def test_rows_become_tokens_and_documents_end_with_the_end_token(tmp_path):
     assert prepared.train.documents.tolist() == [0, 2, 3]
     assert prepared.validation is None
     assert prepared.info == {
-        "format": 1,
+        "format": 2,
         "tokenizer_fingerprint": "bytes",
         "append_eos": True,
         "dtype": "uint16",

@@ -126,6 +126,10 @@ def test_an_attention_kernel_that_is_not_there(bench):
     )
 
 
+def test_an_evaluation_of_random_weights(bench):
+    refused(bench, eval_only=True, words=["--eval_only has no trained weights"])
+
+
 def test_fp8_on_a_cpu(bench):
     refused(bench, mixed_precision="fp8", words=["--mixed_precision fp8", "bf16"])
 

@@ -152,6 +152,24 @@ def test_resume_without_a_checkpoint_starts_afresh_and_says_so(plain):
     assert len(run.losses) == 2
 
 
+def test_a_finished_run_without_checkpoints_is_not_trained_over(plain):
+    run = plain.train_well("once", max_train_steps=2)
+    weights = weights_hash(run.folder)
+    again = plain.train("once", max_train_steps=3, resume_from_checkpoint=True)
+    assert again.codes == [2]
+    assert "holds a finished run without checkpoints" in again.output
+    assert weights_hash(run.folder) == weights
+
+
+def test_some_evaluation_steps_are_the_same_text_on_any_ranks(plain, alone):
+    options = {"model_name_or_path": alone.folder, "eval_only": True, "max_eval_steps": 3}
+    one, two = (
+        plain.train_well(f"some-{ranks}", ranks=ranks, **options).read_json("eval_results.json")
+        for ranks in (1, 2)
+    )
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+
+
 def test_a_drawn_seed_is_said_and_kept_on_resume(plain):
     run = plain.train_well("drawn", seed=None, max_train_steps=4, checkpointing_steps=2)
     shutil.rmtree(run.folder / "checkpoints" / "step_00000004")

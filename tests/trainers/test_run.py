@@ -112,6 +112,20 @@ def test_the_written_configuration_runs_the_same_thing_again(bench):
     assert again.losses == first.losses
 
 
+def test_bytes_are_those_of_the_rows_that_validate(bench, tmp_path):
+    rows = ["rain " * 20] * 10 + ["the king walked into the house"] * 90
+    (tmp_path / "rows.txt").write_text("\n".join(rows) + "\n")
+    run = bench.train_well(
+        "split", train_file=tmp_path / "rows.txt", validation_split_percentage=10, max_train_steps=1
+    )
+    text = "".join(row + "\n" for row in rows[:10])
+    tokenizer = AutoTokenizer.from_pretrained(bench.model)
+    tokens = sum(len(tokenizer(row + "\n")["input_ids"]) for row in rows[:10])
+    results = run.read_json("all_results.json")
+    expected = results["eval_loss"] * tokens / math.log(2) / len(text)
+    assert results["eval_bits_per_byte"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_without_validation_nothing_is_evaluated(bench):
     run = bench.train_well("novalid", max_train_steps=2, validation_split_percentage=0)
     assert "eval_loss" not in run.read_json("all_results.json")

@@ -96,6 +96,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     )
     corpus = _open_corpus(config, model_config, tokenizer)
     seed = _seed(config, resume_from)
+    weights_from = _weights_from(config, resume_from)
     sampler = plan = schedule = None
     if not config.eval_only:
         assert corpus.train is not None  # the rules ask for training data
@@ -104,23 +105,14 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         )
         plan = _plan(config, sampler.num_windows, world.world_size, resume_from)
         schedule = _schedule(config, plan)
-        if config.save_top_k and corpus.validation is None:
-            raise DataError(
-                "--save_top_k needs a validation loss, and there is no validation data; give "
-                "--validation_file, or a --validation_split_percentage above 0."
-            )
-    elif corpus.validation is None:
-        raise DataError(
-            "--eval_only has nothing to evaluate on; give --validation_file, or a "
-            "--validation_split_percentage above 0."
-        )
+    _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from))
     return Inputs(
         run=run,
         resume_from=resume_from,
         seed=seed,
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=_weights_from(config, resume_from),
+        weights_from=weights_from,
         block_size=block_size,
         corpus=corpus,
         sampler=sampler,
@@ -128,6 +120,20 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         schedule=schedule,
         metrics=metrics,
     )
+
+
+def _check_evaluation(config: GPTConfig, corpus: Corpus, *, has_weights: bool) -> None:
+    if config.eval_only and not has_weights:
+        raise ConfigError(
+            "--eval_only has no trained weights to evaluate: name a model with weights by "
+            "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
+        )
+    for option, given in (("eval_only", config.eval_only), ("save_top_k", config.save_top_k)):
+        if given and corpus.validation is None:
+            raise DataError(
+                f"--{option} has nothing to evaluate on; give --validation_file, or a "
+                "--validation_split_percentage above 0."
+            )
 
 
 def _check_trackers(config: GPTConfig) -> None:
@@ -156,6 +162,7 @@ def _find_checkpoint(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     else:
         newest = checkpoint.newest_valid(run.checkpoints)
         if newest is None:
+            run.check_unfinished()
             logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
             return None
         found = newest

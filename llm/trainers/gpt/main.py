@@ -7,10 +7,12 @@ Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot 
 import dataclasses
 import json
 import logging
+import math
+import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llm import options
 from llm.command_line import parse
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(error, world)
         return 2
     except KeyboardInterrupt:
+        logger.error("Interrupted before training began.")
         return 130
     except Exception:
         # Into the run's log as well as onto the console.
@@ -68,6 +71,11 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
         prog="python -m llm.trainers.gpt",
         description="Pretrain any Hugging Face causal language model on any text.",
     )
+    if config.mixed_precision == "no":
+        # `accelerate launch --mixed_precision bf16` and `accelerate config` say it this way.
+        asked: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if asked in ("fp8", "fp16", "bf16"):
+            config = dataclasses.replace(config, mixed_precision=asked)
     check(config)
     return config
 
@@ -130,6 +138,8 @@ def _train(
     interruption.watch()
     tracker = make_tracker(config, inputs, strategy, model)
     trainer = make_trainer(config, inputs, strategy, tracker, interruption)
+    if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
+        logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
     outcome = trainer.fit()
     tracker.close()
     step = trainer.state.step
@@ -149,8 +159,10 @@ def _train(
     write_results(config, inputs, trainer, model)
     if strategy.rank == 0:
         log_sample(config, inputs, model)
-        log_ending(inputs, trainer)
-        inputs.run.say("finished", step=step)
+        log_ending(config, inputs, trainer)
+        loss = trainer.results.get("loss", 0.0)
+        diverged = None if math.isfinite(loss) else "the validation loss is not finite"
+        inputs.run.say("finished", reason=diverged, step=step)
     return 0
 
 
@@ -168,5 +180,7 @@ def _evaluate(
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
     if strategy.rank == 0:
         inputs.run.path.mkdir(parents=True, exist_ok=True)
-        write_whole(inputs.run.path / "eval_results.json", json.dumps(results, indent=1) + "\n")
+        path = inputs.run.path / "eval_results.json"
+        write_whole(path, json.dumps(results, indent=1) + "\n")
+        logger.info(f"results: {path}")
     return 0

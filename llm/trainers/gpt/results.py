@@ -150,7 +150,7 @@ def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> Non
     logger.info(f"a sample that the model wrote:\n\n{text}\n")
 
 
-def log_ending(inputs: Inputs, trainer: Trainer) -> None:
+def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
     """Say where everything lies and how to go on."""
     folder = inputs.run.path
     loss = trainer.results.get("loss")
@@ -160,15 +160,20 @@ def log_ending(inputs: Inputs, trainer: Trainer) -> None:
             f"{trainer.state.step:,} steps, {trainer.state.tokens:,} tokens, "
             f"{trainer.state.seconds:.1f} s of training"
         )
+    if loss is not None and not math.isfinite(loss):
+        logger.warning("The validation loss is not finite: the run has diverged.")
+    command = f"{_python()} -m llm.trainers.gpt"
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
     logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
-    board = "tensorboard" if shutil.which("tensorboard") else f"{_python()} -m tensorboard.main"
-    logger.info(f"curves: {board} --logdir {folder / 'tensorboard'}")
-    command = f"{_python()} -m llm.trainers.gpt"
+    if inputs.run.checkpoints.is_dir():
+        logger.info(f"checkpoints: {inputs.run.checkpoints}")
+    if "tensorboard" in config.report_to:
+        board = "tensorboard" if shutil.which("tensorboard") else f"{_python()} -m tensorboard.main"
+        logger.info(f"curves: {board} --logdir {folder / 'tensorboard'}")
     logger.info(
         f"again with other settings: {command} --config {folder / 'config.toml'} --output_dir NEW"
     )
-    logger.info(f"go on training this model: {command} --model_name_or_path {folder} ...")
+    logger.info(f"go on from this model: {command} --model_name_or_path {folder} --train_file FILE")
 
 
 def _python() -> str:
