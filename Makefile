@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow check format docs configuration-page
+.PHONY: help install train test test-slow test-faults test-peers check format docs configuration-page
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -17,20 +17,31 @@ help:
 	@echo "make train      train the quick start's GPT (ARGS='--flag value' adds flags)"
 	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
 	@echo "make test-slow  run the tests that take more than half a minute each"
+	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"
+	@echo "make test-peers run the tests against Megatron-LM's own reader and writer"
 	@echo "make check      lint, format check, types, spelling"
 	@echo "make format     format and sort imports"
 	@echo "make docs       build the documentation into site/"
-	@echo "make configuration-page  write docs/configuration.md anew from llm/config.py"
+	@echo "make configuration-page  write the tables of options in docs/ anew from the code"
 	@echo "make install    only make $(VENV) with everything for development"
 
 train: $(VENV)/.core
 	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# One after the other: some of them measure how soon a run ends.
+test-faults: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults $(ARGS)
+
+# The import fails where pytest would only skip.
+test-peers: $(VENV)/.peers
+	$(BIN)/python -W ignore -c 'import megatron.core.datasets.indexed_dataset'
+	$(BIN)/python -m pytest tests/data/test_megatron_interop.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -71,3 +82,9 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(call pip_install,the tools for the documentation,.[docs])
+
+$(VENV)/.peers: $(VENV)/.dev
+	@echo "Installing megatron-core into $(VENV) (log: $(VENV)/pip.log) ..."
+	@$(BIN)/python -m pip install -c constraints.txt megatron-core >$(VENV)/pip.log 2>&1 \
+		|| { cat $(VENV)/pip.log; exit 1; }
+	@touch $@

@@ -1,31 +1,39 @@
-"""Checkpoints that are whole or do not exist.
+"""Checkpoints as they lie on the disk: which are valid, what they hold, which are kept.
 
-A checkpoint is written beside its final place, each file synced, a manifest with
-sizes and checksums last; then it is renamed, and the folder synced. What has no
-valid manifest does not count. Tensors go through `torch.distributed.checkpoint`,
-so they know no rank layout; everything else is JSON.
+A checkpoint is a folder with a manifest that names the size and checksum of every file, and ends
+with a checksum of its own. What has no valid manifest does not count. Tensors are safetensors,
+read through `torch.distributed.checkpoint`, so they know no rank layout; everything else is JSON.
+Nothing is a pickle. `llm.saving` writes them; torch is imported only to read tensors.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
-import os
-import shutil
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import xxhash
 
 from llm.errors import CheckpointError
+from llm.state import model_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("llm")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
+REPLACED = ".replaced"
+"""What is added to a checkpoint's name while another of the same step takes its place."""
+
+_TENSORS = ".safetensors"
+_MODEL = "strategy/model/"
+_NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 
 
 class Stateful(Protocol):
@@ -45,12 +53,16 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         step: Optimizer steps done when it was saved.
+        saved_at: Local time with its zone, as ISO 8601 has it.
+        world_size: Number of ranks that wrote it.
         facts: What was said about it: validation loss, configuration, batch.
-        files: Size in bytes and SHA-256 of each file.
+        files: Size in bytes and xxh3_128 of each file.
     """
 
     path: Path
     step: int
+    saved_at: str
+    world_size: int
     facts: dict[str, Any]
     files: dict[str, tuple[int, str]]
 
@@ -60,104 +72,43 @@ class Checkpoint:
         Args:
             read: Compare the checksums too, not only names and sizes.
         """
+        # The reader of the tensors opens every such file that it finds.
+        foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
+        if foreign:
+            return f"{min(foreign)} does not belong to it"
         for name, (size, digest) in self.files.items():
             path = self.path / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if read and _sha256(path) != digest:
-                return f"{name} does not match its checksum"
+            try:
+                if not path.is_file():
+                    return f"{name} is missing"
+                if path.stat().st_size != size:
+                    return f"{name} has {path.stat().st_size} bytes instead of {size}"
+                if read and checksum(path) != digest:
+                    return f"{name} does not match its checksum"
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
         return None
 
 
-def save(
-    folder: Path,
-    *,
-    step: int,
-    parts: Mapping[str, Stateful],
-    facts: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    barrier: Callable[[], None],
-) -> Path:
-    """Write a checkpoint; every rank calls it.
-
-    Args:
-        folder: The run's `checkpoints` folder.
-        step: Optimizer steps done.
-        parts: What to save, by name.
-        facts: Plain values to keep in the manifest.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        barrier: Waits for all ranks.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: It could not be written; what was there before is untouched.
-    """
-    final = folder / f"step_{step:08d}"
-    temporary = folder / f".step_{step:08d}.tmp"
-    try:
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob(".*.tmp"):
-                shutil.rmtree(stale)
-            temporary.mkdir()
-        barrier()
-        tensors, plain = _split({name: part.state_dict() for name, part in parts.items()})
-        _write_tensors(temporary, tensors, world_size=world_size)
-        files = _describe_files(temporary, rank=rank, world_size=world_size)
-        if rank == 0:
-            _write_synced(temporary / PLAIN, json.dumps(plain))
-            files[PLAIN] = _describe(temporary / PLAIN)
-            manifest = {"format": FORMAT_VERSION, "step": step, "facts": facts, "files": files}
-            _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
-            _put_in_place(temporary, final)
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint of step {step} could not be written to {folder}: {error.strerror}. "
-            "Earlier checkpoints are untouched."
-        ) from error
-    barrier()
-    return final
+def name_of(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step_{step:08d}"
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Any], *, world_size: int) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = FileSystemWriter(folder, sync_files=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(tensors, storage_writer=writer, no_dist=world_size == 1)
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder has in its name; None for another folder."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
-def _describe_files(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
-    """Size and checksum of every file; each rank reads those it wrote."""
-    own = {path.name: _describe(path) for path in folder.glob(f"__{rank}_*")}
-    if rank == 0:
-        own[".metadata"] = _describe(folder / ".metadata")
-    if world_size == 1:
-        return own
-    gathered: list[dict[str, Any]] = [{} for _ in range(world_size)]
-    torch.distributed.all_gather_object(gathered, own)
-    return {name: entry for files in gathered for name, entry in files.items()}
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    sync_folder(temporary)
-    if final.exists():
-        # The same step was saved by an earlier start of this run, and was passed over on resume.
-        replaced = final.with_name(f".{final.name}.replaced.tmp")
-        final.rename(replaced)
-        temporary.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(final)
-    sync_folder(final.parent)
+def folders(folder: Path) -> list[Path]:
+    """What is named as a checkpoint in a run's `checkpoints` folder, valid or not, oldest first."""
+    named = [
+        (match, path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))
+    ]
+    # Of two with the same step, the one that was to be replaced is the older.
+    named.sort(key=lambda item: (int(item[0][1]), item[0][2] is None))
+    return [path for _, path in named]
 
 
 def found(folder: Path) -> list[Checkpoint]:
@@ -166,14 +117,14 @@ def found(folder: Path) -> list[Checkpoint]:
     A folder without a manifest, or whose files have other sizes, does not count.
     """
     checkpoints = []
-    for path in sorted(folder.glob("step_*")):
+    for path in folders(folder):
         try:
             checkpoint = read_manifest(path)
         except CheckpointError:
             continue
         if checkpoint.problem() is None:
             checkpoints.append(checkpoint)
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+    return checkpoints
 
 
 def newest_valid(folder: Path) -> Checkpoint | None:
@@ -181,7 +132,7 @@ def newest_valid(folder: Path) -> Checkpoint | None:
 
     A damaged one is passed over with a line in the log.
     """
-    for path in sorted(folder.glob("step_*"), reverse=True):
+    for path in reversed(folders(folder)):
         try:
             return read_valid(path)
         except CheckpointError as error:
@@ -209,18 +160,45 @@ def read_manifest(path: Path) -> Checkpoint:
         CheckpointError: There is no manifest, or it is damaged or of another format.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = (path / MANIFEST).read_bytes().decode()
+        manifest = json.loads(content)
         if manifest["format"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has checkpoint format {manifest['format']}; this version reads "
                 f"{FORMAT_VERSION}."
             )
-        files = {name: (size, digest) for name, (size, digest) in manifest["files"].items()}
-        return Checkpoint(path=path, step=manifest["step"], facts=manifest["facts"], files=files)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}.") from error
+    if content != seal(content.rpartition(_SEAL)[0] + _END):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
+    if step_of(path) not in (None, manifest["step"]):
+        raise CheckpointError(
+            f"{path} is damaged: its manifest is that of step {manifest['step']}."
+        )
+    return Checkpoint(
+        path=path,
+        step=manifest["step"],
+        saved_at=manifest["saved_at"],
+        world_size=manifest["world_size"],
+        facts=manifest["facts"],
+        files={name: (size, digest) for name, (size, digest) in manifest["files"].items()},
+    )
+
+
+_SEAL = ',\n "checksum": "'
+_END = "\n}"
+
+
+def seal(content: str) -> str:
+    """Add the checksum of a manifest as its last entry.
+
+    Args:
+        content: A JSON object, indented by one.
+    """
+    content = content.removesuffix(_END)
+    return f'{content}{_SEAL}{xxhash.xxh3_128_hexdigest(content.encode())}"{_END}'
 
 
 def load(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
@@ -229,73 +207,98 @@ def load(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     Raises:
         CheckpointError: The checkpoint holds other parts or tensors of other shapes.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     plain = json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))
     missing = parts.keys() - plain.keys()
     if missing:
         raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing))}.")
     # Read straight into the live tensors: no second copy of the model is made.
-    tensors, _ = _split({name: part.state_dict() for name, part in parts.items()})
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    reader = FileSystemReader(checkpoint.path)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(tensors, storage_reader=reader, no_dist=not distributed)
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer: {reason}"
-        ) from error
+    states = {name: part.state_dict() for name, part in parts.items()}
+    tensors, _ = split_state(states)
+    # A part may ask for some of its entries only, such as the model without the optimizer.
+    asked = [
+        f"{name}/{key}/"
+        for name, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Mapping)
+    ]
+    read_tensors(checkpoint, tensors, of=asked)
     for name, part in parts.items():
         part.load_state_dict(_merge(plain[name], tensors, prefix=name))
 
 
-def prune(folder: Path, *, keep_newest: int | None, keep_best: int) -> None:
-    """Remove old checkpoints, and let the link `best` point to the best one that is left.
+def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
+    """Read the weights and persistent buffers of a model, and nothing else of its run.
 
-    Kept are the `keep_newest` newest (None: all) and the `keep_best` of the lowest
-    validation loss. The newest is never removed.
+    Raises:
+        CheckpointError: The checkpoint is that of another model.
     """
-    checkpoints = found(folder)
-    rated = sorted(
-        (c for c in checkpoints if c.facts.get("eval_loss") is not None),
-        key=lambda checkpoint: (float(checkpoint.facts["eval_loss"]), checkpoint.step),
-    )
-    best = rated[:keep_best]
-    # Asked for the best ones only, nothing but the newest is kept besides them.
-    newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
-    kept = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
-    if best:
-        _point(folder / "best", best[0].path.name)
-    for checkpoint in checkpoints:
-        if checkpoint.path not in kept:
-            # Renamed first, so that a kill in between leaves nothing that looks whole.
-            doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.pruned.tmp")
-            checkpoint.path.rename(doomed)
-            shutil.rmtree(doomed)
+    tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
+    read_tensors(checkpoint, tensors, of=[_MODEL])
 
 
-def _point(link: Path, target: str) -> None:
-    temporary = link.with_name(f".{link.name}.link")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
-    sync_folder(link.parent)
+def read_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, "torch.Tensor"], *, of: Iterable[str]
+) -> None:
+    """Read the values of tensors, by their paths; every rank calls it.
+
+    Args:
+        checkpoint: Where to read.
+        tensors: What to overwrite.
+        of: How the paths begin of which the checkpoint may hold no others than these.
+
+    Raises:
+        CheckpointError: It holds other tensors, or tensors of other shapes or types.
+    """
+    from torch import distributed
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    planner = DefaultLoadPlanner()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            alone = not (distributed.is_available() and distributed.is_initialized())
+            load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this model or optimizer: {cause(error)}"
+        ) from error
+    assert planner.metadata is not None  # since a plan was made
+    others = [
+        path
+        for path in planner.metadata.state_dict_metadata
+        if path.startswith(tuple(of)) and path not in tensors
+    ]
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this model or optimizer, which has no {min(others)}."
+        )
 
 
-def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def cause(error: BaseException) -> str:
+    """What went wrong, out of an error of torch.distributed.checkpoint, which wraps all ranks'."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     """Take a nested dict apart: tensors by their path, and the plain rest."""
+    import torch
+
     tensors: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, torch.Tensor):
             tensors[key] = value
         elif isinstance(value, Mapping):
-            inner, plain[key] = _split(value)
+            inner, plain[key] = split_state(value)
             tensors.update({f"{key}/{path}": tensor for path, tensor in inner.items()})
         else:
             plain[key] = value
@@ -303,7 +306,7 @@ def _split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _merge(plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str) -> dict[str, Any]:
-    """Undo `_split` for the tensors whose path starts with the prefix."""
+    """Undo `split_state` for the tensors whose path starts with the prefix."""
     tree = plain
     for path, tensor in tensors.items():
         first, *keys = path.split("/")
@@ -316,26 +319,10 @@ def _merge(plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str) ->
     return tree
 
 
-def _describe(path: Path) -> tuple[int, str]:
-    return path.stat().st_size, _sha256(path)
-
-
-def _sha256(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """The xxh3_128 of a file: as fast as the disk, and no two states of it share one by chance."""
+    state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        while chunk := file.read(1 << 22):
+            state.update(chunk)
+    return str(state.hexdigest())

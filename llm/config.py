@@ -19,6 +19,7 @@ OPTIMIZER = "Optimizer and learning rate"
 PRECISION = "Precision and memory"
 EVALUATION = "Evaluation"
 CHECKPOINTS = "Output and checkpoints"
+FAULTS = "Faults and time limits"
 LOGGING = "Logging"
 KFAC = "K-FAC"
 
@@ -128,6 +129,50 @@ class GPTConfig:
         group=DATA,
         resume="fixed",
     )
+    data_path: tuple[float | str, ...] = option(
+        (),
+        "Token files to train and evaluate on: their paths without .bin and .idx (a flat nanoGPT "
+        "file with its .bin), alone or each after its weight. Without weights, each counts by its "
+        "tokens.",
+        group=DATA,
+        resume="fixed",
+    )
+    train_data_path: tuple[float | str, ...] = option(
+        (),
+        "Token files to train on, taken whole, in place of data_path.",
+        group=DATA,
+        resume="fixed",
+    )
+    valid_data_path: tuple[float | str, ...] = option(
+        (), "Token files to evaluate on, taken whole.", group=DATA, resume="fixed"
+    )
+    split: str | None = option(
+        None,
+        "How the documents of each file of data_path are shared out to training, validation and "
+        "testing (which is left aside), such as 980,10,10; 100,0,0 trains only. By default "
+        "969,30,1.",
+        group=DATA,
+        resume="fixed",
+    )
+    in_memory: bool = option(
+        False,
+        "Read the tokens into main memory at the start, once on each node, and pin them there if "
+        "the system allows it.",
+        group=DATA,
+    )
+    reset_position_ids: bool = option(
+        False,
+        "Start the positions anew after each end-of-text token in a sample.",
+        group=DATA,
+        resume="fixed",
+    )
+    reset_attention_mask: bool = option(
+        False,
+        "Let no attention cross an end-of-text token in a sample.",
+        group=DATA,
+        resume="fixed",
+    )
+    force: bool = option(False, "Train on token files that another tokenizer made.", group=DATA)
     validation_split_percentage: float = option(
         5,
         "Percentage of the training rows, from the start, that validate when there is no "
@@ -320,6 +365,12 @@ class GPTConfig:
         group=CHECKPOINTS,
         at_least=1,
     )
+    checkpointing_minutes: float | None = option(
+        None,
+        "Save a checkpoint also when so many minutes have passed since the last one.",
+        group=CHECKPOINTS,
+        above=0,
+    )
     keep_checkpoints: int | None = option(
         None,
         "Keep this many of the newest checkpoints; by default all.",
@@ -333,6 +384,12 @@ class GPTConfig:
         group=CHECKPOINTS,
         at_least=0,
     )
+    async_checkpoint: bool = option(
+        True,
+        "Go on training while a checkpoint is written; it takes as much host memory as this "
+        "rank's share of weights and optimizer.",
+        group=CHECKPOINTS,
+    )
     resume_from_checkpoint: bool | str = option(
         False,
         "Go on from the newest valid checkpoint of output_dir, or from the one at this path. "
@@ -343,6 +400,53 @@ class GPTConfig:
         (),
         "Options that may differ from those of the run that is resumed although they are fixed.",
         group=CHECKPOINTS,
+    )
+    init_from: str | None = option(
+        None,
+        "Start with the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
+        "RUN/best. Optimizer, schedule and data begin anew.",
+        group=CHECKPOINTS,
+        resume="fixed",
+    )
+
+    exit_after: float | None = option(
+        None,
+        "Minutes after which the run saves a checkpoint and ends with exit code 75, as at a "
+        "signal.",
+        group=FAULTS,
+        above=0,
+    )
+    max_skipped_steps: int = option(
+        30,
+        "Steps in a row that may be skipped because loss or gradient is not finite before "
+        "training stops.",
+        group=FAULTS,
+        at_least=1,
+    )
+    max_failed_saves: int = option(
+        3,
+        "Checkpoints in a row that may fail to be written before training stops.",
+        group=FAULTS,
+        at_least=0,
+    )
+    start_timeout: float = option(
+        1800.0,
+        "Seconds that a rank may take until its first step is done; then it counts as hung, is "
+        "named, and all ranks end. 0 waits for ever.",
+        group=FAULTS,
+        at_least=0,
+    )
+    step_timeout: float = option(
+        600.0,
+        "The same for each further step and each batch of an evaluation.",
+        group=FAULTS,
+        at_least=0,
+    )
+    save_timeout: float = option(
+        1800.0,
+        "The same for a checkpoint, and for the export at the end.",
+        group=FAULTS,
+        at_least=0,
     )
     seed: int | None = option(
         None,

@@ -40,5 +40,9 @@ class CheckpointError(LLMError):
     """A checkpoint that is absent, damaged or does not fit."""
 
 
+class DivergedError(LLMError):
+    """A training that has no finite loss or gradient any more."""
+
+
 class ParallelError(LLMError):
     """Ranks, devices or precisions that the machine does not offer."""

@@ -1,7 +1,8 @@
 """Loss, perplexity, bits per byte and accuracy of a validation split."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def evaluate_model(
     *,
     bytes_per_token: float | None,
     metrics: dict[str, Any],
+    on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Evaluate on all ranks; every token counts once, whatever the batches and ranks.
 
@@ -52,6 +54,7 @@ def evaluate_model(
         batches: This rank's share; all ranks have the same number of batches.
         bytes_per_token: UTF-8 bytes of the text that a token stands for on average.
         metrics: Metrics of the evaluate library by name.
+        on_batch: Called after each batch.
 
     Returns:
         `loss` (nats per token), `perplexity`, `bits_per_byte` where bytes are known,
@@ -65,6 +68,8 @@ def evaluate_model(
         totals += torch.stack([loss_sum.to(dtype), num_tokens.to(dtype)])
         if metrics:
             _add_predictions(strategy, batch, metrics)
+        if on_batch is not None:
+            on_batch()
     loss_sum, num_tokens = strategy.reduce_sum(totals)
     loss = float(loss_sum / num_tokens)
     results = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -75,10 +80,88 @@ def evaluate_model(
     return results
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedPart:
+    """One source of a validation split.
+
+    Attributes:
+        name: For the names of its results.
+        weight: Its share in the mean; those of all parts sum to 1.
+        batches: This rank's share; all ranks have the same number of batches.
+        bytes_per_token: UTF-8 bytes of the text that a token stands for on average.
+    """
+
+    name: str
+    weight: float
+    batches: Iterable[MicroBatch]
+    bytes_per_token: float | None
+
+
+def evaluate_parts(
+    strategy: Strategy,
+    parts: Sequence[EvaluatedPart],
+    *,
+    metrics: dict[str, Any],
+    on_batch: Callable[[], None] | None = None,
+) -> dict[str, float]:
+    """Evaluate each source by itself, on all ranks.
+
+    Args:
+        strategy: The prepared model.
+        parts: The sources.
+        metrics: Metrics of the evaluate library by name.
+        on_batch: Called after each batch.
+
+    Returns:
+        Those of `evaluate_model`, as the mean by weight over the sources; perplexity and bits per
+        byte follow from the mean loss. With several sources also `loss/NAME` of each.
+    """
+    by_part = [
+        evaluate_model(
+            strategy,
+            part.batches,
+            bytes_per_token=part.bytes_per_token,
+            metrics=metrics,
+            on_batch=on_batch,
+        )
+        for part in parts
+    ]
+    if len(parts) == 1:
+        return by_part[0]
+    results: dict[str, float] = {
+        name: sum(part.weight * found[name] for part, found in zip(parts, by_part, strict=True))
+        for name, value in by_part[0].items()
+        if isinstance(value, int | float)
+    }
+    loss = results["loss"]
+    results["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    results.pop("bits_per_byte", None)
+    if all(part.bytes_per_token for part in parts):
+        mean_bytes = sum(part.weight * (part.bytes_per_token or 0.0) for part in parts)
+        results["bits_per_byte"] = loss / math.log(2) / mean_bytes
+    for part, found in zip(parts, by_part, strict=True):
+        results[f"loss/{part.name}"] = found["loss"]
+    return results
+
+
+def share_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
+    """Batches of each source, by the largest remainder, at least one each.
+
+    Args:
+        max_batches: Batches to share out.
+        weights: Of the sources; they sum to 1.
+    """
+    exact = [weight * max_batches for weight in weights]
+    shares = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda part: shares[part] - exact[part])
+    for part in by_remainder[: max(0, max_batches - sum(shares))]:
+        shares[part] += 1
+    return shares
+
+
 def _add_predictions(strategy: Strategy, batch: MicroBatch, metrics: dict[str, Any]) -> None:
-    input_ids, labels = batch
-    predictions = strategy.gather(strategy.predict(input_ids))
-    references = strategy.gather(labels)
+    predictions = strategy.gather(strategy.predict(batch))
+    references = strategy.gather(batch.labels)
     counted = references != -100
     for metric in metrics.values():
         metric.add_batch(

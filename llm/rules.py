@@ -8,6 +8,8 @@ from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields
 
+_SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
+
 
 def check(config: GPTConfig) -> None:
     """Refuse combinations of options that cannot work.
@@ -28,21 +30,68 @@ def check(config: GPTConfig) -> None:
 
 def _data_problems(config: GPTConfig) -> list[str]:
     problems = []
-    if config.dataset_name is None and config.train_file is None:
-        if not config.eval_only:
-            problems.append("Name the training data with --dataset_name or --train_file.")
-        elif config.validation_file is None:
-            problems.append(
-                "--eval_only needs data: --validation_file, --train_file or --dataset_name."
-            )
-    if config.dataset_name is not None and (config.train_file or config.validation_file):
+    given = [name for name in _SOURCES if getattr(config, name)]
+    if len(given) > 1:
         problems.append(
-            "--dataset_name and --train_file or --validation_file are two sources of data; "
-            "give one of them."
+            f"{' and '.join(f'--{name}' for name in given)} are "
+            f"{('two', 'three', 'four')[len(given) - 2]} sources of data; give one of them."
+        )
+    if not given and not config.eval_only:
+        problems.append(
+            "Name the training data with --dataset_name or --train_file, or token files with "
+            "--data_path or --train_data_path."
+        )
+    if not given and config.eval_only and not (config.validation_file or config.valid_data_path):
+        problems.append(
+            "--eval_only needs data: --validation_file, --train_file, --dataset_name, "
+            "--data_path or --valid_data_path."
+        )
+    if config.dataset_name is not None and config.validation_file:
+        problems.append(
+            "--dataset_name and --validation_file are two sources of data; give one of them."
         )
     if config.dataset_config_name is not None and config.dataset_name is None:
         problems.append("--dataset_config_name belongs to a --dataset_name; give that too.")
+    return [*problems, *_token_file_problems(config), *_document_problems(config)]
+
+
+def _token_file_problems(config: GPTConfig) -> list[str]:
+    problems = []
+    token_files = config.data_path or config.train_data_path or config.valid_data_path
+    text = config.dataset_name or config.train_file or config.validation_file
+    if config.valid_data_path and (config.data_path or text):
+        problems.append(
+            "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
+            "is cut by --split, and text has options of its own."
+        )
+    if config.validation_file and (config.data_path or config.train_data_path):
+        problems.append(
+            "--validation_file is text and does not go with token files; name token files to "
+            "evaluate on with --valid_data_path."
+        )
+    if config.split is not None and not config.data_path:
+        problems.append("--split cuts the token files of --data_path; give that too.")
+    if config.force and not token_files:
+        problems.append("--force is for token files, and none are given.")
+    if token_files:
+        problems += [
+            f"--{name} is for text, and token files are ready; leave it out."
+            for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
+            if getattr(config, name)
+        ]
+    default = next(f.default for f in fields(GPTConfig) if f.name == "validation_split_percentage")
+    if token_files and config.validation_split_percentage != default:
+        problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
     return problems
+
+
+def _document_problems(config: GPTConfig) -> list[str]:
+    text = config.dataset_name or config.train_file or config.validation_file
+    return [
+        f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos out."
+        for name in ("reset_position_ids", "reset_attention_mask")
+        if getattr(config, name) and text and not config.append_eos
+    ]
 
 
 def _model_problems(config: GPTConfig) -> list[str]:
@@ -53,6 +102,11 @@ def _model_problems(config: GPTConfig) -> list[str]:
         and config.model_type is None
     ):
         problems.append("Name the model with --model_name_or_path, --config_name or --model_type.")
+    if config.model_name_or_path is not None and config.model_type is not None:
+        problems.append(
+            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
+            "model; give one of them."
+        )
     if (config.vocab_file is None) != (config.merges_file is None):
         problems.append("--vocab_file and --merges_file go together; give both.")
     elif config.vocab_file is not None and config.tokenizer_name is not None:
@@ -107,10 +161,18 @@ def _run_problems(config: GPTConfig) -> list[str]:
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "
             "give one of them."
         )
-    if config.save_top_k and config.checkpointing_steps is None:
-        problems.append("--save_top_k needs checkpoints; give --checkpointing_steps.")
-    if config.keep_checkpoints is not None and config.checkpointing_steps is None:
-        problems.append("--keep_checkpoints needs checkpoints; give --checkpointing_steps.")
+    saves = config.checkpointing_steps is not None or config.checkpointing_minutes is not None
+    for name in ("save_top_k", "keep_checkpoints"):
+        if getattr(config, name) and not saves:
+            problems.append(
+                f"--{name} needs checkpoints; give --checkpointing_steps or "
+                "--checkpointing_minutes."
+            )
+    if config.init_from is not None and config.eval_only:
+        problems.append(
+            "--init_from starts a training; to evaluate a checkpoint, name it with "
+            "--resume_from_checkpoint."
+        )
     if "none" in config.report_to and len(config.report_to) > 1:
         problems.append("--report_to none stands alone.")
     known = {field.name for field in fields(GPTConfig)}

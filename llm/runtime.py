@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
     import torch
 
@@ -105,13 +103,25 @@ class Interruption:
     read between two steps; a second one ends the process at once. A scheduler that
     signals a launcher and its processes alike makes one request arrive twice, so what
     comes within seconds of the first is the same request.
+
+    Args:
+        after: Seconds from now after which to stop without a signal; None is never.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: float | None = None) -> None:
         self.received: signal.Signals | None = None
         self._first = 0.0
+        self._deadline = None if after is None else time.monotonic() + after
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process shall stop: the signal's name or the time; None if it shall not."""
+        if self.received is not None:
+            return self.received.name
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        return "--exit_after" if late else None
 
     def watch(self) -> None:
         """Start to remember the signals (from the main thread)."""
@@ -126,11 +136,38 @@ class Interruption:
             os._exit(128 + number)
 
 
+class SaveTimer:
+    """Asks for a checkpoint once so many minutes have passed since the last one.
+
+    Args:
+        minutes: How many; None never asks.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = None if minutes is None else 60 * minutes
+        self.restart()
+
+    def restart(self) -> None:
+        """A checkpoint was saved."""
+        self._since = time.monotonic()
+        self._asked = False
+
+    def is_due(self) -> bool:
+        """Whether to ask now; true once for every checkpoint, since the answer takes a step."""
+        late = self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        due = late and not self._asked
+        self._asked = self._asked or due
+        return due
+
+
 class _ConsoleHandler(logging.Handler):
     """Writes log lines to standard output without tearing a progress bar apart."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stdout)
+        # Who has not imported it shows no bar, and need not wait for the import.
+        bars = sys.modules.get("tqdm")
+        write = print if bars is None else bars.tqdm.write
+        write(self.format(record), file=sys.stdout)
         sys.stdout.flush()
 
 

@@ -1,7 +1,10 @@
-"""How far training has come: all that a checkpoint must know besides the weights."""
+"""What a checkpoint holds: the weights by name, and how far training has come."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,3 +39,11 @@ class TrainState:
         """Take over the counters of `state_dict`."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
+
+
+def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
+    """Live parameters and persistent buffers; a tied parameter under its first name only."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return parameters | buffers

@@ -4,12 +4,27 @@ Data, loss, schedule, checkpoint, evaluation and log do not know which layout ru
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and labels, each int64 `[micro_batch_size, block_size]`; label -100 is ignored."""
+
+class MicroBatch(NamedTuple):
+    """What the model reads at once; each int64 `[micro_batch_size, block_size]`.
+
+    Attributes:
+        input_ids: The tokens.
+        labels: The token that follows each of them; -100 is ignored.
+        positions: Position of each token in its document; None for positions in the window.
+        documents: Number of each token's document in its window, if attention shall not cross
+            from one to another.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -59,7 +74,7 @@ class Strategy(Protocol):
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of token losses and number of tokens that count, on this rank."""
 
-    def predict(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def predict(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The likeliest next token at each position, int64 of the inputs' shape."""
 
     def loss_scale(self) -> torch.Tensor:
@@ -71,8 +86,8 @@ class Strategy(Protocol):
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Concatenate equally shaped tensors of all ranks along the first dimension."""
 
-    def agree(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank, or was at the last call; every rank must call it."""
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags are set on any rank, or were at the last call; every rank must call it."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""

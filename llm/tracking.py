@@ -52,6 +52,7 @@ class Meter:
     """
 
     _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+    """The numbers that a checkpoint takes along."""
 
     def __init__(self, device: torch.device, *, rank: int) -> None:
         self._rank = rank
@@ -61,9 +62,13 @@ class Meter:
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
+        self.skipped_in_a_row = 0
+        self._flags: list[tuple[int, torch.Tensor]] = []  # of steps that were not counted yet
+        self._skipped: list[int] = []  # those of them that were skipped
 
     def add(
         self,
+        step: int,
         loss_sum: torch.Tensor,
         num_tokens: int,
         *,
@@ -73,6 +78,7 @@ class Meter:
         """Count one step.
 
         Args:
+            step: Its number, counted from 0.
             loss_sum: Sum of this rank's token losses.
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, the same on all ranks.
@@ -83,6 +89,19 @@ class Meter:
         self.skipped_steps += skipped
         self.nan_steps += torch.isnan(grad_norm)
         self.grad_norm = grad_norm
+        self._flags.append((step, skipped))
+
+    def take_skipped(self) -> list[int]:
+        """The steps that were skipped since the last call; counts those in a row up to now."""
+        if self._flags:
+            flags = torch.stack([skipped for _, skipped in self._flags]).tolist()
+            for (step, _), flag in zip(self._flags, flags, strict=True):
+                self.skipped_in_a_row = self.skipped_in_a_row + 1 if flag else 0
+                if flag:
+                    self._skipped.append(step)
+            self._flags = []
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def fold(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put the sum over all ranks on rank 0, so that it can be saved or read."""

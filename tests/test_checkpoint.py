@@ -1,75 +1,44 @@
 import json
-from pathlib import Path
+import logging
+import math
+import os
+import pickle
+import random
+import shutil
 
 import pytest
 import torch
 
-from llm import checkpoint
+from llm import checkpoint, saving
+from llm.checkpoint import MANIFEST, PLAIN, REPLACED, seal
+from llm.checkpoint_folder import prune
 from llm.errors import CheckpointError
+from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 
-
-class Part:
-    """A part of a training state with tensors, nested values and numbers."""
-
-    def __init__(self, fill: float) -> None:
-        self.state = {
-            "weight": torch.full((3, 2), fill),
-            "optimizer": {"layer.weight": {"exp_avg": torch.full((2,), fill), "lr": 0.1 * fill}},
-            "step": int(fill),
-            "best": None,
-        }
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-def save(folder: Path, step: int, *, fill: float = 1.0, eval_loss: float | None = None) -> Path:
-    return checkpoint.save(
-        folder,
-        step=step,
-        parts={"part": Part(fill)},
-        facts={"eval_loss": eval_loss},
-        rank=0,
-        world_size=1,
-        barrier=lambda: None,
-    )
-
-
-def steps(folder: Path) -> list[int]:
-    return [found.step for found in checkpoint.found(folder)]
-
-
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
-    save(tmp_path, 7, fill=3.0)
-    part = Part(0.0)
-
-    found = checkpoint.newest_valid(tmp_path)
-    checkpoint.load(found, {"part": part})
-
-    assert found.step == 7
-    assert torch.equal(part.state["weight"], torch.full((3, 2), 3.0))
-    assert torch.equal(part.state["optimizer"]["layer.weight"]["exp_avg"], torch.full((2,), 3.0))
-    assert part.state["optimizer"]["layer.weight"]["lr"] == 0.1 * 3.0
-    assert part.state["step"] == 3
-    assert part.state["best"] is None
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def test_the_newest_valid_checkpoint_is_chosen(tmp_path):
     for step in (10, 9, 100):
         save(tmp_path, step)
+
     assert checkpoint.newest_valid(tmp_path).step == 100
     assert steps(tmp_path) == [9, 10, 100]
 
 
+def test_steps_are_ordered_as_numbers_also_beyond_eight_digits(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step, fill=1.0)
+
+    assert checkpoint.newest_valid(tmp_path).step == 100_000_000
+
+
 def test_half_written_checkpoint_is_never_chosen(tmp_path):
     save(tmp_path, 1)
-    half = tmp_path / "step_00000002"
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / ".step_00000003.tmp").mkdir()
+    half = save(tmp_path, 2)
+    (half / MANIFEST).unlink()
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".step_00000003.tmp")
+
     assert checkpoint.newest_valid(tmp_path).step == 1
 
 
@@ -77,82 +46,255 @@ def test_no_checkpoint_is_none(tmp_path):
     assert checkpoint.newest_valid(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, harm, name):
+def test_a_checkpoint_says_when_and_by_how_many_ranks_it_was_written(tmp_path):
+    found = checkpoint.read_manifest(save(tmp_path, 1, eval_loss=2.5))
+
+    assert found.world_size == 1
+    assert found.facts == {"eval_loss": 2.5}
+    assert found.files.keys() == {SHARD, PLAIN}
+    assert found.saved_at[:3] == "202"
+
+
+def harmed(content: bytes, harm: str, draw: random.Random, other: bytes) -> bytes | None:
+    """What a file holds after some damage; None if it is gone."""
+    if harm == "flip":
+        place = draw.randrange(len(content))
+        flipped = content[place] ^ 1 << draw.randrange(8)
+        return content[:place] + bytes([flipped]) + content[place + 1 :]
+    if harm == "cut":
+        return content[: draw.randrange(1, len(content))]
+    return {"empty": b"", "remove": None, "swap": other}[harm]
+
+
+def test_two_hundred_damages_are_all_found_before_a_tensor_is_read(tmp_path, monkeypatch, caplog):
+    # A file for each tensor.
+    monkeypatch.setattr(saving, "_FILE_BYTES", 8)
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    files = sorted(path.name for path in bad.iterdir())
+    assert len([name for name in files if name.endswith(".safetensors")]) == 2
+    monkeypatch.setattr("safetensors.safe_open", None)
+    caplog.set_level(logging.INFO, "llm")
+    draw = random.Random(1)
+    cases = [(name, harm) for name in files for harm in ("cut", "empty", "remove", "swap")]
+    # Most of what happens to a disk is small.
+    cases += [(draw.choice(files), "flip") for _ in range(200 - len(cases))]
+    silent = []
+    for name, harm in cases:
+        content = (bad / name).read_bytes()
+        after = harmed(content, harm, draw, (good / name).read_bytes())
+        assert after != content
+        if after is None:
+            (bad / name).unlink()
+        else:
+            (bad / name).write_bytes(after)
+        caplog.clear()
+        found = checkpoint.newest_valid(tmp_path)
+        if found is None or found.step != 1 or f"passed over. {bad}" not in caplog.text:
+            silent.append((name, harm))
+        (bad / name).write_bytes(content)
+
+    assert len(cases) == 200
+    assert silent == []
+    assert checkpoint.newest_valid(tmp_path).step == 2
+
+
+def test_every_bit_of_a_manifest_is_watched_over(tmp_path):
+    path = save(tmp_path, 1, eval_loss=2.5) / MANIFEST
+    content = path.read_bytes()
+    silent = []
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            checkpoint.read_manifest(path.parent)
+        except CheckpointError:
+            continue
+        silent.append(bit)
+
+    assert silent == []
+
+
+def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
     save(tmp_path, 1)
-    file = save(tmp_path, 2) / name
-    content = file.read_bytes()
-    middle = len(content) // 2
-    if harm == "flip" and name == "manifest.json":
-        # A flipped bit of the manifest shows in a checksum or in the JSON.
-        content = content.replace(b'"files"', b'"fules"')
-        file.write_bytes(content)
-    elif harm == "flip":
-        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    elif harm == "cut":
-        file.write_bytes(content[:middle])
-    elif harm == "empty":
-        file.write_bytes(b"")
-    else:
-        file.unlink()
+    save(tmp_path, 2).rename(tmp_path / "step_00000003")
+
     assert checkpoint.newest_valid(tmp_path).step == 1
+    with pytest.raises(CheckpointError, match="its manifest is that of step 2"):
+        checkpoint.read_valid(tmp_path / "step_00000003")
+
+
+def test_a_checkpoint_may_be_copied_to_a_name_of_ones_own(tmp_path):
+    shutil.copytree(save(tmp_path, 2), tmp_path / "before_the_spike")
+
+    assert checkpoint.read_valid(tmp_path / "before_the_spike").step == 2
+
+
+def test_a_tensor_file_too_many_is_damage_since_it_would_be_read(tmp_path):
+    path = save(tmp_path, 1)
+    shutil.copy(path / SHARD, path / "shard-00002-model-00001-of-00001.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"shard-00002.* does not belong to it"):
+        checkpoint.read_valid(path)
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+
+    def fail(file):
+        if file.parent == path:
+            raise OSError(5, "Input/output error")
+        return original(file)
+
+    original = checkpoint.checksum
+    monkeypatch.setattr(checkpoint, "checksum", fail)
+
+    assert checkpoint.newest_valid(tmp_path).step == 1
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
+        checkpoint.read_valid(path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
-    manifest = save(tmp_path, 1) / "manifest.json"
+    manifest = save(tmp_path, 1) / MANIFEST
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "format": 99}))
-    with pytest.raises(CheckpointError, match="checkpoint format 99; this version reads 1"):
+    manifest.write_text(seal(json.dumps({**content, "format": 99}, indent=1)))
+
+    with pytest.raises(CheckpointError, match="checkpoint format 99; this version reads 2"):
         checkpoint.read_manifest(manifest.parent)
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
+    save(tmp_path, 1)
+    other = filled(0.0)
+    other.state["weight"] = torch.zeros(4, 2)
+
+    with pytest.raises(CheckpointError, match="does not fit this model or optimizer") as caught:
+        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": other})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+    save(tmp_path, 1)
+    larger = filled(0.0)
+    larger.state["optimizer"]["layer.bias"] = {"exp_avg": torch.zeros(2)}
+
+    with pytest.raises(CheckpointError, match=r"does not fit .*layer\.bias"):
+        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": larger})
+
+
+def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
+    save(tmp_path, 1)
+    smaller = filled(0.0)
+    smaller.state["optimizer"] = {}
+
+    with pytest.raises(CheckpointError, match=r"which has no part/optimizer/layer\.weight/exp_avg"):
+        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": smaller})
+
+
+def test_a_part_may_ask_for_some_of_its_state(tmp_path):
+    save(tmp_path, 4)
+    part = Part({"optimizer": {"layer.weight": {"exp_avg": torch.zeros(2)}}})
+
+    checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": part})
+
+    moments = part.state["optimizer"]["layer.weight"]
+    assert torch.equal(moments["exp_avg"], torch.full((2,), 4.0))
+
+
+def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="holds no meter"):
+        checkpoint.load(checkpoint.newest_valid(tmp_path), {"meter": filled(0.0)})
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_unpickles(tmp_path, monkeypatch):
+    path = save(tmp_path, 3)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was unpickled")
+
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 3.0)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        if file.suffix == ".safetensors":
+            # Eight bytes of length, then that much JSON, then numbers.
+            content = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        assert isinstance(json.loads(content), dict)
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, fill=1.0)
     save(tmp_path, 5, fill=2.0)
-    part = Part(0.0)
-    checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": part})
-    assert part.state["weight"][0, 0] == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 2.0)
+    assert os.listdir(tmp_path) == ["step_00000005"]
 
 
-def test_a_failed_save_is_one_sentence_and_leaves_the_others_alone(tmp_path, monkeypatch):
-    save(tmp_path, 1)
+def test_the_one_that_was_to_be_replaced_counts_until_the_new_one_stands(tmp_path):
+    # What a kill leaves behind between the two renames.
+    save(tmp_path, 5, fill=1.0).rename(tmp_path / f"step_00000005{REPLACED}")
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    # And what one leaves behind after both of them.
+    shutil.copytree(tmp_path / f"step_00000005{REPLACED}", tmp_path / "kept")
+    save(tmp_path, 5, fill=2.0)
+    (tmp_path / "kept").rename(tmp_path / f"step_00000005{REPLACED}")
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 2.0)
 
-    monkeypatch.setattr(checkpoint, "_write_synced", full)
-    with pytest.raises(CheckpointError, match=r"step 2 .* No space left .* untouched"):
-        save(tmp_path, 2)
-    assert checkpoint.newest_valid(tmp_path).step == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
-    save(tmp_path, 1)
-    other = Part(0.0)
-    other.state["weight"] = torch.zeros(4, 2)
-    with pytest.raises(CheckpointError, match="does not fit this model"):
-        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": other})
+    save(tmp_path, 6)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000005", "step_00000006"]
 
 
 def test_the_newest_are_kept(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, keep_newest=2, keep_best=0)
+    prune(tmp_path, saved=5, keep_newest=2, keep_best=0)
     assert steps(tmp_path) == [4, 5]
 
 
 def test_the_best_are_kept_besides_the_newest_and_linked(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
         save(tmp_path, step, eval_loss=loss)
-    checkpoint.prune(tmp_path, keep_newest=1, keep_best=2)
+    prune(tmp_path, saved=5, keep_newest=1, keep_best=2)
     assert steps(tmp_path) == [2, 3, 5]
-    assert (tmp_path / "best").resolve().name == "step_00000002"
+    assert os.readlink(tmp_path / "best") == "step_00000002"
+
+
+def test_a_loss_that_is_no_number_is_never_the_best_and_zero_is(tmp_path):
+    for step, loss in ((1, math.nan), (2, 0.0), (3, 1.0), (4, None)):
+        save(tmp_path, step, eval_loss=loss)
+    prune(tmp_path, saved=4, keep_newest=1, keep_best=1)
+    assert steps(tmp_path) == [2, 4]
+    assert os.readlink(tmp_path / "best") == "step_00000002"
+
+
+def test_the_newest_is_kept_when_only_the_best_are_asked_for(tmp_path):
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        save(tmp_path, step, eval_loss=loss)
+    prune(tmp_path, saved=3, keep_newest=None, keep_best=1)
+    assert steps(tmp_path) == [1, 3]
 
 
 def test_everything_is_kept_unless_asked(tmp_path):
     for step in range(1, 4):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, keep_newest=None, keep_best=0)
+    prune(tmp_path, saved=3, keep_newest=None, keep_best=0)
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_there(tmp_path):
+    save(tmp_path, 3)
+    shard = save(tmp_path, 10) / SHARD
+    content = shard.read_bytes()
+    # Of the right size, so that only reading shows it: training went on from step 3.
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    saver_of(tmp_path, filled(5.0), keep_newest=1).save(step=5, eval_loss=None)
+
+    assert steps(tmp_path) == [5, 10]
+    assert checkpoint.newest_valid(tmp_path).step == 5

@@ -7,7 +7,7 @@ import pytest
 
 from llm.config import GPTConfig
 from llm.errors import ConfigError
-from llm.options import fields, to_markdown
+from llm.options import fields, to_markdown, to_toml
 from llm.rules import check
 from llm.trainers.gpt.main import parse_args
 
@@ -85,6 +85,9 @@ def test_flags_with_two_names_mean_the_same():
     assert parse_args([*ENOUGH, "--json_key", "body"]).text_column == "body"
 
 
+TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -111,6 +114,20 @@ def test_flags_with_two_names_mean_the_same():
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
         ({"kfac": True}, ["--kfac is not available yet"]),
+        ({"model_type": "gpt2"}, ["--model_type starts from", "--model_name_or_path"]),
+        ({"data_path": ("a",)}, ["--dataset_name and --data_path are two sources of data"]),
+        ({**TOKENS, "train_data_path": ("a",)}, ["--data_path and --train_data_path are two"]),
+        ({**TOKENS, "valid_data_path": ("a",)}, ["--valid_data_path goes with --train_data_path"]),
+        ({**TOKENS, "validation_file": "a.txt"}, ["--validation_file is text"]),
+        ({**TOKENS, "text_column": "body"}, ["--text_column is for text"]),
+        ({**TOKENS, "no_keep_linebreaks": True}, ["--no_keep_linebreaks is for text"]),
+        ({**TOKENS, "overwrite_cache": True}, ["--overwrite_cache is for text"]),
+        ({**TOKENS, "validation_split_percentage": 3}, ["token files are cut by --split"]),
+        ({"split": "9,1,0"}, ["--split cuts the token files of --data_path"]),
+        ({"force": True}, ["--force is for token files, and none are given"]),
+        ({"eval_only": True, "dataset_name": None}, ["--eval_only needs data"]),
+        ({"append_eos": False, "reset_position_ids": True}, ["leave --no_append_eos out"]),
+        ({"append_eos": False, "reset_attention_mask": True}, ["leave --no_append_eos out"]),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(changes, words):
@@ -119,6 +136,34 @@ def test_options_that_do_not_fit_together_are_refused(changes, words):
         check(dataclasses.replace(base, **changes))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        TOKENS,
+        {**TOKENS, "split": "100,0,0", "force": True, "append_eos": False},
+        {**TOKENS, "reset_position_ids": True, "append_eos": False},
+        {"dataset_name": None, "train_data_path": ("a",), "valid_data_path": ("b",)},
+        {"dataset_name": None, "valid_data_path": ("b",), "eval_only": True},
+        {"reset_attention_mask": True},
+    ],
+)
+def test_token_files_fit_together_as_the_guide_says(changes):
+    check(dataclasses.replace(GPTConfig(dataset_name="x", model_name_or_path="gpt2"), **changes))
+
+
+def test_weights_and_prefixes_are_read_from_the_command_line_and_from_toml(tmp_path):
+    model = ["--model_name_or_path", "gpt2"]
+    config = parse_args([*model, "--data_path", "0.7", "data/wiki", "3", "data/code"])
+    assert config.data_path == (0.7, "data/wiki", 3.0, "data/code")
+
+    (tmp_path / "run.toml").write_text('data_path = [0.7, "data/wiki", 3, "data/code"]\n')
+    assert (
+        parse_args([*model, "--config", str(tmp_path / "run.toml")]).data_path == config.data_path
+    )
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert parse_args(["--config", str(tmp_path / "again.toml")]) == config
 
 
 def test_all_complaints_come_in_one_message():

@@ -1,14 +1,24 @@
 """Keeps the pages true: options, commands, links, file trees, floors, keys."""
 
 import ast
+import os
 import re
+import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from llm.checkpoints import CheckpointOptions
+from llm.command_line import parse
 from llm.config import GPTConfig
+from llm.data.inspect import InspectOptions
+from llm.data.prepare import PrepareConfig
+from llm.data.prepare import check as check_prepare
+from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.options import fields
 from llm.trainers.gpt.main import parse_args
@@ -29,9 +39,33 @@ FOREIGN = {
     "mkdocs": {"strict"},
     "pip and venv": {"system-site-packages"},
     "tensorboard": {"logdir"},
+    "wikiextractor": {"json", "discard_empty"},
+    "sbatch": {"dependency", "signal", "time"},
+    "Megatron-LM": {
+        "json-keys", "append-eod", "split-sentences", "keep-newlines", "keep-sequential-samples",
+        "partitions", "log-interval", "tokenizer-type", "tokenizer-model", "vocab-file",
+        "merge-file", "data-path", "train-data-path", "valid-data-path", "test-data-path",
+        "data-args-path", "data-cache-path", "per-split-data-args-path", "no-mmap-bin-files",
+        "seq-length", "train-samples", "train-iters", "eval-iters", "num-workers",
+        "reset-position-ids", "reset-attention-mask", "eod-mask-loss",
+    },
+    "NeMo": {
+        "tokenizer-library", "dataset-impl", "preproc-folder", "apply-ftfy",
+    },
+    "run_clm": {
+        "streaming", "overwrite_cache", "max_train_samples", "max_eval_samples",
+        "keep_linebreaks",
+    },
     "the trainer, besides its options": {"config", "help"},
     "placeholders": {"x", "no_x"},
 }  # fmt: skip
+
+DATA_PROGRAMS = {
+    "prepare": PrepareConfig,
+    "inspect": InspectOptions,
+    "train_tokenizer": TrainTokenizerOptions,
+}
+JOB_SCRIPTS = sorted(ROOT.glob("examples/*/prepare_data.*"))
 
 # The ancestor's guide: its launcher and the OPTIONS of its job script, word for word.
 ANCESTORS_LAUNCHER = (
@@ -74,6 +108,13 @@ def trainer_commands(page: Path) -> list[str]:
     return [line for line in lines if re.match(starts, line)]
 
 
+def data_commands(page: Path) -> list[tuple[str, list[str]]]:
+    """The data programs that a page starts, and the words that it gives to them."""
+    lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
+    found = [re.match(r"^\S*python -m llm\.data\.(\w+) (.*)", line) for line in lines]
+    return [(match[1], shlex.split(match[2], comments=True)) for match in found if match]
+
+
 def table_keys(page: Path, heading: str) -> set[str]:
     """The names in the first column of the table below a heading."""
     section = read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -96,7 +137,9 @@ def keys_written_by(path: str, function: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_option_that_a_page_names_exists(page):
-    known = {name for field in fields(GPTConfig) for name in (*field.names, *field.opposites)}
+    programs = (GPTConfig, CheckpointOptions, *DATA_PROGRAMS.values())
+    declared = [field for program in programs for field in fields(program)]
+    known = {name for field in declared for name in (*field.names, *field.opposites)}
     known |= set().union(*FOREIGN.values())
     named = re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", read(page))
     unknown = {name for name in named if name not in known and name.replace("-", "_") not in known}
@@ -109,6 +152,66 @@ def test_every_command_that_a_page_shows_parses(page):
         words = shlex.split(command.split("llm.trainers.gpt", 1)[1])
         if not set(words) & {"{options}", "..."} and "NAME" not in command:
             assert parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_data_command_that_a_page_shows_parses(page):
+    for program, words in data_commands(page):
+        if program == "inspect" and not words[0].startswith("-"):
+            words = ["--path", *words]  # whose name can be left out
+        options = parse(DATA_PROGRAMS[program], words, prog=program, description="")
+        if isinstance(options, PrepareConfig):
+            check_prepare(options)
+        if isinstance(options, TrainTokenizerOptions):
+            check_options(options)
+
+
+def test_the_data_guide_shows_every_program():
+    shown = {program for program, _ in data_commands(ROOT / "docs/guides/data.md")}
+    assert shown == DATA_PROGRAMS.keys()
+
+
+def test_the_page_of_the_data_tools_is_generated_from_their_options():
+    page = read(ROOT / "docs/data-tools.md")
+    generator = runpy.run_path(str(ROOT / "docs/generate_configuration.py"))
+    assert generator["tools_page"](page) == page, "run: make configuration-page"
+    for program in DATA_PROGRAMS.values():
+        assert all(f"| `{field.name}`" in page for field in fields(program))
+
+
+@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
+def test_a_job_script_asks_to_be_filled_in(script):
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "Fill in __VENV__ at the top of this script.\n")
+
+
+@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
+def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    activate = f'export PATH={Path(sys.executable).parent}:"$PATH" PYTHONPATH={ROOT}\n'
+    (tmp_path / "venv/bin/activate").write_text(activate)
+    (tmp_path / "a.jsonl").write_text('{"text": "To be, or not to be"}\n' * 3)
+    filled = read(script)
+    for name, value in {
+        "VENV": "venv",
+        "INPUT": "'*.jsonl'",
+        "TOKENIZER": ROOT / "examples/tokenizer",
+        "OUTPUT_PREFIX": "data/play",
+    }.items():
+        filled = filled.replace(f"__{name}__", str(value))
+    (tmp_path / "job").write_text(filled)
+
+    done = subprocess.run(
+        ["bash", "job"],
+        cwd=tmp_path,
+        env={**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "PBS_O_WORKDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "3 documents" in done.stdout + done.stderr
+    assert (tmp_path / "data/play_text_document.idx").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
@@ -156,6 +259,8 @@ def test_the_file_tree_names_every_module_and_no_other(page):
     named, folders = set(), {}
     for line in tree.splitlines():
         name = line.split()[0]
+        if name == "#":
+            continue
         depth = (len(line) - len(line.lstrip())) // 2
         path = folders.get(depth - 1, ROOT) / name
         assert path.exists(), f"{path.relative_to(ROOT)} does not exist"
@@ -193,7 +298,9 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     evaluation = {f"eval_{key}" for key in keys_written_by("evaluation.py", "evaluate_model")}
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
-        table_keys(page, "metrics.jsonl") - {"eval_accuracy", "eval_NAME"} - {"--eval_metrics"}
+        table_keys(page, "metrics.jsonl")
+        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE"}
+        - {"--eval_metrics"}
         == training | evaluation
     )
     assert results <= table_keys(page, "all_results.json")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
 from llm.tokenizer import fingerprint, load_tokenizer
@@ -109,6 +109,32 @@ def test_a_broken_pair_is_refused(pair: Path) -> None:
         load(vocab_file=pair / "vocab.json", merges_file=pair / "merges.txt")
 
 
+def test_a_sentencepiece_model_gives_sentencepieces_ids(tmp_path: Path) -> None:
+    spm = pytest.importorskip("sentencepiece")
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(logging.__file__).read_text().splitlines()),
+        model_prefix=str(tmp_path / "spiece"),
+        vocab_size=500,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    tokenizer = load(tmp_path / "spiece.model")
+
+    expected = spm.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model")).encode(TEXT)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == expected
+    assert load(tmp_path)(TEXT)["input_ids"] == expected
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\n")
+
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is no SentencePiece model"):
+        load(tmp_path)
+
+
 def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,6 +166,28 @@ def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     )
 
     assert output.stdout.strip() == fingerprint(load(folder))
+
+
+def test_the_fingerprint_has_no_part_in_what_is_done_after_encoding() -> None:
+    tokenizer = tiny_tokenizer()
+    before = fingerprint(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+
+    assert fingerprint(tokenizer) == before
+
+
+def test_python_tokenizers_differ_in_what_they_do_to_a_text() -> None:
+    class Shouting(ByT5Tokenizer):
+        def tokenize(self, text: str, **options: Any) -> list[str]:
+            return list(super().tokenize(text.upper(), **options))
+
+    Shouting.__name__ = "ByT5Tokenizer"
+    assert fingerprint(ByT5Tokenizer()) == fingerprint(ByT5Tokenizer())
+    assert fingerprint(Shouting()) != fingerprint(ByT5Tokenizer())
 
 
 def test_other_ids_mean_another_fingerprint() -> None:

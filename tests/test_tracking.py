@@ -9,8 +9,11 @@ from llm.tracking import Meter, Tracker, peak_flops
 CPU = torch.device("cpu")
 
 
-def add(meter: Meter, loss_sum: float, num_tokens: int, *, norm: float = 1.0) -> None:
+def add(
+    meter: Meter, loss_sum: float, num_tokens: int, *, norm: float = 1.0, step: int = 0
+) -> None:
     meter.add(
+        step,
         torch.tensor(loss_sum),
         num_tokens,
         grad_norm=torch.tensor(norm),
@@ -35,6 +38,21 @@ def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
     values = meter.read()
     assert values["loss"] == 2.0
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
+
+
+def test_skipped_steps_are_named_once_and_counted_in_a_row():
+    meter = Meter(CPU, rank=0)
+    for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
+        add(meter, 1.0, 1, norm=norm, step=step)
+
+    assert meter.take_skipped() == [1, 3]
+    assert meter.skipped_in_a_row == 1
+    add(meter, 1.0, 1, norm=math.inf, step=4)
+    assert meter.take_skipped() == [4]
+    assert meter.skipped_in_a_row == 2
+    add(meter, 1.0, 1, step=5)
+    assert meter.take_skipped() == []
+    assert meter.skipped_in_a_row == 0
 
 
 def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():

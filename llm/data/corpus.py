@@ -1,5 +1,6 @@
 """Splits of a corpus as flat streams of tokens."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,21 +9,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.sources import Source, dataset_sources, file_source
+from llm.data.flat_file import FlatTokenFile
+from llm.data.hub import dataset_sources
+from llm.data.sources import Source, file_source
 from llm.data.token_file import TokenFile
-from llm.data.tokenizing import prepare
+from llm.data.tokenizing import PreparedData, prepare
 from llm.errors import DataError
+from llm.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
+
+
+log = logging.getLogger("llm.data")
 
 
 class TokenStream:
     """A contiguous range of a token file, read as a ring.
 
     Attributes:
+        prefix: The path of the file without its suffix.
+        first_byte: Where the range begins in the file's `.bin`.
+        tokens: The tokens of the range [num_tokens], mapped, in the dtype of the file.
         num_tokens: Tokens of the range.
-        num_documents: Documents of which it holds a part or all.
+        num_documents: Documents of which it holds a part or all; 0 where that is not known.
         num_bytes: UTF-8 bytes of its text; None where it is not known.
 
     Args:
@@ -31,21 +41,27 @@ class TokenStream:
         stop: The token after its last.
         num_documents: Documents of which it holds a part or all.
         num_bytes: UTF-8 bytes of its text.
+        vocab_size: Ids from here on are refused when they are read; None where the file is known
+            to hold none.
     """
 
     def __init__(
         self,
-        token_file: TokenFile,
+        token_file: TokenFile | FlatTokenFile,
         *,
         start: int,
         stop: int,
         num_documents: int,
         num_bytes: int | None,
+        vocab_size: int | None = None,
     ) -> None:
-        self._tokens = token_file.tokens[start:stop]
+        self.prefix = token_file.prefix
+        self.tokens = token_file.tokens[start:stop]
+        self.first_byte = start * self.tokens.itemsize
         self.num_tokens = stop - start
         self.num_documents = num_documents
         self.num_bytes = num_bytes
+        self._vocab_size = vocab_size
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         """Copies windows out of the ring.
@@ -56,41 +72,76 @@ class TokenStream:
 
         Returns:
             Token ids [num_windows, length] in the dtype of the file.
+
+        Raises:
+            DataError: An id is beyond the vocabulary.
         """
-        starts = starts % self.num_tokens
-        windows = np.empty((starts.size, length), self._tokens.dtype)
+        windows = self._copied(starts % self.num_tokens, length)
+        if self._vocab_size is not None and windows.size:
+            smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
+            self._check(smallest, int(windows.max()), self._vocab_size)
+        return windows
+
+    def _copied(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+        windows = np.empty((starts.size, length), self.tokens.dtype)
         inside = starts + length <= self.num_tokens
         if inside.any():
-            whole = np.lib.stride_tricks.sliding_window_view(self._tokens, length)
+            whole = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
             if inside.all():
                 return whole[starts]
             windows[inside] = whole[starts[inside]]
         around = starts[~inside, None] + np.arange(length)
-        windows[~inside] = self._tokens[around % self.num_tokens]
+        windows[~inside] = self.tokens[around % self.num_tokens]
         return windows
+
+    def _check(self, smallest: int, largest: int, vocab_size: int) -> None:
+        if smallest < 0 or largest >= vocab_size:
+            error = DataError(
+                f"{self.prefix}.bin holds the token id {smallest if smallest < 0 else largest}, "
+                f"and the vocabulary of tokenizer and model has {vocab_size:,} tokens; train with "
+                "the tokenizer that made the file."
+            )
+            error.found_here = True  # other ranks read other windows
+            raise error
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusPart:
+    """What one source brings to a split.
+
+    Attributes:
+        name: For logs and metrics, different from that of the split's other parts.
+        weight: Its share of the split; those of all parts sum to 1.
+        stream: Its tokens.
+    """
+
+    name: str
+    weight: float
+    stream: TokenStream
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The streams of one run.
+    """The splits of one run.
 
     Attributes:
-        train: None where only a validation text was given.
-        validation: None where there is no validation text.
-        info: How the token files were made: see `tokenizing.prepare`.
+        train: The sources to train on; empty where there are none.
+        validation: Those to evaluate on; empty where there are none.
     """
 
-    train: TokenStream | None
-    validation: TokenStream | None
-    info: dict[str, Any]
+    train: tuple[CorpusPart, ...]
+    validation: tuple[CorpusPart, ...]
 
 
-def whole(token_file: TokenFile, num_bytes: int | None) -> TokenStream:
+def whole(
+    token_file: TokenFile | FlatTokenFile, num_bytes: int | None, *, vocab_size: int | None = None
+) -> TokenStream:
     """A token file from its first token to its last.
 
     Args:
         token_file: The file.
         num_bytes: UTF-8 bytes of its text, if known.
+        vocab_size: Ids from here on are refused when they are read.
     """
     return TokenStream(
         token_file,
@@ -98,6 +149,7 @@ def whole(token_file: TokenFile, num_bytes: int | None) -> TokenStream:
         stop=token_file.num_tokens,
         num_documents=token_file.num_documents,
         num_bytes=num_bytes,
+        vocab_size=vocab_size,
     )
 
 
@@ -162,8 +214,7 @@ def open_corpus(
     text_column: str | None,
     keep_linebreaks: bool,
     trust_remote_code: bool,
-    tokenizer: "PreTrainedTokenizerBase",
-    tokenizer_fingerprint: str,
+    tokenizer: TextTokenizer,
     vocab_size: int,
     append_eos: bool,
     preprocessing_num_workers: int | None,
@@ -172,7 +223,7 @@ def open_corpus(
     launch: str | None,
     progress: Callable[[int, int, int], None] | None,
 ) -> Corpus:
-    """Tokenises the text unless that was done before, and opens its splits.
+    """Tokenises text unless that was done before, and opens its splits.
 
     The names are those of the trainer's options. A validation text of its own is taken whole;
     without one, `validation_split_percentage` of the training text is cut off. A
@@ -187,8 +238,7 @@ def open_corpus(
         text_column: The column with the text; None takes `text`, else the first one.
         keep_linebreaks: Whether the lines of text files keep their line breaks.
         trust_remote_code: Handed to `datasets`.
-        tokenizer: From transformers.
-        tokenizer_fingerprint: Equal for tokenizers that give equal ids.
+        tokenizer: What gives the ids.
         vocab_size: Of the model; larger ids are refused.
         append_eos: Whether each document ends with the end-of-text token.
         preprocessing_num_workers: Cores to tokenise on; None takes all.
@@ -201,6 +251,11 @@ def open_corpus(
         DataError: The text or the cache folder is missing, broken or too small.
         ConfigError: `append_eos` with a tokenizer that has no such token.
     """
+    for file in (train_file, validation_file):
+        if text_column is not None and file is not None and ".txt" in file.suffixes:
+            log.warning(
+                f"--text_column {text_column} has no effect on {file}: a text has no columns"
+            )
     train: Source | None = None
     validation: Source | None = None
     if dataset_name is not None:
@@ -224,7 +279,6 @@ def open_corpus(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
-        tokenizer_fingerprint=tokenizer_fingerprint,
         append_eos=append_eos,
         vocab_size=vocab_size,
         num_workers=preprocessing_num_workers,
@@ -233,13 +287,23 @@ def open_corpus(
         launch=launch,
         progress=progress,
     )
+    return _split_text(prepared, validation_split_percentage)
+
+
+def _split_text(prepared: PreparedData, validation_split_percentage: float) -> Corpus:
     info = prepared.info
+    train, validation = None, None
     if prepared.validation is not None:
-        train_stream = (
-            None if prepared.train is None else whole(prepared.train, info["train"]["bytes"])
+        validation = whole(prepared.validation, info["validation"]["bytes"])
+        if prepared.train is not None:
+            train = whole(prepared.train, info["train"]["bytes"])
+    else:
+        assert prepared.train is not None  # prepare refuses to prepare nothing
+        train, validation = split_by_percentage(
+            prepared.train, prepared.row_bytes, validation_split_percentage
         )
-        return Corpus(train_stream, whole(prepared.validation, info["validation"]["bytes"]), info)
-    assert prepared.train is not None  # prepare refuses to prepare nothing
-    return Corpus(
-        *split_by_percentage(prepared.train, prepared.row_bytes, validation_split_percentage), info
-    )
+    return Corpus(train=_alone("train", train), validation=_alone("validation", validation))
+
+
+def _alone(name: str, stream: TokenStream | None) -> tuple[CorpusPart, ...]:
+    return () if stream is None else (CorpusPart(name, 1.0, stream),)

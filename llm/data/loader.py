@@ -1,9 +1,11 @@
 """From windows to micro-batches on the right device, read ahead by one background thread."""
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +13,13 @@ from numpy.typing import NDArray
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import TokenStream
-from llm.data.sampler import WindowSampler
+from llm.data.documents import DocumentEnds
+from llm.data.samples import Samples
 from llm.errors import DataError
+from llm.strategy import MicroBatch
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _STEPS_AHEAD = 2
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class StepBatch:
     """What one rank needs for one optimizer step.
 
     Attributes:
-        micro_batches: (input_ids, labels), each int64 [micro_batch_size, block_size] on the
-            device. `labels[:, t]` is the token that follows `input_ids[:, t]`; -100 is ignored.
+        micro_batches: On the device. `labels[:, t]` is the token that follows
+            `input_ids[:, t]`; -100 is ignored.
         num_samples: Of this step, over all ranks.
         num_tokens: Labels that count in this step, over all ranks.
         samples: This rank's global sample numbers, int64 [at most micro-batches * their size].
@@ -45,24 +47,24 @@ class TrainLoader:
     last step is smaller, the missing samples are windows whose labels are all ignored.
 
     Args:
-        stream: The tokens.
-        sampler: Where samples lie in it.
+        samples: The tokens of every sample.
         plan: Which samples make a step, and how they are shared out.
         rank: This data-parallel rank.
         device: Where the micro-batches shall lie.
+        ends: How to keep the documents of a window apart; None lets windows run over them.
     """
 
     def __init__(
         self,
         *,
-        stream: TokenStream,
-        sampler: WindowSampler,
+        samples: Samples,
         plan: BatchPlan,
         rank: int,
         device: torch.device,
+        ends: DocumentEnds | None = None,
     ) -> None:
-        self._stream = stream
-        self._sampler = sampler
+        self._samples = samples
+        self._ends = ends
         self._plan = plan
         self._rank = rank
         self._device = device
@@ -76,12 +78,16 @@ class TrainLoader:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending: deque[Future[StepBatch]] = deque()
         try:
-            for step in range(start, self._plan.total_steps):
+            todo = iter(range(start, self._plan.total_steps))
+            for step in itertools.islice(todo, _STEPS_AHEAD):
                 pending.append(pool.submit(self._read, step))
-                if len(pending) > _STEPS_AHEAD:
-                    yield self._to_device(pending.popleft().result())
             while pending:
-                yield self._to_device(pending.popleft().result())
+                # Taken before the thread is given more to do: it would compete for the
+                # interpreter with the step that waits.
+                batch = pending.popleft().result()
+                for step in itertools.islice(todo, 1):
+                    pending.append(pool.submit(self._read, step))
+                yield self._to_device(batch)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -89,16 +95,14 @@ class TrainLoader:
         first, stop = self._plan.step_samples(step)
         samples = self._plan.rank_samples(step, self._rank)
         present = samples >= 0
-        block_size = self._sampler.block_size
+        block_size = self._samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        starts = self._sampler.starts(np.where(present, samples, first))
-        windows = self._stream.windows(starts.reshape(-1), block_size + 1).astype(np.int64)
+        windows = self._samples.read(np.where(present, samples, first).reshape(-1))
         windows = windows.reshape(*samples.shape, block_size + 1)
         pin = self._device.type == "cuda"
         micro_batches = []
         for window, counts in zip(windows, present, strict=True):
-            labels = np.where(counts[:, None], window[:, 1:], IGNORED)
-            micro_batches.append((_tensor(window[:, :-1], pin), _tensor(labels, pin)))
+            micro_batches.append(_micro_batch(window, counts, self._ends, pin))
         return StepBatch(
             micro_batches=micro_batches,
             num_samples=stop - first,
@@ -110,7 +114,7 @@ class TrainLoader:
         # Copied by the consumer, not by the thread, so that the copies are queued on the stream
         # that will use them.
         return StepBatch(
-            micro_batches=[_moved(pair, self._device) for pair in batch.micro_batches],
+            micro_batches=[_moved(micro, self._device) for micro in batch.micro_batches],
             num_samples=batch.num_samples,
             num_tokens=batch.num_tokens,
             samples=batch.samples,
@@ -132,6 +136,8 @@ class EvalLoader:
         world_size: Data-parallel ranks.
         device: Where the batches shall lie.
         max_batches: Batches at most, over all ranks; None takes the whole stream.
+        ends: How to keep the documents of a window apart; None lets windows run over them.
+        name: Of the stream, for messages.
 
     Raises:
         DataError: The stream has fewer than two tokens.
@@ -147,11 +153,13 @@ class EvalLoader:
         world_size: int,
         device: torch.device,
         max_batches: int | None,
+        ends: DocumentEnds | None = None,
+        name: str = "The validation text",
     ) -> None:
         if stream.num_tokens < 2:
             raise DataError(
-                f"The validation text has {stream.num_tokens} token(s), and predicting one takes "
-                "two; give more with --validation_file or --validation_split_percentage."
+                f"{name} has {stream.num_tokens} token(s), and predicting one takes "
+                "two; give more with --validation_file, --validation_split_percentage or --split."
             )
         self._stream = stream
         self._block_size = block_size
@@ -159,6 +167,7 @@ class EvalLoader:
         self._rank = rank
         self._world_size = world_size
         self._device = device
+        self._ends = ends
         windows = -(-(stream.num_tokens - 1) // block_size)
         if max_batches is not None:
             windows = min(windows, max_batches * micro_batch_size)
@@ -175,24 +184,48 @@ class EvalLoader:
         return self._num_labels
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yields (input_ids, labels), each int64 [micro_batch_size, block_size] on the device."""
+        """Yields the batches, on the device."""
         size = self._micro_batch_size
         pin = self._device.type == "cuda"
         for batch in range(self._num_batches):
             first = (batch * self._world_size + self._rank) * size
             starts = (first + np.arange(size, dtype=np.int64)) * self._block_size
             # Windows past the end wrap around; their labels do not count.
-            tokens = self._stream.windows(starts, self._block_size + 1).astype(np.int64)
+            tokens = self._stream.windows(starts, self._block_size + 1)
             predicts = starts[:, None] + np.arange(self._block_size) < self._num_labels
-            labels = np.where(predicts, tokens[:, 1:], IGNORED)
-            yield _moved((_tensor(tokens[:, :-1], pin), _tensor(labels, pin)), self._device)
+            yield _moved(_micro_batch(tokens, predicts, self._ends, pin), self._device)
 
 
-def _tensor(values: NDArray[np.int64], pin: bool) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory() if pin else tensor
+def _micro_batch(
+    windows: NDArray[Any], counts: NDArray[np.bool_], ends: DocumentEnds | None, pin: bool
+) -> MicroBatch:
+    """Inputs and labels of windows [num_windows, block_size + 1]; `counts` picks the labels."""
+    labels = _tensor(windows[:, 1:], pin)
+    if not counts.all():
+        labels.numpy()[~counts] = IGNORED
+    positions, documents = (None, None) if ends is None else ends.split(windows[:, :-1])
+    return MicroBatch(
+        _tensor(windows[:, :-1], pin),
+        labels,
+        None if positions is None else _tensor(positions, pin),
+        None if documents is None else _tensor(documents, pin),
+    )
 
 
-def _moved(pair: MicroBatch, device: torch.device) -> MicroBatch:
-    inputs, labels = pair
-    return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+def _tensor(values: NDArray[Any], pin: bool) -> torch.Tensor:
+    """Copied once, from the file's dtype to where the device fetches it."""
+    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin)
+    tensor.numpy()[...] = values
+    return tensor
+
+
+def _moved(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device, non_blocking=True)
+
+    return MicroBatch(
+        micro.input_ids.to(device, non_blocking=True),
+        micro.labels.to(device, non_blocking=True),
+        moved(micro.positions),
+        moved(micro.documents),
+    )

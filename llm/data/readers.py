@@ -1,46 +1,110 @@
-"""The values of the text column of one file, whatever its kind, each with where it stands.
+"""The texts in one file of plain text, CSV or Parquet, in batches of a few MiB.
 
-Files are streamed: memory does not grow with them, except for a JSON array.
+Files are streamed: memory does not grow with them, except for a paragraph and a single
+text.
 """
 
 import csv
-import json
+import io
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from llm.data.text_blocks import TextBlocks
 from llm.errors import DataError
 
-Located = tuple[Any, str]  # a value and where it stands: "line 3"
-
-_BOM = b"\xef\xbb\xbf"
-_BATCH_ROWS = 1000
+BATCH_CHARACTERS = 1 << 22
+BATCH_ROWS = 1 << 14
 
 log = logging.getLogger("llm.data")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (number, line with its line break); a line ends at a line feed.
+class Faults:
+    """What becomes of records that cannot be used.
 
-    Raises:
-        DataError: The file cannot be read or is not UTF-8.
+    Attributes:
+        on_error: `stop` raises the first one; `skip` counts them and shows the first three.
+        skipped: How many were passed over.
+
+    Args:
+        on_error: As above.
     """
-    number = 0
-    try:
-        with open(path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                yield number, (raw.removeprefix(_BOM) if number == 1 else raw).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}, line {number}: byte {error.start + 1} of the line is not UTF-8; "
-            "convert the file to UTF-8."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def __init__(self, on_error: Literal["stop", "skip"] = "stop") -> None:
+        self.skipped = 0
+        self.on_error = on_error
+
+    def __call__(self, error: DataError) -> None:
+        """Raises or counts one.
+
+        Raises:
+            DataError: The one given.
+        """
+        if self.on_error == "stop":
+            raise error
+        self.skipped += 1
+        if self.skipped <= 3:
+            log.warning(f"skipped: {error}")
 
 
-def check_text(value: object, where: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A file or a part of it, and where its texts stand in it.
+
+    Attributes:
+        path: The file.
+        text_column: The field with the text; None takes `text`, else the first field.
+        faults: What becomes of records that cannot be used.
+        blocks: The bytes of this part of a file of lines.
+        start: Where the part begins: a byte of a file of lines, a row group of a Parquet file.
+        stop: Where it ends; None is the end of the file.
+    """
+
+    path: Path
+    text_column: str | None
+    faults: Faults
+    blocks: TextBlocks
+    start: int = 0
+    stop: int | None = None
+
+    def where(self, line: int) -> "Place":
+        """The place of a line of this part, counted from 1, for messages."""
+        return Place(self, line)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a part; its number in the file is found out when it is shown.
+
+    Attributes:
+        part: The part.
+        line: Counted from 1, the first line that begins in the part.
+    """
+
+    part: Part
+    line: int
+
+    def __str__(self) -> str:
+        path, start = self.part.path, self.part.start
+        if start == 0:
+            return f"{path}, line {self.line}"
+        if self.part.faults.on_error == "skip":  # there may be many, and counting reads the file
+            return f"{path}, line {self.line} of those from byte {start:,} on"
+        before, rest = 1, start - 1  # lines that begin before the part: one, and after line feeds
+        for block in TextBlocks(path).blocks():
+            before += block[:rest].count(b"\n")
+            rest -= len(block)
+            if rest <= 0:
+                break
+        return f"{path}, line {before + self.line}"
+
+
+Reader = Callable[[Part], Iterator[list[str]]]
+
+
+def check_text(value: object, where: object) -> str:
     """The text of one record; a missing value is an empty text.
 
     Args:
@@ -63,20 +127,23 @@ def check_text(value: object, where: str) -> str:
     return value
 
 
-def choose_column(columns: list[str], wanted: str | None, where: str) -> str:
+def choose_column(
+    columns: list[str], wanted: str | None, where: object, *, tell: bool = True
+) -> str:
     """The column with the text: the one asked for, else `text`, else the first.
 
     Args:
         columns: Those that there are.
         wanted: The one asked for; or None.
         where: File and line, for messages.
+        tell: Whether to log that it is the first one.
 
     Raises:
         DataError: There is no such column; the message lists those that there are.
     """
     if wanted is None:
         wanted = "text" if "text" in columns or not columns else columns[0]
-        if wanted != "text":
+        if wanted != "text" and tell:
             log.info(f"{where}: there is no column 'text'; taking the first one, {wanted!r}")
     if wanted not in columns:
         raise DataError(
@@ -86,87 +153,127 @@ def choose_column(columns: list[str], wanted: str | None, where: str) -> str:
     return wanted
 
 
-def _csv_values(path: Path, text_column: str | None) -> Iterator[Located]:
+def batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Groups texts into batches of a few MiB."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def text_lines(part: Part) -> Iterator[list[str]]:
+    """The lines of a text file, each with its line feed; a line ends nowhere else."""
+    line = 1
+    for block in part.blocks.line_blocks():
+        try:
+            text = block.decode()
+        except UnicodeDecodeError:
+            text = _lines_in_utf8(part, block, line)
+        line += block.count(b"\n")
+        rows = text.split("\n")
+        last = rows.pop()
+        rows = [f"{row}\n" for row in rows]
+        if last:
+            rows.append(last)
+        if rows:
+            yield rows
+
+
+def paragraphs(part: Part) -> Iterator[list[str]]:
+    """The paragraphs of a text file, which blank lines part, without their last line break."""
+
+    def texts() -> Iterator[str]:
+        begun: list[str] = []
+        for rows in text_lines(part):
+            for row in rows:
+                if row.strip():
+                    begun.append(row)
+                elif begun:
+                    yield "".join(begun).rstrip("\r\n")
+                    begun = []
+        if begun:
+            yield "".join(begun).rstrip("\r\n")
+
+    return batched(texts())
+
+
+def _lines_in_utf8(part: Part, block: bytes, line: int) -> str:
+    rows = []
+    for number, raw in enumerate(io.BytesIO(block), line):
+        try:
+            rows.append(raw.decode())
+        except UnicodeDecodeError as error:
+            part.faults(not_utf8(part.where(number), error))
+    return "".join(rows)
+
+
+def not_utf8(where: object, error: UnicodeDecodeError) -> DataError:
+    """What is wrong with a line that cannot be decoded."""
+    return DataError(
+        f"{where}: byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
+    )
+
+
+def csv_records(part: Part) -> Iterator[list[str]]:
+    """The texts of a CSV file whose first line names the columns."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit is 128 KiB
-    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
+    return batched(_csv_texts(part))
+
+
+def _csv_texts(part: Part) -> Iterator[str]:
+    # A line that is not UTF-8 may break the quotes of its neighbours, so it is never skipped.
+    plain = Part(
+        path=part.path, text_column=part.text_column, faults=Faults("stop"), blocks=part.blocks
+    )
+    reader = csv.reader((row for rows in text_lines(plain) for row in rows), strict=True)
     try:
         header = next(reader, [])
-        column = header.index(choose_column(header, text_column, str(path)))
+        column = header.index(choose_column(header, part.text_column, str(part.path)))
         for fields in reader:
-            if not fields:
-                continue
-            if len(fields) != len(header):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: there are {len(fields)} fields, "
-                    f"but the header names {len(header)}."
+            if fields and len(fields) != len(header):
+                part.faults(
+                    DataError(
+                        f"{part.path}, line {reader.line_num}: there are {len(fields)} fields, "
+                        f"but the header names {len(header)}."
+                    )
                 )
-            yield fields[column], f"line {reader.line_num}"
+            elif fields:
+                yield fields[column]
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: malformed CSV, {error}.") from error
+        raise DataError(f"{part.path}, line {reader.line_num}: malformed CSV, {error}.") from error
 
 
-def _json_values(path: Path, text_column: str | None) -> Iterator[Located]:
-    records = _json_array(path) if _starts_array(path) else _json_lines(path)
-    column = None
-    for record, where in records:
-        if not isinstance(record, dict):
-            raise DataError(f"{path}, {where}: a record must be a JSON object with fields.")
-        if column is None or column not in record:
-            column = choose_column(list(record), column or text_column, f"{path}, {where}")
-        yield record[column], where
-
-
-def _starts_array(path: Path) -> bool:
-    if path.suffix.lower() != ".json":
-        return False
-    return next((line.lstrip()[0] == "[" for _, line in read_lines(path) if line.strip()), False)
-
-
-def _json_lines(path: Path) -> Iterator[Located]:
-    for number, line in read_lines(path):
-        # Without its line break, at which the parser would count one line more.
-        if record := line.strip():
-            yield _parse_json(record, path, number), f"line {number}"
-
-
-def _json_array(path: Path) -> Iterator[Located]:
-    records = _parse_json("".join(line for _, line in read_lines(path)), path, 1)
-    for number, record in enumerate(records, 1):
-        yield record, f"record {number}"
-
-
-def _parse_json(text: str, path: Path, start_line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = start_line + error.lineno - 1
-        raise DataError(f"{path}, line {line}: malformed JSON, {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 10^5 brackets
-        raise DataError(f"{path}, line {start_line}: JSON out of bounds, {error}.") from error
-
-
-def _parquet_values(path: Path, text_column: str | None) -> Iterator[Located]:
+def parquet_records(part: Part) -> Iterator[list[str]]:
+    """The texts of the row groups `start` to `stop` of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    def texts(file: Any, column: str) -> Iterator[str]:
+        number = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+        groups = range(part.start, file.num_row_groups if part.stop is None else part.stop)
+        for batch in file.iter_batches(1000, row_groups=list(groups), columns=[column]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                try:
+                    text = check_text(value, f"{part.path}, row {number}")
+                except DataError as fault:
+                    part.faults(fault)
+                else:
+                    yield text
+
     try:
-        with pq.ParquetFile(path) as file:
-            column = choose_column(file.schema_arrow.names, text_column, str(path))
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield value, f"row {number}"
+        with pq.ParquetFile(part.path) as file:
+            names = file.schema_arrow.names
+            column = choose_column(names, part.text_column, part.path, tell=part.start == 0)
+            yield from batched(texts(file, column))
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error
-
-
-RECORD_READERS: dict[str, Callable[[Path, str | None], Iterator[Located]]] = {
-    ".csv": _csv_values,
-    ".json": _json_values,
-    ".jsonl": _json_values,
-    ".parquet": _parquet_values,
-}
+        raise DataError(f"{part.path} cannot be read as Parquet: {first_line(error)}.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # twelve none.
 _ROUNDS = 12
 _WINDOW_KEY, _OFFSET_KEY = 1, 2
+_SOURCE_KEY = 1 << 63  # far from every epoch's number
 
 UInt64s = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
@@ -86,21 +87,33 @@ class WindowSampler:
         num_tokens: Of the stream.
         block_size: Tokens a window predicts.
         seed: Any integer.
+        source: Number of the stream among those of a blend, whose orders shall not be alike.
+        name: Of the stream, for messages.
 
     Raises:
         DataError: The stream is too short for one window.
     """
 
-    def __init__(self, *, num_tokens: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        block_size: int,
+        seed: int,
+        source: int = 0,
+        name: str = "The training text",
+    ) -> None:
         self.num_tokens = num_tokens
         self.block_size = block_size
         self.num_windows = num_tokens // block_size
         if self.num_windows == 0:
             raise DataError(
-                f"The training text has {num_tokens:,} tokens, too few for one window of "
+                f"{name} has {num_tokens:,} tokens, too few for one window of "
                 f"--block_size {block_size:,}; use a smaller --block_size or more text."
             )
         self._seed = _as_uint64(seed)
+        if source:
+            self._seed = _splitmix(self._seed, _SOURCE_KEY + source)
 
     def starts(self, samples: NDArray[Any]) -> Int64s:
         """The first token's position of each sample.

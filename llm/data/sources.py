@@ -1,32 +1,36 @@
-"""Where text comes from: a file, a folder that the `datasets` library reads, a Hub data set.
+"""Where text comes from: files of many kinds, plain or compressed, alone, by glob or by folder."""
 
-A source yields rows. A row is what is encoded at once: a line of a text file, a record of any
-other. A text file is one document; of the others, each record is one.
-"""
-
-import logging
+import copy
+import glob
+import itertools
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
+from llm.data.json_reader import json_lines, json_records
 from llm.data.readers import (
-    RECORD_READERS,
-    Located,
-    check_text,
-    choose_column,
-    first_line,
-    read_lines,
+    Faults,
+    Part,
+    Reader,
+    csv_records,
+    paragraphs,
+    parquet_records,
+    text_lines,
 )
+from llm.data.text_blocks import COMPRESSIONS, TextBlocks, is_compressed, kind_of
 from llm.errors import DataError
 
 Json = str | int | bool | None | list[list[str | int]]
-Row = tuple[str, bool]
+TextUnit = Literal["line", "paragraph", "file"]
 
-_BATCH_ROWS = 1000
-
-log = logging.getLogger("llm.data")
+_READERS: dict[str, Reader] = {
+    ".csv": csv_records,
+    ".json": json_records,
+    ".jsonl": json_lines,
+    ".parquet": parquet_records,
+}
+KINDS = (".txt", *_READERS)
 
 
 class Source(Protocol):
@@ -35,10 +39,18 @@ class Source(Protocol):
     Attributes:
         name: For messages and logs.
         num_bytes: Its size on disk, for progress; None where it is not known.
+        consumed: How many of these were read so far.
+        one_document: Whether all its texts are one document, encoded piece by piece; otherwise
+            each of them is one.
     """
 
     name: str
     num_bytes: int | None
+    one_document: bool
+
+    @property
+    def consumed(self) -> int:
+        """Bytes on disk that were read so far."""
 
     def identity(self) -> dict[str, Json]:
         """What tells this text from any other, found without reading it."""
@@ -46,8 +58,14 @@ class Source(Protocol):
     def exists(self) -> bool:
         """Whether there is such a text; may load the data set."""
 
-    def rows(self) -> Iterator[Row]:
-        """Yields (text, whether this row ends a document); an empty text is no row.
+    def split(self, num_bytes: int) -> list["Source"]:
+        """Parts of about this size that together hold the same texts in the same order."""
+
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        """Yields the texts in batches of a few MiB.
+
+        Args:
+            faults: What becomes of records that cannot be used; None stops at the first.
 
         Raises:
             DataError: The text cannot be read; the message says where it is wrong.
@@ -55,230 +73,213 @@ class Source(Protocol):
 
 
 def file_source(
-    path: Path, *, text_column: str | None, keep_linebreaks: bool, option: str = "--train_file"
+    path: Path,
+    *,
+    text_column: str | None,
+    keep_linebreaks: bool = True,
+    text_unit: TextUnit = "file",
+    option: str = "--train_file",
 ) -> Source:
-    """The source for a .txt, .csv, .json, .jsonl or .parquet file.
+    """The source for a .txt, .csv, .json, .jsonl or .parquet file, the first four also compressed.
 
     Args:
         path: The file.
         text_column: The field with the text; None takes `text`, else the first field.
         keep_linebreaks: Whether a line of a text file keeps its line break. Without them, blank
-            lines are dropped.
+            lines are dropped. For the unit `file` alone.
+        text_unit: What of a text file is a document.
         option: The option that named the file, for messages.
 
     Raises:
         DataError: The file is missing, a folder, empty or of another kind.
     """
     path = Path(path)
-    reader = RECORD_READERS.get(path.suffix.lower())
+    kind = kind_of(path)
     if not path.exists():
         raise DataError(f"{option} {path} does not exist; check the path.")
     if not path.is_file():
         raise DataError(f"{option} {path} is no file; for a folder of files use --dataset_name.")
-    if reader is None and path.suffix.lower() != ".txt":
-        kinds = ", ".join([".txt", *RECORD_READERS])
-        raise DataError(f"{option} {path} is of an unknown kind; give one of {kinds}.")
+    if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
+        raise DataError(
+            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, or one of "
+            f"the first four packed as {', '.join(COMPRESSIONS)}."
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")
-    if reader is None:
-        return _TextFile(path, keep_linebreaks)
-    return _RecordFile(path, text_column, reader)
+    if kind == ".txt":
+        return _TextFile(path, keep_linebreaks=keep_linebreaks, text_unit=text_unit)
+    return _RecordFile(path, text_column)
 
 
-def dataset_sources(
-    dataset_name: str,
-    dataset_config_name: str | None,
+def text_sources(
+    inputs: Sequence[str],
     *,
     text_column: str | None,
-    trust_remote_code: bool,
-) -> dict[str, Source]:
-    """The splits `train` and `validation` of a Hub data set or a local folder.
+    text_unit: TextUnit = "file",
+    option: str = "--input",
+) -> list[Source]:
+    """The sources for files, globs and folders, in the order given; those of each one by name.
 
-    Nothing is loaded before a source is asked whether it exists, or for its rows.
+    Of a folder, all files of a known kind at any depth are taken, but hidden ones and those that
+    lie there from preparing token files.
 
     Args:
-        dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
-            `datasets.load_dataset` takes.
-        dataset_config_name: The configuration; or None.
-        text_column: The column with the text; None takes `text`, else the first column.
-        trust_remote_code: Handed to `datasets`.
+        inputs: Paths and patterns; `**` in a pattern stands for any folders.
+        text_column: As for `file_source`.
+        text_unit: As for `file_source`.
+        option: The option that named them, for messages.
 
     Raises:
-        DataError: `dataset_name` is a file, or a path at which there is nothing.
+        DataError: One of them gives no file, or a file is given twice.
     """
-    path = Path(dataset_name)
-    if path.is_file():
-        raise DataError(f"--dataset_name {dataset_name} is a file; name it with --train_file.")
-    if not path.is_dir() and (path.is_absolute() or dataset_name.startswith(("./", "../", "~"))):
-        raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
-    loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code)
-    return {split: _DatasetSplit(loader, split, text_column) for split in ("train", "validation")}
+    paths: list[Path] = []
+    for name in inputs:
+        if Path(name).is_dir():
+            found = [path for path in sorted(Path(name).rglob("*")) if _is_text(path, Path(name))]
+            if not found:
+                raise DataError(
+                    f"{option} {name} is a folder without any file of a known kind: "
+                    f"{', '.join(KINDS)}, plain or packed as {', '.join(COMPRESSIONS)}."
+                )
+        elif Path(name).exists() or not glob.has_magic(name):
+            found = [Path(name)]
+        else:
+            found = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
+            found = [path for path in found if path.is_file()]
+            if not found:
+                raise DataError(f"{option} {name} matches no file; check the pattern.")
+        paths += found
+    seen: set[Path] = set()
+    for path in paths:
+        if (real := path.resolve()) in seen:
+            raise DataError(f"{option} names {path} twice; give each file once.")
+        seen.add(real)
+    return [
+        file_source(path, text_column=text_column, text_unit=text_unit, option=option)
+        for path in paths
+    ]
+
+
+def _is_text(path: Path, folder: Path) -> bool:
+    relative = path.relative_to(folder)
+    hidden = any(part.startswith(".") for part in relative.parts)
+    # What this program writes may lie in the same folder.
+    parts = any(part.endswith(".parts") for part in relative.parts[:-1])
+    sidecar = path.suffix == ".json" and path.with_suffix(".bin").exists()
+    return path.is_file() and not (hidden or parts or sidecar) and kind_of(path) in KINDS
 
 
 class _File:
-    """What all kinds of files have in common."""
+    """What all kinds of files have in common: a range of a path, and how it is read."""
 
-    def __init__(self, path: Path, **options: Json) -> None:
-        self._path = path
-        self._options = options
+    one_document = False
+
+    def __init__(self, path: Path, text_column: str | None, reader: Reader) -> None:
         self.name = str(path)
         self.num_bytes: int | None = path.stat().st_size
+        self._path = path
+        self._reader = reader
+        self._text_column = text_column
+        self._range: tuple[int, int | None] = (0, None)
+        self._blocks = TextBlocks(path)
 
-    def identity(self) -> dict[str, Json]:
-        return {"path": os.path.abspath(self._path), **_stamp(self._path), **self._options}
+    @property
+    def consumed(self) -> int:
+        return self._blocks.consumed
 
     def exists(self) -> bool:
         return True
 
+    def split(self, num_bytes: int) -> list[Source]:
+        return [self]
+
+    def identity(self) -> dict[str, Json]:
+        return {"path": os.path.abspath(self._path), **stamp(self._path)}
+
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        start, stop = self._range
+        self._blocks = TextBlocks(self._path, start=start, stop=stop)
+        part = Part(
+            path=self._path,
+            text_column=self._text_column,
+            faults=faults or Faults(),
+            blocks=self._blocks,
+            start=start,
+            stop=stop,
+        )
+        return self._reader(part)
+
 
 class _TextFile(_File):
-    def __init__(self, path: Path, keep_linebreaks: bool) -> None:
-        super().__init__(path, keep_linebreaks=keep_linebreaks)
-        self._keep = keep_linebreaks
+    def __init__(self, path: Path, *, keep_linebreaks: bool, text_unit: TextUnit) -> None:
+        super().__init__(path, None, paragraphs if text_unit == "paragraph" else text_lines)
+        self.one_document = text_unit == "file"
+        self._keep = keep_linebreaks and text_unit == "file"
+        self._unit = text_unit
 
-    def rows(self) -> Iterator[Row]:
-        # One line behind, because only the last one ends the document.
-        previous: str | None = None
-        for _, line in read_lines(self._path):
-            line = line if self._keep else line.rstrip("\r\n")
-            if not self._keep and not line.strip():
-                continue
-            if previous is not None:
-                yield previous, False
-            previous = line
-        if previous is not None:
-            yield previous, True
+    def identity(self) -> dict[str, Json]:
+        return {**super().identity(), "keep_linebreaks": self._keep, "text_unit": self._unit}
+
+    def split(self, num_bytes: int) -> list[Source]:
+        return _split_lines(self, num_bytes) if self._unit == "line" else [self]
+
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        for rows in super().batches(faults):
+            if self._keep or self._unit == "paragraph":
+                yield rows
+            else:  # a blank line becomes an empty text, which is counted and dropped
+                yield [row.rstrip("\r\n") if row.strip() else "" for row in rows]
 
 
 class _RecordFile(_File):
-    def __init__(
-        self,
-        path: Path,
-        text_column: str | None,
-        reader: Callable[[Path, str | None], Iterator[Located]],
-    ) -> None:
-        super().__init__(path, text_column=text_column)
-        self._text_column = text_column
-        self._reader = reader
-
-    def rows(self) -> Iterator[Row]:
-        for value, where in self._reader(self._path, self._text_column):
-            yield check_text(value, f"{self._path}, {where}"), True
-
-
-class _DatasetLoader:
-    """A data set that is loaded at most once, when its first split is needed."""
-
-    def __init__(self, name: str, config: str | None, trust_remote_code: bool) -> None:
-        self.name = name
-        self.config = config
-        self.folder = Path(name) if Path(name).is_dir() else None
-        # Newer versions of `datasets` complain about the argument itself.
-        self._options = {"trust_remote_code": True} if trust_remote_code else {}
-        self._splits: dict[str, Any] | None = None
-
-    def splits(self) -> dict[str, Any]:
-        """The `datasets.Dataset` of each split."""
-        if self._splits is None:
-            import datasets
-
-            log.info(f"loading the data set {self.name}")
-            bars = datasets.is_progress_bar_enabled()
-            datasets.disable_progress_bars()
-            try:
-                loaded = self._load()
-            except Exception as error:  # the library raises dozens of kinds
-                raise self._explain(error) from error
-            finally:
-                if bars:
-                    datasets.enable_progress_bars()
-            single = isinstance(loaded, datasets.Dataset)
-            self._splits = {"train": loaded} if single else dict(loaded)
-        return self._splits
-
-    def _load(self) -> Any:
-        import datasets
-
-        if self.folder is None:
-            return datasets.load_dataset(self.name, self.config, **self._options)
-        # A folder that stands in for a Hub data set often has no configurations, or has them
-        # as folders of their own.
-        inner = self.folder / self.config if self.config else self.folder
-        for folder in (inner, self.folder):
-            if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-                return datasets.load_from_disk(str(folder))
-        try:
-            return datasets.load_dataset(str(self.folder), self.config, **self._options)
-        except ValueError as error:
-            if "Available: ['default']" not in str(error):
-                raise
-            folder = inner if inner.is_dir() else self.folder
-            log.warning(f"{self.folder} has no configurations; reading {folder}")
-            return datasets.load_dataset(str(folder), **self._options)
-
-    def _explain(self, error: Exception) -> DataError:
-        message = str(error)
-        if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
-            known = re.search(r"\[(.*?)\]", message)
-            lack = "several configurations" if self.config is None else f"no {self.config!r}"
-            return DataError(
-                f"The data set {self.name} has {lack}; choose a configuration with "
-                f"--dataset_config_name from: {known[1] if known else 'see its page'}."
-            )
-        if self.folder is not None:
-            reason = first_line(error.__cause__ or error)
-            return DataError(f"--dataset_name {self.folder} cannot be read: {reason}.")
-        return DataError(
-            f"--dataset_name {self.name} cannot be loaded from the Hugging Face Hub "
-            f"({first_line(error)}); check the name and the connection, or name a local folder, "
-            "which works too."
-        )
-
-
-class _DatasetSplit:
-    def __init__(self, loader: _DatasetLoader, split: str, text_column: str | None) -> None:
-        self._loader = loader
-        self._split = split
-        self._text_column = text_column
-        config = f" {loader.config}" if loader.config else ""
-        self.name = f"{loader.name}{config} [{split}]"
-        self.num_bytes: int | None = None
+    def __init__(self, path: Path, text_column: str | None) -> None:
+        self._kind = kind_of(path)
+        super().__init__(path, text_column, _READERS[self._kind])
 
     def identity(self) -> dict[str, Json]:
-        identity: dict[str, Json] = {
-            "dataset": self._loader.name,
-            "config": self._loader.config,
-            "split": self._split,
-            "text_column": self._text_column,
-        }
-        folder = self._loader.folder
-        if folder is not None:
-            identity["dataset"] = str(folder.resolve())
-            identity["files"] = [
-                [str(file.relative_to(folder)), *_stamp(file).values()]
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
-            ]
-        return identity
+        return {**super().identity(), "text_column": self._text_column}
 
-    def exists(self) -> bool:
-        return self._split in self._loader.splits()
-
-    def rows(self) -> Iterator[Row]:
-        splits = self._loader.splits()
-        if self._split not in splits:
-            raise DataError(
-                f"The data set {self._loader.name} has no split {self._split!r}, only: "
-                f"{', '.join(splits)}."
-            )
-        column = choose_column(splits[self._split].column_names, self._text_column, self.name)
-        number = 0
-        for batch in splits[self._split].select_columns(column).iter(_BATCH_ROWS):
-            for value in batch[column]:
-                number += 1
-                yield check_text(value, f"{self.name}, row {number}"), True
+    def split(self, num_bytes: int) -> list[Source]:
+        if self._kind == ".jsonl":
+            return _split_lines(self, num_bytes)
+        if self._kind == ".parquet":
+            return _split_row_groups(self, num_bytes)
+        return [self]
 
 
-def _stamp(path: Path) -> dict[str, int]:
+def _split_lines(file: _File, num_bytes: int) -> list[Source]:
+    size = file.num_bytes or 0
+    if is_compressed(file._path) or size <= num_bytes:
+        return [file]
+    cuts = list(range(0, size, num_bytes))
+    return [_ranged(file, start, min(start + num_bytes, size)) for start in cuts]
+
+
+def _split_row_groups(file: _File, num_bytes: int) -> list[Source]:
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file._path) as parquet:
+            groups = parquet.num_row_groups
+    except Exception:  # what is wrong is said when the file is read
+        return [file]
+    size = file.num_bytes or 0
+    count = max(1, min(groups, round(size / num_bytes)))
+    cuts = [groups * i // count for i in range(count + 1)]
+    parts = [_ranged(file, *cut) for cut in itertools.pairwise(cuts)]
+    for part in parts:
+        part.num_bytes = size // count
+    return list[Source](parts)
+
+
+def _ranged(file: _File, start: int, stop: int) -> _File:
+    part = copy.copy(file)
+    part._range = (start, stop)
+    part.num_bytes = stop - start
+    return part
+
+
+def stamp(path: Path) -> dict[str, int]:
+    """Size and time of change, which tell a file from what it was before."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}

@@ -17,6 +17,7 @@
 import os
 import struct
 from array import array
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -24,6 +25,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from llm.data.flat_file import FlatTokenFile
+from llm.data.token_paths import beside, locate, map_file
 from llm.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -39,6 +42,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # sequences whose offsets are computed at once
+_LONGEST = 2**31 - 1  # tokens of a sequence that the index can express
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -62,7 +66,7 @@ class TokenFileWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._bin: BinaryIO = open(_with_suffix(self._prefix, ".bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._bin: BinaryIO = open(beside(self._prefix, ".bin"), "wb", buffering=1 << 20)  # noqa: SIM115
 
     def __enter__(self) -> "TokenFileWriter":
         """The writer itself; leaving the block closes it."""
@@ -93,9 +97,14 @@ class TokenFileWriter:
             ends_document: Whether this is the last sequence of its document.
 
         Raises:
-            DataError: An id does not fit the file's dtype.
+            DataError: An id does not fit the file's dtype, or there are too many for one sequence.
             OSError: The file system refused the write.
         """
+        if tokens.size > _LONGEST:
+            raise DataError(
+                f"A sequence of {tokens.size:,} tokens is too long for {self._prefix}.idx, which "
+                f"holds at most {_LONGEST:,}; cut the text into several documents."
+            )
         if tokens.dtype != self._dtype:
             bounds = np.iinfo(self._dtype)
             if tokens.size and (tokens.min() < bounds.min or tokens.max() > bounds.max):
@@ -127,27 +136,60 @@ class TokenFileWriter:
             _sync(self._bin)
         lengths = np.asarray(self._lengths, dtype="<i4")
         documents = np.asarray(self._documents, dtype="<i8")
-        with open(_with_suffix(self._prefix, ".idx"), "wb") as idx:
-            code = _CODES[self._dtype]
-            idx.write(_HEADER.pack(_MAGIC, _VERSION, code, lengths.size, documents.size))
-            idx.write(lengths.tobytes())
-            offset = 0
-            for first in range(0, lengths.size, _CHUNK):
-                sizes = lengths[first : first + _CHUNK].astype("<i8") * self._dtype.itemsize
-                ends = offset + np.cumsum(sizes)
-                idx.write((ends - sizes).astype("<i8").tobytes())
-                offset = int(ends[-1])
-            idx.write(documents.tobytes())
-            _sync(idx)
+        write_index(
+            beside(self._prefix, ".idx"),
+            self._dtype,
+            num_sequences=lengths.size,
+            num_documents=documents.size - 1,
+            lengths=lambda: iter(np.array_split(lengths, lengths.size // _CHUNK + 1)),
+            documents=[documents],
+        )
+
+
+def write_index(
+    path: Path,
+    dtype: np.dtype[Any],
+    *,
+    num_sequences: int,
+    num_documents: int,
+    lengths: Callable[[], Iterator[NDArray[Any]]],
+    documents: Iterable[NDArray[Any]],
+) -> None:
+    """Writes an `.idx` from blocks, so that memory does not grow with it, and syncs it.
+
+    Args:
+        path: The file.
+        dtype: Of the tokens.
+        num_sequences: S.
+        num_documents: Documents, one less than the entries of their table.
+        lengths: Gives the tokens of each sequence in blocks; called twice.
+        documents: The document table in blocks, D entries in all.
+    """
+    with open(path, "wb") as idx:
+        code = _CODES[np.dtype(dtype).newbyteorder("<")]
+        idx.write(_HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_documents + 1))
+        for block in lengths():
+            idx.write(block.astype("<i4").tobytes())
+        offset = 0
+        for block in lengths():
+            ends = offset + np.cumsum(block.astype("<i8") * np.dtype(dtype).itemsize)
+            starts = np.concatenate([[offset], ends[:-1]]) if block.size else ends
+            idx.write(starts.astype("<i8").tobytes())
+            offset = int(ends[-1]) if block.size else offset
+        for block in documents:
+            idx.write(block.astype("<i8").tobytes())
+        _sync(idx)
 
 
 class TokenFile:
     """A `.bin`/`.idx` pair, memory-mapped; opening takes the same time for any size.
 
     What opening checks: magic, version, dtype, that each file is exactly as long as the header
-    and the last pointer say, and that sequences start at 0 and documents end at S.
+    and the last pointer say, and that sequences start at 0 and documents end at S. Pointers in
+    between are checked when they are followed; `token_check.check` goes through all of them.
 
     Attributes:
+        prefix: The path of both files without their suffix.
         tokens: All token ids [num_tokens], in the dtype of the file.
         lengths: Tokens in each sequence, int32 [num_sequences].
         offsets: Byte offset of each sequence in the `.bin`, int64 [num_sequences].
@@ -162,55 +204,49 @@ class TokenFile:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = Path(prefix)
-        self._idx_path = _with_suffix(self.prefix, ".idx")
-        self._bin_path = _with_suffix(self.prefix, ".bin")
-        try:
-            idx_size = self._idx_path.stat().st_size
-            bin_size = self._bin_path.stat().st_size
-            self._map(idx_size, bin_size)
-        except OSError as error:
-            raise DataError(f"The token file {self.prefix} cannot be read: {error}.") from error
+        self._idx_path = beside(self.prefix, ".idx")
+        self._bin_path = beside(self.prefix, ".bin")
+        dtype = self._map_index(map_file(self._idx_path))
+        data = map_file(self._bin_path)
+        if data.size % dtype.itemsize:
+            raise self._broken(
+                self._bin_path, f"is {data.size} bytes long, which cuts a {dtype.name} in two"
+            )
+        self.tokens: NDArray[Any] = data.view(dtype)
+        self._check_ends(data.size)
 
-    def _map(self, idx_size: int, bin_size: int) -> None:
-        with open(self._idx_path, "rb") as idx:
-            head = idx.read(_HEADER.size)
+    def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
+        """Finds the tables in the bytes of the `.idx`; returns the dtype of the tokens."""
+        head = data[: _HEADER.size].tobytes()
         if len(head) < _HEADER.size or head[:9] != _MAGIC:
             raise self._broken(self._idx_path, "does not start with a token file's header")
-        _, version, code, num_sequences, num_documents = _HEADER.unpack(head)
+        _, version, code, num_sequences, num_starts = _HEADER.unpack(head)
         if version != _VERSION:
             raise self._broken(self._idx_path, f"has version {version}, not {_VERSION}")
         if code not in _DTYPES:
             raise self._broken(self._idx_path, f"has the dtype code {code}, not that of integers")
-        if num_documents < 1:
+        if num_starts < 1:
             raise self._broken(self._idx_path, "has no document table")
-        size = _HEADER.size + num_sequences * 12 + num_documents * 8
-        if idx_size not in (size, size + num_sequences):
+        # The numbers are Python's, which do not overflow whatever the header says.
+        offsets = _HEADER.size + num_sequences * 4
+        documents = offsets + num_sequences * 8
+        end = documents + num_starts * 8
+        if data.size not in (end, end + num_sequences):
             raise self._broken(
-                self._idx_path, f"is {idx_size} bytes long, not {size} as its header says"
+                self._idx_path, f"is {data.size} bytes long, not {end} as its header says"
             )
-        dtype = _DTYPES[code]
-        if bin_size % dtype.itemsize:
-            raise self._broken(
-                self._bin_path, f"is {bin_size} bytes long, which cuts a {dtype.name} in two"
-            )
-        raw = np.asarray(np.memmap(self._idx_path, dtype=np.uint8, mode="r"))
-        cuts = np.cumsum([_HEADER.size, num_sequences * 4, num_sequences * 8, num_documents * 8])
-        self.lengths: NDArray[np.int32] = raw[cuts[0] : cuts[1]].view("<i4")
-        self.offsets: NDArray[np.int64] = raw[cuts[1] : cuts[2]].view("<i8")
-        self.documents: NDArray[np.int64] = raw[cuts[2] : cuts[3]].view("<i8")
-        # An empty file cannot be mapped.
-        self.tokens: NDArray[Any] = (
-            np.asarray(np.memmap(self._bin_path, dtype=dtype, mode="r"))
-            if bin_size
-            else np.empty(0, dtype)
-        )
-        self._check_ends(bin_size)
+        self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets].view("<i4")
+        self.offsets: NDArray[np.int64] = data[offsets:documents].view("<i8")
+        self.documents: NDArray[np.int64] = data[documents:end].view("<i8")
+        return _DTYPES[code]
 
     def _check_ends(self, bin_size: int) -> None:
         end = 0
         if self.num_sequences:
             if self.offsets[0] != 0:
                 raise self._broken(self._idx_path, f"starts its sequences at {self.offsets[0]}")
+            if self.lengths[-1] < 0:
+                raise self._broken(self._idx_path, f"ends with the length {self.lengths[-1]}")
             end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.tokens.itemsize
         if end != bin_size:
             raise self._broken(
@@ -254,10 +290,53 @@ class TokenFile:
             raise self._broken(self._idx_path, f"has a wrong pointer at sequence {num_sequences}")
         return position
 
+    def document_start(self, number: int) -> int:
+        """The position in `tokens` at which a document begins.
 
-def _with_suffix(prefix: Path, suffix: str) -> Path:
-    # Path.with_suffix would eat the "-v1.2" of "text-v1.2".
-    return prefix.with_name(prefix.name + suffix)
+        Args:
+            number: 0 to num_documents; the last one gives the end of all tokens.
+
+        Raises:
+            DataError: The pointer lies outside the files.
+            IndexError: There is no such document.
+        """
+        if not 0 <= number <= self.num_documents:
+            raise IndexError(f"{self.prefix} has no document {number} of {self.num_documents}.")
+        return int(self.document_starts(number, number + 1)[0])
+
+    def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """The positions in `tokens` at which the documents first to stop - 1 begin.
+
+        Returns:
+            Positions [stop - first]; the last one may be that of num_documents, the end.
+
+        Raises:
+            DataError: A pointer lies outside the files.
+        """
+        sequences = self.documents[first:stop]
+        sequence_inside = (sequences >= 0) & (sequences <= self.num_sequences)
+        if not sequence_inside.all():
+            number = first + int(sequence_inside.argmin())
+            raise self._broken(self._idx_path, f"has a wrong pointer at document {number}")
+        starts = np.full(sequences.size, self.tokens.nbytes, np.int64)
+        begun = sequences < self.num_sequences
+        starts[begun] = self.offsets[sequences[begun]]
+        positions, rest = np.divmod(starts, self.tokens.itemsize)
+        position_inside = (rest == 0) & (positions >= 0) & (positions <= self.num_tokens)
+        if not position_inside.all():
+            sequence = int(sequences[position_inside.argmin()])
+            raise self._broken(self._idx_path, f"has a wrong pointer at sequence {sequence}")
+        return positions
+
+
+def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
+    """Opens token files of either kind; see `token_paths.locate` for how they may be named.
+
+    Raises:
+        DataError: There is none, or it is truncated or inconsistent.
+    """
+    prefix, is_flat = locate(path)
+    return FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -1,34 +1,29 @@
-"""From rows of text to a pair of token files, which the cache keeps."""
+"""Text that a run is trained on, as token files that the cache keeps."""
 
 import hashlib
 import json
 import logging
 import os
-import time
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.sources import Row, Source
+from llm.data.assembly import assemble
+from llm.data.parts import read_array
+from llm.data.sources import Source
 from llm.data.token_cache import is_marked, launch_mark, open_or_build
-from llm.data.token_file import TokenFile, TokenFileWriter, token_dtype
+from llm.data.token_file import TokenFile, token_dtype
+from llm.data.tokenize_parts import Encoding, Totals, num_cores, tokenize_parts
 from llm.errors import ConfigError, DataError
+from llm.text_tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+_FORMAT = 3  # of the cache; counts up when the same text shall give other files
 
-_FORMAT = 2  # of the cache; counts up when the same text shall give other files
-_BATCH_CHARACTERS = 1 << 20
-_BATCH_ROWS = 1 << 14
-_PROGRESS_SECONDS = 1.0
-
-Encode = Callable[[list[str]], list[list[int]]]
 Progress = Callable[[int, int, int], None]
 
 log = logging.getLogger("llm.data")
@@ -44,8 +39,7 @@ class PreparedData:
         row_bytes: UTF-8 bytes of each sequence of `train`.
         info: `tokenizer_fingerprint`, `append_eos`, `dtype`, `written`, and under `train` and
             `validation` None or `source`, `rows`, `empty_rows` (dropped), `documents`, `tokens`,
-            `bytes` (of the text in UTF-8) and
-            `largest_token`.
+            `bytes` (of the text in UTF-8) and `largest_token`.
     """
 
     train: TokenFile | None
@@ -58,8 +52,7 @@ def prepare(
     *,
     train: Source | None,
     validation: Source | None,
-    tokenizer: "PreTrainedTokenizerBase",
-    tokenizer_fingerprint: str,
+    tokenizer: TextTokenizer,
     append_eos: bool,
     vocab_size: int,
     num_workers: int | None,
@@ -75,9 +68,7 @@ def prepare(
     Args:
         train: The text to train on; or None.
         validation: The text to evaluate on; or None. It may turn out not to exist.
-        tokenizer: From transformers. It adds no special tokens, and those that are spelled out in
-            the text are encoded as text.
-        tokenizer_fingerprint: Equal for tokenizers that give equal ids.
+        tokenizer: What gives the ids. The names of special tokens in the text are text.
         append_eos: Whether each document ends with the end-of-text token.
         vocab_size: Of the model; larger ids are refused.
         num_workers: Cores to tokenise on; None takes all.
@@ -93,7 +84,7 @@ def prepare(
     sources = {"train": train, "validation": validation}
     facts = {
         "format": _FORMAT,
-        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
         "append_eos": append_eos,
         "dtype": token_dtype(vocab_size).name,
     }
@@ -103,17 +94,23 @@ def prepare(
 
     def build(folder: Path) -> None:
         info: dict[str, Any] = {**facts, "written": launch_mark(launch)}
-        total = _Total(progress)
-        with _plain_text_encoder(tokenizer, num_workers) as encode:
-            for split, source in sources.items():
-                present = source is not None and (split == "train" or source.exists())
-                writer = _SplitWriter(
-                    encode=encode,
-                    eos_token_id=_eos_token_id(tokenizer) if append_eos else None,
+        encoding = Encoding(
+            tokenizer=tokenizer,
+            end_token=end_token(tokenizer, append_eos),
+            dtype=token_dtype(max(vocab_size, tokenizer.size)),
+        )
+        for split, source in sources.items():
+            present = source is not None and (split == "train" or source.exists())
+            info[split] = None
+            if source is not None and present:
+                info[split] = _write_split(
+                    source,
+                    folder / split,
+                    encoding=encoding,
                     vocab_size=vocab_size,
-                    total=total,
+                    threads=num_workers or num_cores(),
+                    progress=progress,
                 )
-                info[split] = writer.write(source, folder / split) if source and present else None
         with open(folder / "info.json", "w", encoding="utf-8") as file:
             json.dump(info, file, indent=1)
             file.flush()
@@ -160,13 +157,18 @@ def _row_bytes(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.row_bytes.npy")
 
 
-def _eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    if tokenizer.eos_token_id is None:
+def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
+    """The token that shall end each document; None where none shall.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
         raise ConfigError(
             "The tokenizer has no end-of-text token to put between documents; pass "
             "--no_append_eos, or use a tokenizer that has one."
         )
-    return int(tokenizer.eos_token_id)
+    return tokenizer.eos_token_id if append_eos else None
 
 
 def _check_vocabulary(largest: int, vocab_size: int) -> None:
@@ -177,137 +179,46 @@ def _check_vocabulary(largest: int, vocab_size: int) -> None:
         )
 
 
-@contextmanager
-def _plain_text_encoder(
-    tokenizer: "PreTrainedTokenizerBase", num_workers: int | None
-) -> Iterator[Encode]:
-    """Yields a function from texts to ids: no special tokens, nothing padded or cut."""
-    if not tokenizer.is_fast:
-        log.warning("the tokenizer is a slow one, in Python: it runs on one core")
-        yield lambda texts: [
-            tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=True, verbose=False
-            )
-            for text in texts
-        ]
-        return
-    if num_workers is not None:  # read by the Rust library when it starts its threads
-        os.environ["RAYON_NUM_THREADS"] = str(num_workers)
-        os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_workers > 1 else "false"
-    backend = tokenizer.backend_tokenizer
-    special, truncation, padding = (
-        backend.encode_special_tokens,
-        backend.truncation,
-        backend.padding,
+def _write_split(
+    source: Source,
+    prefix: Path,
+    *,
+    encoding: Encoding,
+    vocab_size: int,
+    threads: int,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Writes one text as one token file, and the bytes of its rows beside it."""
+    size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
+    log.info(f"tokenising {source.name}{size}")
+    folder = prefix.with_name(f"{prefix.name}.parts")
+    folder.mkdir()
+
+    def report(totals: Totals) -> None:
+        if progress is not None:
+            progress(totals.texts, totals.tokens, totals.text_bytes)
+
+    stems, parts = tokenize_parts(
+        [source], folder, encoding=encoding, workers=threads, report=report, fork=False
     )
-    backend.encode_special_tokens = True  # the name means: as the characters that they are
-    backend.no_truncation()
-    backend.no_padding()
-    try:
-        yield lambda texts: [
-            encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-    finally:
-        backend.encode_special_tokens = special
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
-
-
-class _Total:
-    """What has been done so far, told about once a second."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._told = time.monotonic()
-        self._rows = self._tokens = self._bytes = 0
-
-    def add(self, rows: int, tokens: int, num_bytes: int) -> None:
-        self._rows += rows
-        self._tokens += tokens
-        self._bytes += num_bytes
-        now = time.monotonic()
-        if self._progress is not None and now - self._told >= _PROGRESS_SECONDS:
-            self._told = now
-            self._progress(self._rows, self._tokens, self._bytes)
-
-
-class _SplitWriter:
-    """Writes one text as one token file."""
-
-    def __init__(
-        self, *, encode: Encode, eos_token_id: int | None, vocab_size: int, total: _Total
-    ) -> None:
-        self._encode = encode
-        self._end = [] if eos_token_id is None else [eos_token_id]
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._total = total
-        self._rows = self._empty_rows = self._bytes = self._largest = 0
-        self._row_bytes = array("I")
-
-    def write(self, source: Source, prefix: Path) -> dict[str, Any]:
-        size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
-        log.info(f"tokenising {source.name}{size}")
-        with TokenFileWriter(prefix, self._dtype) as writer:
-            for batch in _batches(source.rows()):
-                self._add(batch, writer)
-        if self._rows == 0:
-            raise DataError(
-                f"{source.name} holds no text: {self._empty_rows} rows, all of them empty."
-            )
-        with open(_row_bytes(prefix), "wb") as file:
-            np.save(file, np.frombuffer(self._row_bytes, dtype=np.uint32))
-            file.flush()
-            os.fsync(file.fileno())
-        tokens = TokenFile(prefix)
-        dropped = f"; {self._empty_rows:,} empty rows dropped" if self._empty_rows else ""
-        log.info(f"tokenised {self._rows:,} rows into {tokens.num_tokens:,} tokens{dropped}")
-        return {
-            "source": source.name,
-            "rows": self._rows,
-            "empty_rows": self._empty_rows,
-            "documents": tokens.num_documents,
-            "tokens": tokens.num_tokens,
-            "bytes": self._bytes,
-            "largest_token": self._largest,
-        }
-
-    def _add(self, batch: list[Row], writer: TokenFileWriter) -> None:
-        rows, num_tokens, num_bytes = self._rows, 0, self._bytes
-        encoded = self._encode([text for text, _ in batch])
-        for (text, ends_document), ids in zip(batch, encoded, strict=True):
-            size = len(text) if text.isascii() else len(text.encode())
-            if ids:
-                self._rows += 1
-                self._bytes += size
-            else:
-                self._empty_rows += 1
-            # An empty row may end a document that earlier ones have begun; a document that is
-            # empty as a whole is dropped, its end-of-text token with it.
-            if ends_document and (ids or writer.in_document):
-                ids = ids + self._end
-            if ids:
-                self._largest = max(self._largest, max(ids))
-                _check_vocabulary(self._largest, self._vocab_size)
-                writer.add(np.array(ids, dtype=self._dtype), ends_document=ends_document)
-                self._row_bytes.append(size)
-                num_tokens += len(ids)
-            elif ends_document and writer.in_document:
-                writer.end_document()
-        self._total.add(self._rows - rows, num_tokens, self._bytes - num_bytes)
-
-
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Groups of rows that together are about as large as the threads like them."""
-    batch: list[Row] = []
-    characters = 0
-    for row in rows:
-        batch.append(row)
-        characters += len(row[0])
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    (facts,) = parts
+    if facts.texts == 0:
+        raise DataError(f"{source.name} holds no text: {facts.empty} rows, all of them empty.")
+    _check_vocabulary(facts.largest_token, vocab_size)
+    assemble(stems, parts, prefix, dtype=encoding.dtype)
+    with open(_row_bytes(prefix), "wb") as file:
+        np.save(file, read_array(stems[0], ".bytes", "<u4"))
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(folder)
+    dropped = f"; {facts.empty:,} empty rows dropped" if facts.empty else ""
+    log.info(f"tokenised {facts.texts:,} rows into {facts.tokens:,} tokens{dropped}")
+    return {
+        "source": source.name,
+        "rows": facts.texts,
+        "empty_rows": facts.empty,
+        "documents": facts.documents,
+        "tokens": facts.tokens,
+        "bytes": facts.text_bytes,
+        "largest_token": facts.largest_token,
+    }

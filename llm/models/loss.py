@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llm.models.masking import run_model
+
 IGNORED = -100
 """The label of a position that has no loss."""
 
@@ -57,12 +59,21 @@ class LanguageModelLoss(nn.Module):
         self.chunked = chunked
         self._chunk_bytes = chunk_bytes
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The loss, summed over the tokens of a micro-batch.
 
         Args:
             input_ids: [batch, length], int64.
             labels: [batch, length], int64: the token that follows each input, -100 for none.
+            positions: [batch, length], int64; None counts from 0 in each row.
+            documents: [batch, length], int64: numbers of documents between which there shall be
+                no attention; None lets each token see all that lie before it.
 
         Returns:
             Two fp32 scalars: what to differentiate, and the sum of the token losses for the
@@ -70,9 +81,9 @@ class LanguageModelLoss(nn.Module):
             which enters once per token.
         """
         if self.chunked:
-            loss_sum = self._chunked_loss(input_ids, labels)
+            loss_sum = self._chunked_loss(input_ids, labels, positions, documents)
             return loss_sum, loss_sum.detach()
-        outputs = self._model_outputs(input_ids)
+        outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
         loss_sum = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -84,26 +95,39 @@ class LanguageModelLoss(nn.Module):
         return objective, loss_sum.detach()
 
     @torch.no_grad()
-    def predictions(self, input_ids: Tensor) -> Tensor:
+    def predictions(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """The likeliest next token at each position.
 
         Args:
             input_ids: [batch, length], int64.
+            positions: As for the loss.
+            documents: As for the loss.
 
         Returns:
             [batch, length], int64.
         """
         if not self.chunked:
-            logits: Tensor = self._model_outputs(input_ids).logits
+            logits: Tensor = self._model_outputs(input_ids, positions, documents).logits
             return logits[..., : self.vocab_size].argmax(dim=-1)
-        hidden = _hidden_states(self.model, input_ids).flatten(0, 1)
+        hidden = _hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         head = self.model.get_output_embeddings()
         chunks = hidden.split(self._chunk_rows(hidden.device, head.weight.shape[0]))
         best = [head(chunk)[:, : self.vocab_size].argmax(dim=-1) for chunk in chunks]
         return torch.cat(best).view_as(input_ids)
 
-    def _chunked_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = _hidden_states(self.model, input_ids).flatten(0, 1)
+    def _chunked_loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        hidden = _hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
         arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
@@ -111,11 +135,11 @@ class LanguageModelLoss(nn.Module):
         apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
         return apply(*arguments, torch.is_grad_enabled())
 
-    def _model_outputs(self, input_ids: Tensor) -> Any:
-        # No attention mask: windows have no padding, and SDPA then takes its causal kernel.
-        if self._router:
-            return self.model(input_ids=input_ids, use_cache=False, output_router_logits=True)
-        return self.model(input_ids=input_ids, use_cache=False)
+    def _model_outputs(
+        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> Any:
+        kwargs = {"output_router_logits": True} if self._router else {}
+        return run_model(self.model, input_ids, positions, documents, **kwargs)
 
     def _chunk_rows(self, device: torch.device, columns: int) -> int:
         size = self._chunk_bytes
@@ -144,16 +168,18 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     training = model.training
     model.eval()
     try:
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        hidden = _hidden_states(model, input_ids)
+        logits = run_model(model, input_ids, None, None).logits
+        hidden = _hidden_states(model, input_ids, None, None)
     finally:
         model.train(training)
     return torch.equal(head(hidden).float(), logits.float())
 
 
-def _hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def _hidden_states(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
+) -> Tensor:
     """[batch, length, width]: what the output head is applied to."""
-    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False)[0]
+    hidden: Tensor = run_model(model.base_model, input_ids, positions, documents)[0]
     return hidden
 
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
 
 from llm.errors import ParallelError
+from llm.state import model_tensors
 from llm.strategy import MakeOptimizer, MicroBatch
 
 
@@ -105,10 +106,10 @@ class AcceleratedStrategy:
         # DistributedDataParallel averages over ranks where the loss wants their sum.
         weight = self.world_size / num_tokens
         total = torch.zeros((), device=self.device)
-        for number, (input_ids, labels) in enumerate(micro_batches, start=1):
+        for number, micro_batch in enumerate(micro_batches, start=1):
             with self._communicating(number == len(micro_batches)):
                 with self._autocast():
-                    objective, loss_sum = self.wrapped(input_ids, labels)
+                    objective, loss_sum = self.wrapped(*micro_batch)
                 self._scaled(objective * weight).backward()
             total += loss_sum.detach()
         if self.scaler is not None:
@@ -151,17 +152,17 @@ class AcceleratedStrategy:
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of token losses and number of tokens that count, on this rank."""
         self.wrapped.eval()
-        input_ids, labels = micro_batch
         with self._autocast():
-            _, loss_sum = self.wrapped(input_ids, labels)
-        return loss_sum, (labels != -100).sum()
+            _, loss_sum = self.wrapped(*micro_batch)
+        return loss_sum, (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
-    def predict(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def predict(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The likeliest next token at each position, int64 of the inputs' shape."""
         self.wrapped.eval()
+        input_ids, _, positions, documents = micro_batch
         with self._autocast(), self.accelerator.autocast():
-            predictions: torch.Tensor = self.loss.predictions(input_ids)
+            predictions: torch.Tensor = self.loss.predictions(input_ids, positions, documents)
         return predictions
 
     def loss_scale(self) -> torch.Tensor:
@@ -180,22 +181,29 @@ class AcceleratedStrategy:
         gathered: torch.Tensor = self.accelerator.gather(values)
         return gathered
 
-    def agree(self, flag: bool) -> bool:
-        """Whether the flag was set on any rank at the last call; every rank must call it.
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags were set on any rank at the last call; every rank must call it.
 
         The answer travels on the host while the next step is computed: the device
         is not involved, and no rank waits for another.
         """
         if self.world_size == 1:
-            return flag
-        answer = False
+            return list(flags)
+        answer = [False] * len(flags)
         if self._vote is not None:
             work, values = self._vote
             work.wait()
-            answer = bool(values)
-        values = torch.tensor(float(flag))
+            answer = [value > 0 for value in values.tolist()]
+        values = torch.tensor([float(flag) for flag in flags])
         self._vote = dist.all_reduce(values, group=self._host_group, async_op=True), values
         return answer
+
+    def share(self, value: Any) -> Any:
+        """The value that rank 0 has, on every rank; every rank must call it."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0, group=self._host_group)
+        return values[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -210,7 +218,7 @@ class AcceleratedStrategy:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self._make_moments()
         return {
-            "model": self._model_tensors(),
+            "model": model_tensors(self.model),
             "optimizer": {names[p]: self.optimizer.state[p] for p in self.parameters},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
@@ -250,10 +258,3 @@ class AcceleratedStrategy:
         if self.rank != 0:
             return {}
         return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
-        """Live parameters and persistent buffers; a tied parameter under its first name only."""
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        persistent = self.model.state_dict(keep_vars=True)
-        buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
-        return parameters | buffers

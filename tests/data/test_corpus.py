@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import TokenStream, open_corpus, split_by_percentage
+from llm.data.corpus import TokenStream, open_corpus, split_by_percentage, whole
 from llm.data.token_file import TokenFile, TokenFileWriter
 from llm.errors import DataError
-from tests.support.corpora import ByteTokenizer
+from tests.support.corpora import byte_tokenizer
 
 
 def token_file(folder, *, rows, tokens_per_row=1, rows_per_document=1):
@@ -35,8 +35,7 @@ def corpus(cache_dir, **changes):
         "text_column": None,
         "keep_linebreaks": True,
         "trust_remote_code": False,
-        "tokenizer": ByteTokenizer(),
-        "tokenizer_fingerprint": "bytes",
+        "tokenizer": byte_tokenizer(),
         "vocab_size": 257,
         "append_eos": True,
         "preprocessing_num_workers": None,
@@ -141,9 +140,9 @@ def test_a_training_file_is_split_by_its_lines(tmp_path):
 
     opened = corpus(tmp_path / "cache", train_file=tmp_path / "a.txt")
 
-    assert all_tokens(opened.validation) == [byte + 1 for byte in b"a\nb\n"]
-    assert all_tokens(opened.train) == [*(byte + 1 for byte in b"c\nd\n"), 0]
-    assert opened.info["train"]["rows"] == 4
+    assert all_tokens(opened.validation[0].stream) == [byte + 1 for byte in b"a\nb\n"]
+    assert all_tokens(opened.train[0].stream) == [*(byte + 1 for byte in b"c\nd\n"), 0]
+    assert [part.weight for part in (*opened.train, *opened.validation)] == [1.0, 1.0]
 
 
 def test_a_validation_file_is_taken_whole_and_the_training_file_too(tmp_path):
@@ -156,8 +155,8 @@ def test_a_validation_file_is_taken_whole_and_the_training_file_too(tmp_path):
         validation_file=tmp_path / "b.csv",
     )
 
-    assert (opened.train.num_tokens, opened.validation.num_tokens) == (5, 2)
-    assert (opened.train.num_bytes, opened.validation.num_bytes) == (4, 1)
+    assert (opened.train[0].stream.num_tokens, opened.validation[0].stream.num_tokens) == (5, 2)
+    assert (opened.train[0].stream.num_bytes, opened.validation[0].stream.num_bytes) == (4, 1)
 
 
 def test_a_validation_file_alone_can_be_evaluated(tmp_path):
@@ -165,8 +164,40 @@ def test_a_validation_file_alone_can_be_evaluated(tmp_path):
 
     opened = corpus(tmp_path / "cache", validation_file=tmp_path / "b.txt")
 
-    assert opened.train is None
-    assert opened.validation.num_tokens == 3
+    assert opened.train == ()
+    assert opened.validation[0].stream.num_tokens == 3
+
+
+def test_a_text_column_for_a_text_file_is_said_to_have_no_effect(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("a\nb\n")
+
+    corpus(tmp_path / "cache", train_file=tmp_path / "a.txt", text_column="body")
+
+    assert "--text_column body has no effect on" in caplog.text
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_file(tmp_path):
+    known = TokenStream(
+        token_file(tmp_path, rows=20),
+        start=0,
+        stop=20,
+        num_documents=20,
+        num_bytes=None,
+        vocab_size=12,
+    )
+
+    assert known.windows(np.array([0, 8]), 4).max() == 11
+    with pytest.raises(DataError, match=r"text\.bin holds the token id 12, and the vocabulary"):
+        known.windows(np.array([0, 9]), 4)
+
+
+def test_a_negative_token_is_refused(tmp_path):
+    with TokenFileWriter(tmp_path / "text", np.dtype("<i4")) as writer:
+        writer.add(np.array([1, -5, 2]), ends_document=True)
+    known = whole(TokenFile(tmp_path / "text"), None, vocab_size=12)
+
+    with pytest.raises(DataError, match="holds the token id -5"):
+        known.windows(np.array([0]), 3)
 
 
 def test_a_missing_validation_file_is_named_by_its_option(tmp_path):
@@ -190,9 +221,9 @@ def test_a_data_set_brings_its_validation_split_or_is_split(
     opened = corpus(tmp_path / "cache", dataset_name=str(folder))
 
     expected = "v" if with_validation else "a"
-    assert all_tokens(opened.validation) == [ord(expected) + 1, 0]
-    assert opened.train.num_tokens == (4 if with_validation else 2)
+    assert all_tokens(opened.validation[0].stream) == [ord(expected) + 1, 0]
+    assert opened.train[0].stream.num_tokens == (4 if with_validation else 2)
     # A warm start does not need the library.
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     again = corpus(tmp_path / "cache", dataset_name=str(folder))
-    assert all_tokens(again.validation) == all_tokens(opened.validation)
+    assert all_tokens(again.validation[0].stream) == all_tokens(opened.validation[0].stream)

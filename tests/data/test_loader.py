@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import TokenStream
+from llm.data.corpus import CorpusPart, TokenStream
+from llm.data.documents import DocumentEnds
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.data.sampler import WindowSampler
+from llm.data.samples import Samples
 from llm.data.token_file import TokenFile, TokenFileWriter
 from llm.errors import DataError
 
@@ -37,16 +39,16 @@ def make_stream(folder, num_tokens):
     )
 
 
-def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21):
-    sampler = WindowSampler(num_tokens=stream.num_tokens, block_size=BLOCK_SIZE, seed=1)
+def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21, ends=None):
+    by_number = Samples([CorpusPart("text", 1.0, stream)], block_size=BLOCK_SIZE, seed=1)
     plan = BatchPlan(
-        num_windows=sampler.num_windows,
+        num_windows=by_number.num_windows,
         micro_batch_size=micro_batch_size,
         world_size=world_size,
         accumulation=8 // (micro_batch_size * world_size),
         total_samples=samples,
     )
-    return TrainLoader(stream=stream, sampler=sampler, plan=plan, rank=rank, device=CPU)
+    return TrainLoader(samples=by_number, plan=plan, rank=rank, device=CPU, ends=ends)
 
 
 def eval_loader(stream, **changes):
@@ -64,7 +66,9 @@ def eval_loader(stream, **changes):
 def inputs_that_count(batches):
     """The inputs of all micro-batches, in order, without those that fill up."""
     rows = [
-        inputs[labels[:, 0] != -100] for batch in batches for inputs, labels in batch.micro_batches
+        inputs[labels[:, 0] != -100]
+        for batch in batches
+        for inputs, labels, *_ in batch.micro_batches
     ]
     return torch.cat(rows)
 
@@ -77,7 +81,7 @@ def test_labels_are_the_tokens_that_follow(stream):
     batch = next(train_loader(stream).steps(0))
 
     assert len(batch.micro_batches) == 4
-    for inputs, labels in batch.micro_batches:
+    for inputs, labels, *_ in batch.micro_batches:
         assert inputs.dtype == labels.dtype == torch.int64
         assert inputs.shape == labels.shape == (2, BLOCK_SIZE)
         assert inputs.is_contiguous()
@@ -101,10 +105,10 @@ def test_the_smaller_last_step_is_filled_with_ignored_labels(stream):
 
     assert last.num_samples == 5
     assert last.num_tokens == 5 * BLOCK_SIZE
-    assert [labels.shape for _, labels in last.micro_batches] == [(2, BLOCK_SIZE)] * 4
-    counted = sum(int((labels != -100).sum()) for _, labels in last.micro_batches)
+    assert [micro.labels.shape for micro in last.micro_batches] == [(2, BLOCK_SIZE)] * 4
+    counted = sum(int((labels != -100).sum()) for _, labels, *_ in last.micro_batches)
     assert counted == last.num_tokens
-    assert all(int(inputs.min()) >= 0 for inputs, _ in last.micro_batches)
+    assert all(int(inputs.min()) >= 0 for inputs, *_ in last.micro_batches)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 8), (2, 1), (2, 4), (4, 2)])
@@ -127,10 +131,9 @@ def test_any_ranks_and_accumulation_read_the_same_samples_in_the_same_order(
             for pairs in zip(*(batches[step].micro_batches for batches in by_rank), strict=True)
             for pair in pairs
         ]
-        inputs = torch.cat([inputs for inputs, _ in together])
-        labels = torch.cat([labels for _, labels in together])
-        assert torch.equal(inputs, torch.cat([inputs for inputs, _ in batch.micro_batches]))
-        assert torch.equal(labels, torch.cat([labels for _, labels in batch.micro_batches]))
+        for field in ("input_ids", "labels"):
+            expected_rows = torch.cat([getattr(micro, field) for micro in batch.micro_batches])
+            assert torch.equal(torch.cat([getattr(m, field) for m in together]), expected_rows)
         assert {batches[step].num_tokens for batches in by_rank} == {batch.num_tokens}
 
 
@@ -201,14 +204,14 @@ def test_evaluation_predicts_each_token_but_the_first_once(
 
     pairs = [pair for loader in loaders for pair in loader]
 
-    labels = torch.cat([labels.reshape(-1) for _, labels in pairs])
-    inputs = torch.cat([inputs.reshape(-1) for inputs, _ in pairs])
+    labels = torch.cat([micro.labels.reshape(-1) for micro in pairs])
+    inputs = torch.cat([micro.input_ids.reshape(-1) for micro in pairs])
     counts = labels != -100
     assert sorted(labels[counts].tolist()) == list(range(1, num_tokens))
     assert torch.equal(labels[counts], inputs[counts] + 1)
     assert {len(loader) for loader in loaders} == {len(pairs) // world_size}
     assert {loader.num_tokens for loader in loaders} == {num_tokens - 1}
-    assert {tuple(inputs.shape) for inputs, _ in pairs} == {(micro_batch_size, BLOCK_SIZE)}
+    assert {tuple(micro.input_ids.shape) for micro in pairs} == {(micro_batch_size, BLOCK_SIZE)}
 
 
 def test_evaluating_twice_gives_the_same(stream):
@@ -216,15 +219,15 @@ def test_evaluating_twice_gives_the_same(stream):
 
     first, second = list(loader), list(loader)
 
-    for (inputs, labels), (same_inputs, same_labels) in zip(first, second, strict=True):
-        assert torch.equal(inputs, same_inputs)
-        assert torch.equal(labels, same_labels)
+    for micro, same in zip(first, second, strict=True):
+        assert torch.equal(micro.input_ids, same.input_ids)
+        assert torch.equal(micro.labels, same.labels)
 
 
 def test_evaluation_may_stop_after_some_batches(stream):
     loader = eval_loader(stream, max_batches=3)
 
-    labels = torch.cat([labels.reshape(-1) for _, labels in loader])
+    labels = torch.cat([micro.labels.reshape(-1) for micro in loader])
 
     assert len(loader) == 3
     assert labels.tolist() == list(range(1, 25))
@@ -236,3 +239,31 @@ def test_evaluation_may_stop_after_some_batches(stream):
 def test_a_validation_text_of_one_token_is_refused(tmp_path):
     with pytest.raises(DataError, match="validation text has 1 token"):
         eval_loader(make_stream(tmp_path, 1))
+
+
+def test_without_options_a_batch_has_neither_positions_nor_documents(stream):
+    micro = next(train_loader(stream).steps(0)).micro_batches[0]
+    evaluated = next(iter(eval_loader(stream)))
+
+    assert micro.positions is micro.documents is None
+    assert evaluated.positions is evaluated.documents is None
+
+
+def test_training_and_evaluation_tell_the_documents_of_a_window_apart(stream):
+    """Token 9 ends a document: the window 8 9 10 11 begins another one with its third token."""
+    ends = DocumentEnds(9, positions=True, attention=True)
+
+    trained = [m for batch in train_loader(stream, ends=ends).steps(0) for m in batch.micro_batches]
+    evaluated = list(eval_loader(stream, ends=ends))
+
+    for micro_batches in (trained, evaluated):
+        found = {
+            tuple(row): (positions, documents)
+            for micro in micro_batches
+            for row, positions, documents in zip(
+                *(part.tolist() for part in (micro.input_ids, micro.positions, micro.documents)),
+                strict=True,
+            )
+        }
+        assert found[8, 9, 10, 11] == ([0, 1, 0, 1], [0, 0, 1, 1])
+        assert found[12, 13, 14, 15] == ([0, 1, 2, 3], [0, 0, 0, 0])

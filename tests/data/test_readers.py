@@ -1,45 +1,47 @@
+import contextlib
 import csv
-import json
 import logging
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llm.data import text_blocks
+from llm.data.readers import Faults
 from llm.data.sources import file_source
 from llm.errors import DataError
+from tests.support.corpora import texts_of, write
 
 
-def rows(path, *, text_column=None, keep_linebreaks=True):
-    source = file_source(path, text_column=text_column, keep_linebreaks=keep_linebreaks)
-    return list(source.rows())
+def texts(path, *, faults=None, **options):
+    return texts_of(file_source(path, **{"text_column": None, **options}), faults)
 
 
-def write(path, content):
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
+def texts_in_parts(path, num_bytes, *, faults=None, **options):
+    parts = file_source(path, **{"text_column": None, **options}).split(num_bytes)
+    return [text for part in parts for text in texts_of(part, faults)]
 
 
-def test_a_text_file_is_one_document_of_lines(tmp_path):
+def test_a_text_file_is_read_in_lines(tmp_path):
     path = write(tmp_path / "a.txt", "one\n\ntwo\r\nthr\u00e9e")
 
-    assert rows(path) == [
-        ("one\n", False),
-        ("\n", False),
-        ("two\r\n", False),
-        ("thr\u00e9e", True),
+    assert texts(path) == [
+        "one\n",
+        "\n",
+        "two\r\n",
+        "thr\u00e9e",
     ]
 
 
-def test_without_line_breaks_blank_lines_go_too(tmp_path):
+def test_without_line_breaks_blank_lines_are_empty_texts(tmp_path):
     path = write(tmp_path / "a.txt", "one\n\ntwo\r\n  \n")
 
-    assert rows(path, keep_linebreaks=False) == [("one", False), ("two", True)]
+    assert texts(path, keep_linebreaks=False) == ["one", "", "two", ""]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    assert rows(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n")) == [("one\n", True)]
-    assert rows(write(tmp_path / "a.csv", b"\xef\xbb\xbftext\none\n")) == [("one", True)]
+    assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n")) == ["one\n"]
+    assert texts(write(tmp_path / "a.csv", b"\xef\xbb\xbftext\none\n")) == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -52,17 +54,17 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("A.CSV", 'id,text\r\n1,one\r\n2,"two\n"\r\n3,\r\n'),
     ],
 )
-def test_each_record_is_a_row_and_a_document(tmp_path, name, content):
+def test_each_record_is_a_text(tmp_path, name, content):
     path = write(tmp_path / name, content)
 
-    assert rows(path) == [("one", True), ("two\n", True), ("", True)]
+    assert texts(path) == ["one", "two\n", ""]
 
 
-def test_parquet_records_are_rows_and_documents(tmp_path):
+def test_parquet_records_are_texts(tmp_path):
     table = pa.table({"id": [1, 2, 3], "text": ["one", "two\n", None]})
     pq.write_table(table, tmp_path / "a.parquet")
 
-    assert rows(tmp_path / "a.parquet") == [("one", True), ("two\n", True), ("", True)]
+    assert texts(tmp_path / "a.parquet") == ["one", "two\n", ""]
 
 
 def test_the_column_is_the_one_asked_for_else_text_else_the_first(tmp_path, caplog):
@@ -70,10 +72,10 @@ def test_the_column_is_the_one_asked_for_else_text_else_the_first(tmp_path, capl
     both = write(tmp_path / "a.csv", "body,text\nb,t\n")
     neither = write(tmp_path / "b.csv", "body,title\nb,t\n")
 
-    assert rows(both, text_column="body") == [("b", True)]
-    assert rows(both) == [("t", True)]
+    assert texts(both, text_column="body") == ["b"]
+    assert texts(both) == ["t"]
     assert not caplog.messages
-    assert rows(neither) == [("b", True)]
+    assert texts(neither) == ["b"]
     assert "taking the first one, 'body'" in caplog.text
 
 
@@ -81,7 +83,7 @@ def test_a_field_may_be_longer_than_the_csv_module_likes(tmp_path):
     with open(tmp_path / "a.csv", "w") as file:
         csv.writer(file).writerows([["text"], ["x" * 300_000]])
 
-    assert rows(tmp_path / "a.csv") == [("x" * 300_000, True)]
+    assert texts(tmp_path / "a.csv") == ["x" * 300_000]
 
 
 def test_a_missing_column_is_refused_with_a_list_of_those_there_are(tmp_path):
@@ -98,14 +100,16 @@ def test_a_missing_column_is_refused_with_a_list_of_those_there_are(tmp_path):
 
     for name in names:
         with pytest.raises(DataError, match=r"no column 'story'.*--text_column from: id, body"):
-            rows(tmp_path / name, text_column="story")
+            texts(tmp_path / name, text_column="story")
 
 
 def test_a_key_that_goes_missing_later_is_refused_with_its_line(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"body": "two"}\n')
 
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2 has no column 'text'.*from: body"):
-        rows(path)
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 2: the record has no key 'text', only 'body'; mend"
+    ):
+        texts(path)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +136,14 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path, name, content, messa
     path = write(tmp_path / name, content)
 
     with pytest.raises(DataError, match=message):
-        rows(path)
+        texts(path)
 
 
 def test_parquet_values_that_are_no_strings_are_refused_with_their_row(tmp_path):
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
 
     with pytest.raises(DataError, match="row 1: the text is a value of type int"):
-        rows(tmp_path / "a.parquet")
+        texts(tmp_path / "a.parquet")
 
 
 def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path):
@@ -147,18 +151,172 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path):
     (tmp_path / "a.txt").unlink()
 
     with pytest.raises(DataError, match=r"a\.txt cannot be read: No such file"):
-        list(source.rows())
+        list(source.batches())
 
 
-def test_lines_are_streamed(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with open(path, "w") as file:
-        for _ in range(3):
-            file.write(json.dumps({"text": "one"}) + "\n")
-        file.write("broken\n")
+def test_records_are_streamed(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 3 + "broken, in the next block\n")
+    monkeypatch.setattr(text_blocks, "_BLOCK", 20)
 
-    stream = file_source(path, text_column=None, keep_linebreaks=True).rows()
+    stream = file_source(path, text_column=None).batches()
 
-    assert [next(stream) for _ in range(3)] == [("one", True)] * 3
+    assert [next(stream) for _ in range(3)] == [["one"]] * 3
     with pytest.raises(DataError, match="line 4"):
         next(stream)
+
+
+def test_the_documents_of_a_text_file_are_its_lines_its_paragraphs_or_the_file(tmp_path):
+    path = write(tmp_path / "a.txt", "one\ntwo\n\n\n \t\nthree\r\n\r\nfour")
+
+    assert texts(path, text_unit="line") == ["one", "two", "", "", "", "three", "", "four"]
+    assert texts(path, text_unit="paragraph") == ["one\ntwo", "three", "four"]
+    assert "".join(texts(path, text_unit="file")) == path.read_bytes().decode()
+    assert file_source(path, text_column=None, text_unit="file").one_document
+    assert not file_source(path, text_column=None, text_unit="paragraph").one_document
+
+
+def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_blocks, "_BLOCK", 10)
+    path = write(tmp_path / "a.txt", "some line\n" * 9 + "\n" + "other\n")
+
+    assert texts(path, text_unit="paragraph") == [("some line\n" * 9)[:-1], "other"]
+
+
+def test_skipping_passes_over_lines_that_are_not_utf8_and_counts_them(tmp_path, caplog):
+    path = write(tmp_path / "a.txt", b"one\n\xff\n\ntwo\nthr\xe9e")
+
+    faults = Faults("skip")
+
+    assert texts(path, faults=faults) == ["one\n", "\n", "two\n"]
+    assert faults.skipped == 2
+    assert f"skipped: {path}, line 2: byte 1 of the line is not UTF-8" in caplog.messages[0]
+    assert "line 5: byte 4" in caplog.messages[1]
+
+
+def test_only_the_first_three_that_are_skipped_are_shown(tmp_path, caplog):
+    path = write(tmp_path / "a.txt", b"\xff\n" * 10)
+
+    faults = Faults("skip")
+
+    assert texts(path, faults=faults) == []
+    assert faults.skipped == 10
+    assert len(caplog.messages) == 3
+
+
+def test_skipping_passes_over_csv_records_with_too_many_or_too_few_fields(tmp_path):
+    path = write(tmp_path / "a.csv", "id,text\n1,a\n2\n3,b,c\n\n4,d\n")
+
+    faults = Faults("skip")
+
+    assert texts(path, faults=faults) == ["a", "d"]
+    assert faults.skipped == 2
+
+
+@pytest.mark.parametrize("content", [b'text\n"never closed\n', b"text\nnot \xff fine\n"])
+def test_a_csv_file_that_may_have_lost_its_quotes_is_never_skipped_over(tmp_path, content):
+    with pytest.raises(DataError, match="line 2"):
+        texts(write(tmp_path / "a.csv", content), faults=Faults("skip"))
+
+
+def test_skipping_passes_over_parquet_values_that_are_no_strings(tmp_path):
+    pq.write_table(pa.table({"text": [b"bytes", None]}), tmp_path / "a.parquet")
+
+    faults = Faults("skip")
+
+    assert texts(tmp_path / "a.parquet", faults=faults) == [""]
+    assert faults.skipped == 1
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_parquet_strings_may_be_kept_in_any_way(tmp_path, kind):
+    types = {
+        "string": pa.string(),
+        "large_string": pa.large_string(),
+        "dictionary": pa.dictionary(pa.int32(), pa.string()),
+    }
+    column = pa.array(["one", "two", "one", None]).cast(types[kind])
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+
+    assert texts(tmp_path / "a.parquet") == ["one", "two", "one", ""]
+
+
+def test_parquet_parts_are_row_groups(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    rows = [str(number) for number in range(10)]
+    pq.write_table(pa.table({"body": rows}), tmp_path / "a.parquet", row_group_size=3)
+
+    for num_bytes in (1, 100, 200, 10**9):
+        assert texts_in_parts(tmp_path / "a.parquet", num_bytes) == rows
+    assert len(file_source(tmp_path / "a.parquet", text_column=None).split(1)) == 4
+    assert caplog.text.count("taking the first one, 'body'") == 4  # once each time
+
+
+def test_a_wrong_row_of_a_later_part_is_counted_from_the_beginning_of_the_file(tmp_path):
+    pq.write_table(pa.table({"text": [b"x"] * 9}), tmp_path / "a.parquet", row_group_size=4)
+    last = file_source(tmp_path / "a.parquet", text_column=None).split(1)[-1]
+
+    with pytest.raises(DataError, match=r"a\.parquet, row 9: the text is a value of type bytes"):
+        texts_of(last)
+
+
+@pytest.mark.parametrize("rows", [[], [None]])
+def test_a_parquet_file_may_hold_no_text(tmp_path, rows):
+    table = pa.table({"text": pa.array(rows, pa.string())})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    assert texts_in_parts(tmp_path / "a.parquet", 1) == [""] * len(rows)
+
+
+def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["some text"] * 1000}), path, compression="zstd")
+    whole = path.read_bytes()
+
+    for position in (0, 20, len(whole) // 2, len(whole) - 20, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        write(path, bytes(damaged))
+        with contextlib.suppress(DataError):
+            assert len(texts_in_parts(path, 1)) == 1000
+    write(path, whole[:-30])
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet: .*[^.]\.$"):
+        texts_in_parts(path, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
+def test_the_lines_of_a_text_file_are_the_same_in_any_parts(tmp_path, num_bytes):
+    path = write(tmp_path / "a.txt", "one\n\ntwo\r\nthr\u00e9e\n   \nlast")
+
+    found = texts_in_parts(path, num_bytes, text_unit="line")
+
+    assert found == ["one", "", "two", "thr\u00e9e", "", "last"]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
+def test_what_is_wrong_in_a_later_part_is_said_with_the_line_of_the_file(tmp_path, num_bytes):
+    path = write(tmp_path / "a.txt", b"one\n\ntwo\nthree and \xff\nfour\n")
+
+    with pytest.raises(DataError, match=r"a\.txt, line 4: byte 11 of the line"):
+        texts_in_parts(path, num_bytes, text_unit="line")
+
+
+def test_what_is_skipped_in_a_later_part_is_shown_without_reading_the_file_again(
+    tmp_path, monkeypatch, caplog
+):
+    path = write(tmp_path / "a.txt", b"one\ntwo\n\xff\nfour\n")
+    last = file_source(path, text_column=None, text_unit="line").split(6)[1]
+
+    texts_of(last, Faults("skip"))
+
+    assert f"skipped: {path}, line 1 of those from byte 6 on: byte 1" in caplog.text
+
+
+def test_texts_come_in_batches_of_a_bounded_size(tmp_path):
+    with open(tmp_path / "a.csv", "w") as file:
+        csv.writer(file).writerows([["text"], *[["x" * 999]] * 10_000, *[["y"]] * 40_000])
+
+    batches = list(file_source(tmp_path / "a.csv", text_column=None).batches())
+
+    assert sum(map(len, batches)) == 50_000
+    assert max(map(len, batches)) == 1 << 14
+    assert max(sum(map(len, batch)) for batch in batches) < 5_000_000

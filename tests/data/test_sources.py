@@ -1,45 +1,46 @@
+import bz2
+import gzip
+import json
+import lzma
 import os
-import sys
 
-import datasets
 import pytest
+import zstandard
 
-from llm.data.sources import dataset_sources, file_source
+from llm.data.sources import file_source, text_sources
 from llm.errors import DataError
+from tests.support.corpora import texts_of, write
+
+PACK = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
 
 
-def source(path, **changes):
-    settings = {"text_column": None, "keep_linebreaks": True}
-    return file_source(path, **{**settings, **changes})
+def source(path, **options):
+    return file_source(path, **{"text_column": None, **options})
 
 
-def splits(name, config=None, **changes):
-    settings = {"text_column": None, "trust_remote_code": False}
-    return dataset_sources(str(name), config, **{**settings, **changes})
+def found(*inputs, text_unit="line"):
+    return text_sources([str(name) for name in inputs], text_column=None, text_unit=text_unit)
 
 
-@pytest.fixture(autouse=True)
-def library_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
-    (folder / "validation.jsonl").write_text('{"text": "three"}\n')
-    return folder
+def names(*inputs):
+    return [source.name for source in found(*inputs)]
 
 
 def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path):
-    (tmp_path / "a.pdf").write_text("x")
+    for name in ("a.pdf", "a.parquet.gz"):
+        write(tmp_path / name, "x")
     (tmp_path / "empty.txt").touch()
 
     for path, message in {
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
         tmp_path: "is no file; for a folder of files use --dataset_name",
         tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, \.json, \.jsonl, \.parquet",
+        tmp_path / "a.parquet.gz": r"one of the first four packed as \.gz, \.xz, \.bz2, \.zst",
         tmp_path / "empty.txt": r"empty\.txt is empty",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -48,17 +49,41 @@ def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path)
         source(tmp_path / "none.txt", option="--validation_file")
 
 
+@pytest.mark.parametrize("packing", PACK)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n'),
+        ("a.json", '[{"text": "one"}, {"text": "two"}]'),
+        ("a.csv", "id,text\n1,one\n2,two\n"),
+        ("a.txt", "one\ntwo\n"),
+    ],
+)
+def test_every_kind_of_file_may_be_packed_in_every_way(tmp_path, packing, name, content):
+    path = write(tmp_path / f"{name}{packing}", PACK[packing](content.encode()))
+
+    (packed,) = source(path, text_unit="line").split(1)
+
+    assert texts_of(packed) == ["one", "two"]
+
+
 def test_a_file_is_told_by_path_size_time_and_what_changes_its_rows(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one\n")
+    path = write(tmp_path / "a.txt", "one\n")
     before = source(path).identity()
 
     assert source(path).identity() == before
     assert source(path, text_column="body").identity() == before  # a text file has no columns
     assert source(path, keep_linebreaks=False).identity() != before
+    assert source(path, text_unit="line").identity() != before
     os.utime(path, ns=(0, 0))
     assert source(path).identity() != before
     assert source(path).num_bytes == 4
+
+
+def test_the_column_tells_one_reading_of_a_file_of_records_from_another(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one", "body": "two"}\n')
+
+    assert source(path).identity() != source(path, text_column="body").identity()
 
 
 def test_a_relative_path_is_told_from_the_same_one_elsewhere(tmp_path, monkeypatch):
@@ -73,117 +98,115 @@ def test_a_relative_path_is_told_from_the_same_one_elsewhere(tmp_path, monkeypat
     assert identities[0] != identities[1]
 
 
-def test_a_folder_of_files_has_splits_whose_records_are_documents(folder):
-    found = splits(folder)
+def test_files_keep_the_order_in_which_they_are_named(tmp_path):
+    for name in ("b.txt", "a.jsonl"):
+        write(tmp_path / name, "x")
 
-    assert found["validation"].exists()
-    assert list(found["train"].rows()) == [("one", True), ("", True), ("two", True)]
-    assert list(found["validation"].rows()) == [("three", True)]
-
-
-def test_a_saved_data_set_is_read_and_its_configuration_not_asked_for(folder, tmp_path):
-    datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
-
-    found = splits(tmp_path / "saved", "wikitext-2-raw-v1")
-
-    assert list(found["validation"].rows()) == [("three", True)]
+    assert names(tmp_path / "b.txt", tmp_path / "a.jsonl") == [
+        f"{tmp_path}/b.txt",
+        f"{tmp_path}/a.jsonl",
+    ]
 
 
-def test_a_saved_single_split_is_the_training_text(folder, tmp_path):
-    datasets.load_dataset(str(folder), split="train").save_to_disk(tmp_path / "saved")
+def test_a_pattern_gives_its_files_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name in ("b.txt", "a.txt", ".c.txt", "deep/er/d.txt", "other.csv"):
+        write(tmp_path / name, "x")
+    (tmp_path / "folder.txt").mkdir()
 
-    found = splits(tmp_path / "saved")
-
-    assert len(list(found["train"].rows())) == 3
-    assert not found["validation"].exists()
-
-
-def test_a_folder_without_configurations_stands_in_for_one_that_has(folder, caplog):
-    found = splits(folder, "wikitext-2-raw-v1")
-
-    assert len(list(found["train"].rows())) == 3
-    assert "has no configurations" in caplog.text
+    assert names(tmp_path / "*.txt") == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
+    assert names(tmp_path / "**" / "*.txt") == [
+        f"{tmp_path}/a.txt",
+        f"{tmp_path}/b.txt",
+        f"{tmp_path}/deep/er/d.txt",
+    ]
 
 
-def test_a_configuration_may_be_a_folder_of_its_own(folder, tmp_path):
-    (tmp_path / "set").mkdir()
-    folder.rename(tmp_path / "set" / "small")
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
+    path = write(tmp_path / "a[1].txt", "x")
+    write(tmp_path / "a1.txt", "y")
 
-    assert len(list(splits(tmp_path / "set", "small")["train"].rows())) == 3
-
-
-def test_a_missing_configuration_is_refused_with_a_list_of_those_there_are(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.txt").write_text("x\n")
-    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("a", "b"))
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-
-    for config, lack in {"c": "no 'c'", None: "several configurations"}.items():
-        with pytest.raises(DataError, match=f"has {lack}; .*--dataset_config_name from: 'a', 'b'"):
-            splits(tmp_path, config)["train"].exists()
+    assert names(path) == [str(path)]
 
 
-def test_a_data_set_without_a_train_split_is_refused_with_a_list_of_its_splits(tmp_path):
-    (tmp_path / "test.jsonl").write_text('{"text": "x"}\n')
+def test_a_folder_gives_all_files_of_a_known_kind_but_hidden_ones(tmp_path):
+    for name in ("b/z.txt.gz", "b/.hidden.txt", ".git/c.txt", "notes.pdf", "a.csv", "b/a.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, "x")
 
-    with pytest.raises(DataError, match="no split 'train', only: test"):
-        list(splits(tmp_path)["train"].rows())
-
-
-def test_a_missing_column_of_a_data_set_is_refused_with_a_list(folder):
-    with pytest.raises(DataError, match="no column 'body'; choose one with --text_column from"):
-        list(splits(folder, text_column="body")["train"].rows())
+    assert names(tmp_path) == [
+        f"{tmp_path}/{name}" for name in ("a.csv", "b/a.parquet", "b/z.txt.gz")
+    ]
 
 
-def test_a_broken_or_empty_folder_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"cannot be read: .*doesn't contain any data files"):
-        splits(tmp_path)["train"].exists()
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text":\n')
-    with pytest.raises(DataError, match=r"--dataset_name .* cannot be read"):
-        splits(tmp_path)["train"].exists()
+def test_token_files_and_unfinished_ones_in_a_folder_are_no_text(tmp_path):
+    (tmp_path / "wiki.parts").mkdir()
+    for name in ("wiki.json", "wiki.bin", "wiki.parts/plan.json", "other.json"):
+        write(tmp_path / name, "{}")
+
+    assert names(tmp_path) == [f"{tmp_path}/other.json"]
 
 
-def test_a_name_that_the_hub_does_not_answer_to_is_refused_with_the_way_out(monkeypatch):
-    def unreachable(*_, **__):
-        raise ConnectionError("Couldn't reach 'wikitext' on the Hub\nand more")
+def test_a_hidden_folder_may_be_named(tmp_path):
+    (tmp_path / ".cache").mkdir()
+    write(tmp_path / ".cache" / "a.txt", "x")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert names(tmp_path / ".cache") == [f"{tmp_path}/.cache/a.txt"]
 
-    with pytest.raises(
-        DataError,
-        match=r"--dataset_name wikitext cannot .* \(Couldn't reach 'wikitext' on the Hub\); "
-        "check the name and the connection, or name a local folder",
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", "x")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+
+    for inputs in (
+        ["a.txt", "a.txt"],
+        ["a.txt", "*.txt"],
+        [tmp_path, "./a.txt"],
+        ["link.txt", "a.txt"],
     ):
-        splits("wikitext", "wikitext-2-raw-v1")["train"].exists()
+        with pytest.raises(
+            DataError, match=r"--input names .*(a|link)\.txt twice; give each file once"
+        ):
+            found(*inputs)
 
 
-def test_a_path_without_a_folder_does_not_ask_the_hub(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        splits(tmp_path / "none")
-    with pytest.raises(DataError, match="does not exist"):
-        splits("./none")
-    (tmp_path / "a.txt").write_text("x\n")
-    with pytest.raises(DataError, match="name it with --train_file"):
-        splits(tmp_path / "a.txt")
+def test_what_gives_no_file_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty" / "a.pdf", "x")
+
+    for name, message in {
+        tmp_path / "none.txt": r"--input .*none\.txt does not exist; check the path",
+        tmp_path / "*.jsonl": r"--input .*\*\.jsonl matches no file; check the pattern",
+        tmp_path / "empty": r"is a folder without any file of a known kind: \.txt, \.csv",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            found(name)
 
 
-def test_a_data_set_is_told_without_the_library(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it now fails
+def test_a_plain_file_of_lines_is_cut_and_others_are_whole(tmp_path):
+    line = json.dumps({"text": "x" * 80}) + "\n"
+    plain = source(write(tmp_path / "a.jsonl", line * 10))
 
-    before = splits(folder)["train"].identity()
+    assert [part.num_bytes for part in plain.split(400)] == [400, 400, 130]
+    assert [len(texts_of(part)) for part in plain.split(400)] == [5, 4, 1]
+    assert plain.split(930) == [plain]
+    for name, content in {
+        "a.jsonl.gz": gzip.compress(line.encode()),
+        "a.json": line,
+        "a.csv": "text\n" + line,
+    }.items():
+        whole = source(write(tmp_path / name, content))
+        assert whole.split(10) == [whole]
+    for unit, count in {"line": 25, "paragraph": 1, "file": 1}.items():
+        assert len(source(write(tmp_path / "a.txt", "x\n" * 50), text_unit=unit).split(4)) == count
 
-    assert splits(folder)["validation"].identity() != before
-    assert (
-        splits("wikitext", "a")["train"].identity() != splits("wikitext", "b")["train"].identity()
-    )
-    (folder / "train.jsonl").write_text('{"text": "longer than before"}\n')
-    assert splits(folder)["train"].identity() != before
 
+def test_the_bytes_read_of_all_parts_are_about_those_of_the_file(tmp_path):
+    plain = source(write(tmp_path / "a.jsonl", '{"text": "x"}\n' * 1000))
+    parts = plain.split(5000)
 
-def test_the_progress_bars_of_the_library_are_given_back(folder):
-    datasets.enable_progress_bars()
+    for part in parts:
+        texts_of(part)
 
-    splits(folder)["train"].exists()
-
-    assert datasets.is_progress_bar_enabled()
+    assert [part.consumed for part in parts] == [14_000, 9_001, 4_001]  # a block reads beyond

@@ -13,18 +13,20 @@ from llm.data import token_cache
 from llm.errors import ConfigError, DataError
 from tests.support.corpora import (
     ListSource,
+    byte_tokenizer,
+    error_on_a_full_disk,
     prepare_bytes,
-    prepare_on_a_full_disk,
+    prepare_much,
     prepare_watched,
 )
 
 SPAWN = multiprocessing.get_context("spawn")
-OTHER = [("other", True)]
+OTHER = ["other"]
 
 
 class FailingSource(ListSource):
-    def rows(self):
-        yield ("fine", True)
+    def batches(self, faults=None):
+        yield "fine"
         raise DataError("line 2 is broken")
 
 
@@ -73,7 +75,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     with SPAWN.Pool(1) as pool:
-        message = pool.apply(prepare_on_a_full_disk, (tmp_path, 10_000))
+        message = pool.apply(error_on_a_full_disk, (10_000, prepare_much, tmp_path))
 
     assert "cannot be written" in message
     assert str(tmp_path) in message
@@ -102,13 +104,9 @@ def test_the_other_ranks_of_a_launch_repeat_the_error_and_not_the_work(tmp_path)
 
 
 def test_the_repeated_error_is_of_the_same_class(tmp_path):
-    class NoEnd:
-        eos_token_id = None
-        is_fast = False
-
     for reported in (False, True):
         with pytest.raises(ConfigError, match="--no_append_eos") as error:
-            prepare_bytes(tmp_path, tokenizer=NoEnd(), launch="a")
+            prepare_bytes(tmp_path, tokenizer=byte_tokenizer(eos_token_id=None), launch="a")
         assert error.value.reported is reported
 
 
@@ -129,9 +127,7 @@ def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch
     assert prepare_bytes(tmp_path, train=ListSource(OTHER), launch="none").train.num_tokens == 6
 
     monkeypatch.setattr(token_cache, "_STARTED", time.time())
-    again = prepare_bytes(
-        tmp_path, train=ListSource([("new", True)]), launch="none", overwrite_cache=True
-    )
+    again = prepare_bytes(tmp_path, train=ListSource(["new"]), launch="none", overwrite_cache=True)
     assert again.train.num_tokens == 4
 
 
@@ -153,7 +149,7 @@ def test_a_single_process_leaves_no_note(tmp_path):
 
 def test_overwriting_happens_once_a_launch(tmp_path):
     def num_tokens(text, **changes):
-        return prepare_bytes(tmp_path, train=ListSource([(text, True)]), **changes).train.num_tokens
+        return prepare_bytes(tmp_path, train=ListSource([text]), **changes).train.num_tokens
 
     assert num_tokens("a") == 2
     assert num_tokens("ab") == 2  # the cache cannot know
@@ -211,16 +207,14 @@ def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_pat
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
 
     class Overtaken(ListSource):
-        def rows(self):
+        def batches(self, faults=None):
             pid = os.getpid()
             monkeypatch.setattr(os, "getpid", lambda: pid + 1)
             prepare_bytes(tmp_path)
             monkeypatch.setattr(os, "getpid", lambda: pid)
-            yield from super().rows()
+            yield from super().batches()
 
-    assert (
-        prepare_bytes(tmp_path, train=Overtaken([("ab", True), ("c", True)])).train.num_tokens == 5
-    )
+    assert prepare_bytes(tmp_path, train=Overtaken(["ab", "c"])).train.num_tokens == 5
     assert len(folders(tmp_path)) == 1
 
 

@@ -1,4 +1,5 @@
 import struct
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm.data.token_check import check, id_range
 from llm.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from llm.errors import DataError
 
@@ -58,16 +60,58 @@ def test_what_was_written_is_read(tmp_path):
     assert [file.sequence_end(n) for n in range(5)] == [0, 3, 4, 6, 6]
 
 
-@settings(max_examples=30, deadline=None)
-@given(documents=st.lists(st.lists(st.lists(st.integers(0, 65535)), min_size=1)))
-def test_any_documents_survive_writing_and_reading(tmp_path_factory, documents):
-    file = TokenFile(write(tmp_path_factory.mktemp("any") / "text", documents))
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 65535)), min_size=1)),
+    dtype=st.sampled_from(["<u2", "<i4"]),
+)
+def test_any_documents_survive_writing_and_reading(tmp_path_factory, documents, dtype):
+    prefix = write(tmp_path_factory.mktemp("any") / "text", documents, dtype)
+    file = TokenFile(prefix)
 
     sequences = [sequence for document in documents for sequence in document]
+    assert file.tokens.dtype == np.dtype(dtype)
     assert file.tokens.tolist() == [token for sequence in sequences for token in sequence]
     assert file.lengths.tolist() == [len(sequence) for sequence in sequences]
     assert np.diff(file.documents).tolist() == [len(document) for document in documents]
     assert file.sequence_end(len(sequences)) == file.num_tokens
+    for number, document in enumerate(documents):
+        tokens = file.tokens[file.document_start(number) : file.document_start(number + 1)]
+        assert tokens.tolist() == [token for sequence in document for token in sequence]
+    assert check(file, vocab_size=65536) == []
+
+
+def test_the_last_document_start_is_the_end_of_all_tokens(tmp_path):
+    file = TokenFile(write(tmp_path / "text"))
+
+    assert [file.document_start(n) for n in range(3)] == [0, 4, 6]
+    assert file.document_starts(1, 3).tolist() == [4, 6]
+    for number in (-1, 3):
+        with pytest.raises(IndexError, match=f"no document {number} of 2"):
+            file.document_start(number)
+
+
+def test_documents_may_be_empty_at_either_end_and_in_between(tmp_path):
+    with TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        writer.end_document()
+        writer.add(np.array([1, 2]), ends_document=True)
+        writer.end_document()
+        writer.add(np.array([3]), ends_document=True)
+        writer.end_document()
+
+    file = TokenFile(tmp_path / "text")
+
+    assert file.documents.tolist() == [0, 0, 1, 1, 2, 2]
+    assert [file.document_start(n) for n in range(6)] == [0, 0, 2, 2, 3, 3]
+    assert check(file) == []
+
+
+def test_a_file_without_documents_or_tokens_is_a_token_file(tmp_path):
+    file = TokenFile(write(tmp_path / "text", []))
+
+    assert (file.num_tokens, file.num_sequences, file.num_documents) == (0, 0, 0)
+    assert file.document_start(0) == 0
+    assert check(file, vocab_size=1) == []
 
 
 def test_an_unfinished_document_is_closed_with_the_file(tmp_path):
@@ -139,28 +183,96 @@ def test_a_damaged_pair_is_refused_with_its_name_and_fault(tmp_path, damage, mes
 
 @pytest.mark.parametrize("offset", [7, 14, -2])
 def test_a_pointer_out_of_the_file_is_refused_when_followed(tmp_path, offset):
-    prefix = write(tmp_path / "text")
+    prefix = write(tmp_path / "text", [[[1, 2, 3]], [[4]], [[5, 6]]])
     idx = bytearray((tmp_path / "text.idx").read_bytes())
     idx[54:62] = struct.pack("<q", offset)
     (tmp_path / "text.idx").write_bytes(idx)
 
-    with pytest.raises(DataError, match="wrong pointer at sequence 1"):
-        TokenFile(prefix).sequence_end(1)
+    for follow in (TokenFile(prefix).sequence_end, TokenFile(prefix).document_start):
+        with pytest.raises(DataError, match="wrong pointer at sequence 1"):
+            follow(1)
 
 
-def test_a_file_of_a_trillion_tokens_opens_at_once(tmp_path):
-    with open(tmp_path / "text.bin", "wb") as file:
-        file.truncate(2 * 10**12)
-    num_sequences = 10**12 // 2**30
-    lengths = np.full(num_sequences, 2**30, dtype="<i4")
-    lengths[-1] += 10**12 % 2**30
-    offsets = np.arange(num_sequences, dtype="<i8") * 2**31
-    documents = np.arange(num_sequences + 1, dtype="<i8")
-    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, num_sequences, num_sequences + 1)
-    tables = lengths.tobytes() + offsets.tobytes() + documents.tobytes()
-    (tmp_path / "text.idx").write_bytes(header + tables)
+@pytest.mark.parametrize("sequence", [4, -1])
+def test_a_document_out_of_the_file_is_refused_when_followed(tmp_path, sequence):
+    prefix = write(tmp_path / "text")
+    idx = bytearray((tmp_path / "text.idx").read_bytes())
+    idx[78:86] = struct.pack("<q", sequence)
+    (tmp_path / "text.idx").write_bytes(idx)
 
-    file = TokenFile(tmp_path / "text")
+    with pytest.raises(DataError, match=r"text\.idx has a wrong pointer at document 1"):
+        TokenFile(prefix).document_start(1)
 
-    assert file.num_tokens == 10**12
-    assert file.tokens[10**12 - 1] == 0
+
+def test_a_sequence_longer_than_the_index_can_say_is_refused(tmp_path):
+    too_long = np.broadcast_to(np.uint16(1), 2**31)  # takes two bytes
+
+    with (
+        TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer,
+        pytest.raises(DataError, match="2,147,483,648 tokens is too long"),
+    ):
+        writer.add(too_long, ends_document=True)
+
+
+def test_opening_and_reading_take_no_longer_for_a_trillion_tokens(tmp_path):
+    """Both files are sparse: 10^12 tokens in 10^9 sequences, of which only the ends are written."""
+    num_sequences = 10**9
+    offsets = 34 + 4 * num_sequences
+    documents = offsets + 8 * num_sequences
+    try:
+        with open(tmp_path / "text.bin", "wb") as file:
+            file.truncate(2 * 10**12)
+            file.seek(2 * 1024 * 10**8)
+            file.write(struct.pack("<2H", 7, 8))
+        with open(tmp_path / "text.idx", "wb") as file:
+            head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, num_sequences, num_sequences + 1)
+            file.write(head)
+            for place, number, layout in (
+                (offsets - 4, 1000, "<i"),
+                (documents - 8, 2 * (10**12 - 1000), "<q"),
+                (documents + 8 * num_sequences, num_sequences, "<q"),
+            ):
+                file.seek(place)
+                file.write(struct.pack(layout, number))
+    except OSError as error:
+        pytest.skip(f"the file system holds no sparse file of 2 TB: {error}")
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        opened = TokenFile(tmp_path / "text")
+        window = opened.tokens[1024 * 10**8 : 1024 * 10**8 + 1025].tolist()
+        end = opened.document_start(10**9)
+        seconds.append(time.perf_counter() - began)
+
+    assert opened.num_tokens == end == 10**12
+    assert window == [7, 8, *[0] * 1023]
+    assert min(seconds) < 0.010
+
+
+def test_the_check_finds_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
+    file = TokenFile(write(tmp_path / "text", [[[5, -3, 70000]]], "<i4"))
+
+    assert id_range(file) == (-3, 70000)
+    assert check(file) == []
+    assert check(file, vocab_size=70000) == [
+        f"{tmp_path}/text.bin has negative ids, down to -3.",
+        f"{tmp_path}/text.bin has ids up to 70000, which a vocabulary of 70000 does not reach.",
+    ]
+
+
+def test_the_check_counts_faults_over_all_chunks_of_the_index(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm.data.token_check._CHUNK", 3)
+    prefix = write(tmp_path / "text", [[[1, 2]]] * 10)
+    assert check(TokenFile(prefix), vocab_size=3) == []
+    idx = bytearray((tmp_path / "text.idx").read_bytes())
+    struct.pack_into("<i", idx, 34 + 4 * 4, -2)
+    struct.pack_into("<q", idx, 34 + 40 + 8 * 8, 30)
+    struct.pack_into("<q", idx, 34 + 40 + 80 + 8 * 6, 9)
+    (tmp_path / "text.idx").write_bytes(idx)
+
+    assert check(TokenFile(prefix)) == [
+        f"{prefix}.idx has 1 sequences of negative length; the first one is number 4.",
+        f"{prefix}.idx has 3 sequences that do not end where the next one starts; the first one is "
+        "number 4.",
+        f"{prefix}.idx has 1 documents that end before they start; the first one is number 6.",
+    ]

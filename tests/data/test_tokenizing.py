@@ -1,19 +1,19 @@
 import json
 import logging
-import time
 
 import pytest
-from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
 
+from llm.data import tokenize_parts
 from llm.data.sources import file_source
 from llm.errors import ConfigError, DataError
-from tests.support.corpora import ByteTokenizer, ListSource, prepare_bytes
+from llm.text_tokenizer import from_transformers
+from tests.support.corpora import ListSource, byte_tokenizer, prepare_bytes
 from tests.support.tokenizers import tiny_tokenizer
 
 
 class UnreadableSource(ListSource):
-    def rows(self):
+    def batches(self, faults=None):
         raise AssertionError("the text was read")
 
 
@@ -27,27 +27,27 @@ def ids(text):
 
 
 def test_rows_become_tokens_and_documents_end_with_the_end_token(tmp_path):
-    train = ListSource([("ab", False), ("c", True), ("\u00e9", True)])
+    train = ListSource(["ab", "\u00e9"])
 
     prepared = prepare_bytes(tmp_path, train=train)
 
-    assert prepared.train.tokens.tolist() == [*ids("ab"), *ids("c"), 0, *ids("\u00e9"), 0]
-    assert prepared.train.lengths.tolist() == [2, 2, 3]
-    assert prepared.train.documents.tolist() == [0, 2, 3]
+    assert prepared.train.tokens.tolist() == [*ids("ab"), 0, *ids("\u00e9"), 0]
+    assert prepared.train.lengths.tolist() == [3, 3]
+    assert prepared.train.documents.tolist() == [0, 1, 2]
     assert prepared.validation is None
     assert prepared.info == {
-        "format": 2,
+        "format": 3,
         "tokenizer_fingerprint": "bytes",
         "append_eos": True,
         "dtype": "uint16",
         "written": {"launch": None, "time": prepared.info["written"]["time"]},
         "train": {
             "source": "list",
-            "rows": 3,
+            "rows": 2,
             "empty_rows": 0,
             "documents": 2,
-            "tokens": 7,
-            "bytes": 5,
+            "tokens": 6,
+            "bytes": 4,
             "largest_token": 0xC3 + 1,
         },
         "validation": None,
@@ -55,16 +55,27 @@ def test_rows_become_tokens_and_documents_end_with_the_end_token(tmp_path):
 
 
 def test_without_the_end_token_only_the_index_knows_where_documents_end(tmp_path):
-    train = ListSource([("ab", False), ("c", True), ("d", True)])
+    train = ListSource(["abc", "d"])
 
     prepared = prepare_bytes(tmp_path, train=train, append_eos=False)
 
     assert prepared.train.tokens.tolist() == ids("abcd")
-    assert prepared.train.documents.tolist() == [0, 2, 3]
+    assert prepared.train.documents.tolist() == [0, 1, 2]
+
+
+def test_the_rows_of_one_document_are_sequences_of_which_the_last_ends_it(tmp_path):
+    train = ListSource(["ab", "", "c", ""], one_document=True)
+
+    prepared = prepare_bytes(tmp_path, train=train)
+
+    assert prepared.train.tokens.tolist() == [*ids("ab"), *ids("c"), 0]
+    assert prepared.train.lengths.tolist() == [2, 2]
+    assert prepared.train.documents.tolist() == [0, 2]
+    assert prepared.row_bytes.tolist() == [2, 1]
 
 
 def test_empty_documents_are_dropped_and_counted(tmp_path):
-    train = ListSource([("", True), ("ab", True), ("", True)])
+    train = ListSource(["", "ab", ""])
 
     prepared = prepare_bytes(tmp_path, train=train)
 
@@ -73,19 +84,8 @@ def test_empty_documents_are_dropped_and_counted(tmp_path):
     assert prepared.info["train"]["empty_rows"] == 2
 
 
-@pytest.mark.parametrize("append_eos", [True, False])
-def test_an_empty_last_row_still_ends_its_document(tmp_path, append_eos):
-    train = ListSource([("ab", False), ("", True), ("c", True)])
-
-    prepared = prepare_bytes(tmp_path, train=train, append_eos=append_eos)
-
-    end = [0] if append_eos else []
-    assert prepared.train.tokens.tolist() == [*ids("ab"), *end, *ids("c"), *end]
-    assert prepared.train.num_documents == 2
-
-
 def test_large_texts_are_encoded_in_batches_without_a_seam(tmp_path):
-    train = ListSource([("x" * 300_000, True)] * 9 + [("y", True)] * 20_000)
+    train = ListSource(["x" * 300_000] * 9 + ["y"] * 20_000)
 
     prepared = prepare_bytes(tmp_path, train=train)
 
@@ -103,9 +103,11 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path):
 def test_a_fast_tokenizer_gives_the_ids_that_transformers_gives(tmp_path):
     tokenizer = tiny_tokenizer()
     texts = ["the quick brown fox", "caf\u00e9 \U0001f600", "  spaces\n"]
-    train = ListSource([(text, True) for text in texts])
+    train = ListSource(texts)
 
-    prepared = prepare_bytes(tmp_path, train=train, tokenizer=tokenizer, vocab_size=len(tokenizer))
+    prepared = prepare_bytes(
+        tmp_path, train=train, tokenizer=from_transformers(tokenizer, "tiny"), vocab_size=300
+    )
 
     expected = [[*tokenizer.encode(text, add_special_tokens=False), 0] for text in texts]
     assert prepared.train.tokens.tolist() == [id for ids in expected for id in ids]
@@ -118,8 +120,8 @@ def test_an_end_token_spelled_out_in_the_text_is_text(tmp_path, slow):
 
     prepared = prepare_bytes(
         tmp_path,
-        train=ListSource([(text, True)]),
-        tokenizer=tokenizer,
+        train=ListSource([text]),
+        tokenizer=from_transformers(tokenizer, "any"),
         vocab_size=len(tokenizer),
     )
 
@@ -129,27 +131,8 @@ def test_an_end_token_spelled_out_in_the_text_is_text(tmp_path, slow):
     assert tokenizer.decode(tokens[:-1]) == text
 
 
-def test_padding_and_truncation_of_a_tokenizer_are_set_aside_and_given_back(tmp_path):
-    tokenizer = tiny_tokenizer()
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    backend.enable_truncation(max_length=3, stride=1)
-    backend.enable_padding(length=5, pad_id=7)
-    before = (backend.truncation, backend.padding, backend.encode_special_tokens)
-
-    prepared = prepare_bytes(
-        tmp_path,
-        train=ListSource([("z" * 10, True), ("q", True)]),
-        tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
-    )
-
-    assert prepared.train.lengths.tolist() == [11, 2]
-    assert (backend.truncation, backend.padding, backend.encode_special_tokens) == before
-
-
 def test_an_end_token_that_the_tokenizer_lacks_is_refused(tmp_path):
-    tokenizer = ByteTokenizer()
-    tokenizer.eos_token_id = None
+    tokenizer = byte_tokenizer(eos_token_id=None)
 
     with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
         prepare_bytes(tmp_path, tokenizer=tokenizer)
@@ -158,12 +141,8 @@ def test_an_end_token_that_the_tokenizer_lacks_is_refused(tmp_path):
 
 @pytest.mark.parametrize("shift", [100, 70_000])
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, shift):
-    class Shifted(ByteTokenizer):
-        def encode(self, text, **_):
-            return [byte + 1 + shift for byte in text.encode()]
-
     with pytest.raises(DataError, match=r"gives the id .* beyond the model's vocabulary of 180"):
-        prepare_bytes(tmp_path, tokenizer=Shifted(), vocab_size=180)
+        prepare_bytes(tmp_path, tokenizer=byte_tokenizer(shift=shift), vocab_size=180)
     assert not list(tmp_path.glob("*/"))
 
 
@@ -174,7 +153,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_from_the_cache_too(tmp_path):
         prepare_bytes(tmp_path, vocab_size=50)
 
 
-@pytest.mark.parametrize("rows", [[], [("", True)] * 3])
+@pytest.mark.parametrize("rows", [[], [""] * 3])
 def test_a_text_without_text_is_refused(tmp_path, rows):
     with pytest.raises(
         DataError, match=rf"list holds no text: {len(rows)} rows, all of them empty"
@@ -185,7 +164,7 @@ def test_a_text_without_text_is_refused(tmp_path, rows):
 
 def test_the_second_time_no_text_is_read(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
-    first = prepare_bytes(tmp_path, validation=ListSource([("v", True)], name="valid"))
+    first = prepare_bytes(tmp_path, validation=ListSource(["v"], name="valid"))
 
     second = prepare_bytes(
         tmp_path,
@@ -200,7 +179,7 @@ def test_the_second_time_no_text_is_read(tmp_path, caplog):
 
 
 def test_the_absence_of_a_validation_split_is_remembered(tmp_path):
-    prepare_bytes(tmp_path, validation=AbsentSource([("v", True)], name="valid"))
+    prepare_bytes(tmp_path, validation=AbsentSource(["v"], name="valid"))
 
     second = prepare_bytes(tmp_path, validation=UnreadableSource([], name="valid"))
 
@@ -208,7 +187,7 @@ def test_the_absence_of_a_validation_split_is_remembered(tmp_path):
 
 
 def test_a_validation_text_alone_is_enough(tmp_path):
-    prepared = prepare_bytes(tmp_path, train=None, validation=ListSource([("v", True)]))
+    prepared = prepare_bytes(tmp_path, train=None, validation=ListSource(["v"]))
 
     assert prepared.train is None
     assert prepared.validation.num_tokens == 2
@@ -227,7 +206,7 @@ def test_whatever_changes_the_bytes_has_its_own_cache(tmp_path):
     assert folders(vocab_size=300) == 1  # of the same dtype
     assert folders(vocab_size=70_000) == 2
     assert folders(append_eos=False) == 3
-    assert folders(tokenizer_fingerprint="other") == 4
+    assert folders(tokenizer=byte_tokenizer(fingerprint="other")) == 4
     for number, keep_linebreaks in enumerate([True, False], 5):
         source = file_source(text, text_column=None, keep_linebreaks=keep_linebreaks)
         assert folders(train=source) == number
@@ -244,19 +223,18 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
     assert prepare_bytes(tmp_path).train.tokens.tolist() == first.train.tokens.tolist()
 
 
-def test_progress_is_told_about_once_a_second(tmp_path, monkeypatch):
-    clock = iter(0.4 * tick for tick in range(100))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+def test_progress_is_told_as_rows_tokens_and_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_parts, "_REPORT_SECONDS", 0.0)
     told = []
 
     prepare_bytes(
         tmp_path,
-        train=ListSource([("x" * 2**20, True)] * 6),
+        train=ListSource(["xy", "z"]),
         progress=lambda *counts: told.append(counts),
     )
 
-    batch = 2**20
-    assert told == [(rows, rows * (batch + 1), rows * batch) for rows in (3, 6)]
+    assert told[:2] == [(1, 3, 2), (2, 5, 3)]
+    assert told[-1] == (2, 5, 3)
 
 
 def test_the_information_lies_beside_the_tokens_as_json(tmp_path):

@@ -12,6 +12,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, check_precision, make_accelerator
+from llm.strategy import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -54,7 +55,7 @@ def share(step: int, strategy: AcceleratedStrategy, accumulation: int):
     for number in range(accumulation):
         first = (number * strategy.world_size + strategy.rank) * size
         part = slice(first, first + size)
-        micro_batches.append((input_ids[part], labels[part]))
+        micro_batches.append(MicroBatch(input_ids[part], labels[part]))
     return micro_batches, int((labels != -100).sum())
 
 
@@ -219,13 +220,13 @@ def test_a_loaded_state_goes_on_bit_for_bit():
 
 def votes():
     strategy = make_strategy()
-    asked = [strategy.agree(strategy.rank == 1 and turn == 1) for turn in range(4)]
+    asked = [strategy.agree([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
     return asked
 
 
 def test_all_ranks_learn_of_a_flag_at_the_next_call():
     first, second = values(run_ranks(votes, 2))
-    assert first == second == [False, False, True, False]
+    assert first == second == [[False, False], [False, False], [True, False], [False, False]]
 
 
 def test_fp8_on_a_cpu_is_refused_by_name():

@@ -2,30 +2,52 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from llm.data.readers import Faults
+from llm.data.sources import Source
 from llm.data.tokenizing import PreparedData, prepare
+from llm.errors import DataError
+from llm.text_tokenizer import TextTokenizer
 
 
-class ByteTokenizer:
-    """Ids 1 to 256 are bytes, 0 ends a text; looks like a slow tokenizer of transformers."""
+def texts_of(source: Source, faults: Faults | None = None) -> list[str]:
+    """All texts of a source, out of their batches."""
+    return [text for batch in source.batches(faults) for text in batch]
 
-    is_fast = False
-    eos_token_id = 0
 
-    def encode(self, text: str, **_: object) -> list[int]:
-        return [byte + 1 for byte in text.encode()]
+def write(path: Path, content: str | bytes) -> Path:
+    """Writes a file, text as UTF-8 and without touching its line ends."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def byte_tokenizer(
+    *, shift: int = 1, eos_token_id: int | None = 0, fingerprint: str = "bytes"
+) -> TextTokenizer:
+    """Ids 1 to 256 are bytes, 0 ends a text; one in Python."""
+    return TextTokenizer(
+        name="bytes",
+        backend=None,
+        encode_slow=lambda text: [byte + shift for byte in text.encode()],
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+        size=256 + shift,
+        fingerprint=fingerprint,
+    )
 
 
 class ListSource:
-    """Rows from memory."""
+    """Texts from memory, each of them a document unless they are one together."""
 
     num_bytes: int | None = None
+    consumed = 0
 
-    def __init__(self, rows: list[tuple[str, bool]], *, name: str = "list") -> None:
+    def __init__(self, texts: list[str], *, name: str = "list", one_document: bool = False) -> None:
         self.name = name
-        self._rows = rows
+        self.one_document = one_document
+        self._texts = texts
 
     def identity(self) -> dict[str, str]:
         return {"list": self.name}
@@ -33,33 +55,36 @@ class ListSource:
     def exists(self) -> bool:
         return True
 
-    def rows(self) -> Iterator[tuple[str, bool]]:
-        yield from self._rows
+    def split(self, num_bytes: int) -> list["ListSource"]:
+        return [self]
+
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        for text in self._texts:
+            yield [text]
 
 
 class WatchedSource(ListSource):
-    """Appends a line to `reads` whenever its rows are read, and takes its time."""
+    """Appends a line to `reads` whenever its texts are read, and takes its time."""
 
-    def __init__(self, rows: list[tuple[str, bool]], reads: Path, seconds: float) -> None:
-        super().__init__(rows, name="watched")
+    def __init__(self, texts: list[str], reads: Path, seconds: float) -> None:
+        super().__init__(texts, name="watched")
         self._reads = reads
         self._seconds = seconds
 
-    def rows(self) -> Iterator[tuple[str, bool]]:
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
         with open(self._reads, "a") as file:
             file.write("read\n")
-        for row in self._rows:
-            yield row
-            time.sleep(self._seconds / len(self._rows))
+        for text in self._texts:
+            yield [text]
+            time.sleep(self._seconds / len(self._texts))
 
 
 def prepare_bytes(cache_dir: Path, **changes: object) -> PreparedData:
     """Calls `prepare` with the byte tokenizer and small defaults."""
     settings: dict[str, object] = {
-        "train": ListSource([("ab", True), ("c", True)]),
+        "train": ListSource(["ab", "c"]),
         "validation": None,
-        "tokenizer": ByteTokenizer(),
-        "tokenizer_fingerprint": "bytes",
+        "tokenizer": byte_tokenizer(),
         "append_eos": True,
         "vocab_size": 257,
         "num_workers": None,
@@ -73,19 +98,22 @@ def prepare_bytes(cache_dir: Path, **changes: object) -> PreparedData:
 
 def prepare_watched(cache_dir: Path, reads: Path, seconds: float, launch: str | None) -> None:
     """What a process of its own does in the tests of the lock."""
-    rows = [("some text", True)] * 20
-    prepare_bytes(cache_dir, train=WatchedSource(rows, reads, seconds), launch=launch)
+    texts = ["some text"] * 20
+    prepare_bytes(cache_dir, train=WatchedSource(texts, reads, seconds), launch=launch)
 
 
-def prepare_on_a_full_disk(cache_dir: Path, num_bytes: int) -> str:
-    """The error of a preparation in which no file may grow beyond `num_bytes`."""
+def error_on_a_full_disk(num_bytes: int, function: Callable[..., object], *args: object) -> str:
+    """The error of a call in which files are limited to `num_bytes`; for a process of its own."""
     import resource
-
-    from llm.errors import DataError
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
     try:
-        prepare_bytes(cache_dir, train=ListSource([("x" * 1000, True)] * 100))
+        function(*args)
     except DataError as error:
         return str(error)
     return f"no error in process {os.getpid()}"
+
+
+def prepare_much(cache_dir: Path) -> None:
+    """A preparation that writes files of up to 200 kB."""
+    prepare_bytes(cache_dir, train=ListSource(["x" * 1000] * 100))

@@ -39,7 +39,7 @@ def reads_of_a_step(mixed_precision: str) -> list[str]:
             strategy.set_learning_rate(1e-3)
             loss_sum = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
             grad_norm, skipped = strategy.optimizer_step(1.0)
-            meter.add(loss_sum, num_tokens, grad_norm=grad_norm, skipped=skipped)
+            meter.add(0, loss_sum, num_tokens, grad_norm=grad_norm, skipped=skipped)
     return reads.seen
 
 
@@ -55,6 +55,19 @@ def test_no_family_reads_a_value_in_forward_or_backward(family):
     tokens = torch.randint(300, (2, 17))
     with Reads() as reads:
         objective, _ = loss(tokens[:, :-1], tokens[:, 1:])
+        objective.backward()
+    assert reads.seen == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_documents_are_kept_apart_without_a_read(family):
+    windows_are_whole()
+    loss = LanguageModelLoss(AutoModelForCausalLM.from_config(tiny_config(family)))
+    tokens = torch.randint(300, (2, 17))
+    places = torch.arange(16).expand(2, 16)
+    positions, documents = places % 5, places // 5
+    with Reads() as reads:
+        objective, _ = loss(tokens[:, :-1], tokens[:, 1:], positions, documents)
         objective.backward()
     assert reads.seen == []
 

@@ -258,11 +258,13 @@ def test_a_run_that_fails_says_why_in_one_sentence_and_in_its_status(bench):
         "fails", max_train_steps=4, checkpointing_steps=2, resume_from_checkpoint=True
     )
     assert run.codes == [2]
-    assert "error: The checkpoint of step 2 could not be written" in run.output
+    assert "The checkpoint of step 2 could not be written" in run.output
+    assert "Training goes on." in run.output
+    assert "error: The checkpoint of step 4 could not be written" in run.output
     status = run.read_json("status.json")
     assert status["status"] == "failed"
     assert "CheckpointError" in status["reason"]
-    assert [record["step"] for record in run.metrics] == [1, 2]
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
 
 
 def test_what_nobody_foresaw_is_in_the_log_with_its_traceback_and_ends_with_code_1(bench):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,22 @@ from llm import checkpoint, options
 from llm.checkpoint import Stateful
 from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
-from llm.evaluation import evaluate_model
+from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.masking import check_documents_apart
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.runtime import Interruption, World, device_of
+from llm.saving import Saver
 from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker, peak_flops
-from llm.trainers.gpt.inputs import Inputs, fixed_options
+from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.start import fixed_options
+from llm.watchdog import Watchdog
 
 logger = logging.getLogger("llm")
 
@@ -39,7 +44,7 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return build_model(
+    model = build_model(
         config=inputs.model_config,
         weights_from=inputs.weights_from,
         seed=inputs.seed,
@@ -51,6 +56,11 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
         trust_remote_code=config.trust_remote_code,
     )
+    if inputs.ends is not None:
+        check_documents_apart(
+            model, positions=inputs.ends.positions, attention=inputs.ends.attention
+        )
+    return model
 
 
 def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:
@@ -81,6 +91,38 @@ def load_weights(inputs: Inputs, strategy: Strategy) -> None:
     if inputs.resume_from is not None:
         checkpoint.load(inputs.resume_from, {"strategy": strategy})
         logger.info(f"Weights of {inputs.resume_from.path}.")
+
+
+class _Weights:
+    """The weights of a strategy without its optimizer, to start from."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self._strategy.state_dict()["model"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: they were read into the live tensors."""
+
+
+def make_watchdog(
+    config: GPTConfig, strategy: AcceleratedStrategy, *, on_loss: Callable[[str], None]
+) -> Watchdog:
+    """Let the ranks watch one another from here on."""
+    limits = {
+        "start": config.start_timeout,
+        "step": config.step_timeout,
+        "evaluation": config.step_timeout,
+        "save": config.save_timeout,
+    }
+    return Watchdog(
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        limits={phase: limit or math.inf for phase, limit in limits.items()},  # type: ignore[misc]
+        share=strategy.share,
+        on_loss=on_loss,
+    )
 
 
 def make_tracker(
@@ -125,30 +167,38 @@ def _open_trackers(
 
 
 def make_evaluate(
-    config: GPTConfig, inputs: Inputs, strategy: Strategy
+    config: GPTConfig,
+    inputs: Inputs,
+    strategy: Strategy,
+    *,
+    on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A function that evaluates on all ranks, or None without validation data."""
-    stream = inputs.corpus.validation
-    if stream is None:
+    validation = inputs.corpus.validation
+    if not validation:
         return None
-    batches = EvalLoader(
-        stream=stream,
-        block_size=inputs.block_size,
-        micro_batch_size=config.per_device_eval_batch_size,
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        device=strategy.device,
-        max_batches=config.max_eval_steps,
-    )
-    num_bytes = stream.num_bytes
+    shares: list[int | None] = [None] * len(validation)
+    if config.max_eval_steps is not None:
+        shares = [*share_batches(config.max_eval_steps, [part.weight for part in validation])]
+    parts = []
+    for part, max_batches in zip(validation, shares, strict=True):
+        stream = part.stream
+        batches = EvalLoader(
+            stream=stream,
+            block_size=inputs.block_size,
+            micro_batch_size=config.per_device_eval_batch_size,
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            device=strategy.device,
+            max_batches=max_batches,
+            ends=inputs.ends,
+            name="The validation text" if len(validation) == 1 else f"The source {part.name}",
+        )
+        bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
+        parts.append(EvaluatedPart(part.name, part.weight, batches, bytes_per_token))
 
     def evaluate() -> dict[str, float]:
-        return evaluate_model(
-            strategy,
-            batches,
-            bytes_per_token=num_bytes / stream.num_tokens if num_bytes else None,
-            metrics=inputs.metrics,
-        )
+        return evaluate_parts(strategy, parts, metrics=inputs.metrics, on_batch=on_batch)
 
     return evaluate
 
@@ -159,12 +209,12 @@ def make_trainer(
     strategy: Strategy,
     tracker: Tracker,
     interruption: Interruption,
+    watchdog: Watchdog,
 ) -> Trainer:
     """Put the trainer together, at the state of the checkpoint if there is one."""
     assert inputs.plan is not None
-    assert inputs.sampler is not None
+    assert inputs.samples is not None
     assert inputs.schedule is not None
-    assert inputs.corpus.train is not None
     plan = inputs.plan
     state = TrainState()
     meter = Meter(strategy.device, rank=strategy.rank)
@@ -172,12 +222,15 @@ def make_trainer(
     if inputs.resume_from is not None:
         checkpoint.load(inputs.resume_from, parts)
         logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
+    elif inputs.init_from is not None:
+        checkpoint.load(inputs.init_from, {"strategy": _Weights(strategy)})
+        logger.info(f"Weights of {inputs.init_from.path}.")
     loader = TrainLoader(
-        stream=inputs.corpus.train,
-        sampler=inputs.sampler,
+        samples=inputs.samples,
         plan=plan,
         rank=strategy.rank,
         device=strategy.device,
+        ends=inputs.ends,
     )
     return Trainer(
         strategy=strategy,
@@ -188,43 +241,33 @@ def make_trainer(
         meter=meter,
         tracker=tracker,
         interruption=interruption,
-        evaluate=make_evaluate(config, inputs, strategy),
-        save=_make_save(config, inputs, strategy, parts, state),
+        evaluate=make_evaluate(config, inputs, strategy, on_batch=watchdog.still_going),
+        saver=_make_saver(config, inputs, strategy, parts),
+        watchdog=watchdog,
         seed=inputs.seed,
         max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,
         eval_every="epoch" if config.eval_steps is None else config.eval_steps,
         save_every=config.checkpointing_steps,
+        save_minutes=config.checkpointing_minutes,
+        max_skipped_steps=config.max_skipped_steps,
         evaluate_before_save=config.save_top_k > 0,
     )
 
 
-def _make_save(
-    config: GPTConfig,
-    inputs: Inputs,
-    strategy: Strategy,
-    parts: dict[str, Stateful],
-    state: TrainState,
-) -> Callable[[float | None], None]:
+def _make_saver(
+    config: GPTConfig, inputs: Inputs, strategy: Strategy, parts: dict[str, Stateful]
+) -> Saver:
     assert inputs.plan is not None
     fixed = fixed_options(dataclasses.replace(config, seed=inputs.seed))
-    facts = {"fixed": fixed, "global_batch_size": inputs.plan.global_batch_size}
-    folder = inputs.run.checkpoints
-
-    def save(eval_loss: float | None) -> None:
-        path = checkpoint.save(
-            folder,
-            step=state.step,
-            parts=parts,
-            facts={**facts, "eval_loss": eval_loss},
-            rank=strategy.rank,
-            world_size=strategy.world_size,
-            barrier=strategy.barrier,
-        )
-        logger.info(f"Saved {path}.")
-        if strategy.rank == 0:
-            checkpoint.prune(
-                folder, keep_newest=config.keep_checkpoints, keep_best=config.save_top_k
-            )
-
-    return save
+    return Saver(
+        inputs.run.checkpoints,
+        parts=parts,
+        facts={"fixed": fixed, "global_batch_size": inputs.plan.global_batch_size},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        background=config.async_checkpoint,
+        keep_newest=config.keep_checkpoints,
+        keep_best=config.save_top_k,
+        max_failures=config.max_failed_saves,
+    )

@@ -13,20 +13,24 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llm import checkpoint, options
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, open_corpus
-from llm.data.sampler import WindowSampler
+from llm.data.documents import DocumentEnds
+from llm.data.memory import hold_in_memory
+from llm.data.samples import Samples
+from llm.data.token_corpus import TokenFileChecks, open_token_corpus
 from llm.errors import ConfigError, DataError
 from llm.evaluation import load_metrics
-from llm.models.configuration import has_weights, load_config, max_positions
+from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.run_folder import RunFolder, check_unchanged
-from llm.runtime import World, device_of, draw_seed, launch_id
+from llm.runtime import World, device_of, launch_id
+from llm.text_tokenizer import from_transformers
 from llm.tokenizer import fingerprint, load_tokenizer
+from llm.trainers.gpt.start import choose_seed, find_init, find_resume, find_weights
 
 logger = logging.getLogger("llm")
 
@@ -38,13 +42,15 @@ class Inputs:
     Attributes:
         run: The run's folder.
         resume_from: The checkpoint to go on from, or None for a fresh start.
+        init_from: The checkpoint whose weights a fresh start takes, or None.
         seed: The run's seed, drawn if nobody chose one.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        sampler: Order of the training samples; None when only evaluating.
+        samples: The training samples; None when only evaluating.
+        ends: How to keep the documents of a sample apart; None lets samples run over them.
         plan: Batch arithmetic; None when only evaluating.
         schedule: Learning rate by step; None when only evaluating.
         metrics: Metrics of the evaluate library by name.
@@ -52,13 +58,15 @@ class Inputs:
 
     run: RunFolder
     resume_from: Checkpoint | None
+    init_from: Checkpoint | None
     seed: int
     tokenizer: PreTrainedTokenizerBase
     model_config: PreTrainedConfig
     weights_from: str | None
     block_size: int
     corpus: Corpus
-    sampler: WindowSampler | None
+    samples: Samples | None
+    ends: DocumentEnds | None
     plan: BatchPlan | None
     schedule: Schedule | None
     metrics: dict[str, Any]
@@ -75,7 +83,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
     resume_from = None
     if config.resume_from_checkpoint:
-        resume_from = _find_checkpoint(config, run)
+        resume_from = find_resume(config, run)
     if not config.eval_only:
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
     metrics = load_metrics(config.eval_metrics)
@@ -94,28 +102,35 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         use_fast=not config.use_slow_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
-    corpus = _open_corpus(config, model_config, tokenizer)
-    seed = _seed(config, resume_from)
-    weights_from = _weights_from(config, resume_from)
-    sampler = plan = schedule = None
+    ends = _document_ends(config, tokenizer)
+    corpus = _open_corpus(config, model_config, tokenizer, ends)
+    seed = choose_seed(config, resume_from)
+    init_from = find_init(config) if resume_from is None else None
+    weights_from = find_weights(config, resume_from or init_from)
+    samples = plan = schedule = None
     if not config.eval_only:
-        assert corpus.train is not None  # the rules ask for training data
-        sampler = WindowSampler(
-            num_tokens=corpus.train.num_tokens, block_size=block_size, seed=seed
-        )
-        plan = _plan(config, sampler.num_windows, world.world_size, resume_from)
+        if not corpus.train:
+            raise DataError(f"--split {config.split} leaves nothing to train on.")
+        samples = Samples(corpus.train, block_size=block_size, seed=seed)
+        plan = _plan(config, samples.num_windows, world.world_size, resume_from)
         schedule = _schedule(config, plan)
-    _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from))
+    _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
+    if config.in_memory and world.local_rank == 0:
+        for part in (*(() if config.eval_only else corpus.train), *corpus.validation):
+            if part.weight > 0:
+                hold_in_memory(part.stream)
     return Inputs(
         run=run,
         resume_from=resume_from,
+        init_from=init_from,
         seed=seed,
         tokenizer=tokenizer,
         model_config=model_config,
         weights_from=weights_from,
         block_size=block_size,
         corpus=corpus,
-        sampler=sampler,
+        samples=samples,
+        ends=ends,
         plan=plan,
         schedule=schedule,
         metrics=metrics,
@@ -129,10 +144,11 @@ def _check_evaluation(config: GPTConfig, corpus: Corpus, *, has_weights: bool) -
             "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
         )
     for option, given in (("eval_only", config.eval_only), ("save_top_k", config.save_top_k)):
-        if given and corpus.validation is None:
+        if given and not corpus.validation:
             raise DataError(
-                f"--{option} has nothing to evaluate on; give --validation_file, or a "
-                "--validation_split_percentage above 0."
+                f"--{option} has nothing to evaluate on; give --validation_file or a "
+                "--validation_split_percentage above 0, or with token files --valid_data_path or "
+                "a --split that has a second part."
             )
 
 
@@ -152,50 +168,17 @@ def _check_trackers(config: GPTConfig) -> None:
 
 def _default_output_dir(config: GPTConfig) -> str:
     model = config.model_name_or_path or config.config_name or config.model_type
-    data = config.dataset_name or config.train_file or config.validation_file
-    return str(Path("runs") / f"{Path(str(model)).name}-{Path(str(data)).stem}")
-
-
-def _find_checkpoint(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
-    if isinstance(config.resume_from_checkpoint, str):
-        found = checkpoint.read_valid(Path(config.resume_from_checkpoint))
+    text = config.dataset_name or config.train_file or config.validation_file
+    if text is not None:
+        data = Path(text).stem
     else:
-        newest = checkpoint.newest_valid(run.checkpoints)
-        if newest is None:
-            run.check_unfinished()
-            logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
-            return None
-        found = newest
-    if config.eval_only:
-        return found  # its weights are all that is taken
-    saved = found.facts["fixed"]
-    check_unchanged(saved, fixed_options(config, like=saved), allowed=config.change_on_resume)
-    return found
-
-
-def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The options that a resumed run must keep, as JSON has them.
-
-    Args:
-        config: The options.
-        like: Fixed options of a checkpoint; a seed that nobody gives is taken from there.
-    """
-    fixed = {}
-    for field in options.fields(GPTConfig):
-        if field.option.resume == "fixed":
-            value = getattr(config, field.name)
-            fixed[field.name] = list(value) if isinstance(value, tuple) else value
-    if like is not None and fixed["seed"] is None:
-        fixed["seed"] = like.get("seed")
-    return fixed
-
-
-def _seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
-    if config.seed is not None:
-        return config.seed
-    if resume_from is not None:
-        return int(resume_from.facts["fixed"]["seed"])
-    return draw_seed()
+        words = config.data_path or config.train_data_path or config.valid_data_path
+        prefixes = [Path(word).name for word in words if isinstance(word, str)]
+        # A prefix may have dots of its own: only the suffix of a flat file goes.
+        data = prefixes[0].removesuffix(".bin") if prefixes else "data"
+        if len(prefixes) > 1:
+            data += f"+{len(prefixes) - 1}"
+    return str(Path("runs") / f"{Path(str(model)).name}-{data}")
 
 
 def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
@@ -210,9 +193,41 @@ def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
     return config.block_size
 
 
+def _document_ends(config: GPTConfig, tokenizer: PreTrainedTokenizerBase) -> DocumentEnds | None:
+    if not (config.reset_position_ids or config.reset_attention_mask):
+        return None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
+            "documents, and the tokenizer has none; use one that has."
+        )
+    return DocumentEnds(
+        int(tokenizer.eos_token_id),
+        positions=config.reset_position_ids,
+        attention=config.reset_attention_mask,
+    )
+
+
 def _open_corpus(
-    config: GPTConfig, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    config: GPTConfig,
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: DocumentEnds | None,
 ) -> Corpus:
+    vocab_size = max(len(tokenizer), model_config.get_text_config().vocab_size)
+    if config.data_path or config.train_data_path or config.valid_data_path:
+        return open_token_corpus(
+            data_path=config.data_path,
+            train_data_path=config.train_data_path,
+            valid_data_path=config.valid_data_path,
+            split=config.split,
+            checks=TokenFileChecks(
+                tokenizer_fingerprint=fingerprint(tokenizer),
+                force=config.force,
+                vocab_size=vocab_size,
+                eos_token_id=None if ends is None else ends.eos_token_id,
+            ),
+        )
     cache = config.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
     return open_corpus(
         dataset_name=config.dataset_name,
@@ -223,9 +238,8 @@ def _open_corpus(
         text_column=config.text_column,
         keep_linebreaks=not config.no_keep_linebreaks,
         trust_remote_code=config.trust_remote_code,
-        tokenizer=tokenizer,
-        tokenizer_fingerprint=fingerprint(tokenizer),
-        vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
+        tokenizer=from_transformers(tokenizer, tokenizer.name_or_path),
+        vocab_size=vocab_size,
         append_eos=config.append_eos,
         preprocessing_num_workers=config.preprocessing_num_workers,
         cache_dir=Path(cache).expanduser(),
@@ -241,16 +255,6 @@ def _path(name: str | None) -> Path | None:
 
 def _report_progress(rows: int, tokens: int, num_bytes: int) -> None:
     logger.info(f"tokenising: {rows:,} rows, {num_bytes / 1e6:,.1f} MB, {tokens:,} tokens")
-
-
-def _weights_from(config: GPTConfig, resume_from: Checkpoint | None) -> str | None:
-    name = config.model_name_or_path
-    if name is None or config.low_cpu_mem_usage or resume_from is not None:
-        return None
-    if has_weights(name):
-        return name
-    logger.info(f"{name} holds no weights: the model is trained from scratch.")
-    return None
 
 
 def _plan(

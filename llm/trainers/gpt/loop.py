@@ -8,11 +8,14 @@ from typing import Literal
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
+from llm.errors import DivergedError
 from llm.optim.schedule import Schedule
-from llm.runtime import Interruption, seed_step
+from llm.runtime import Interruption, SaveTimer, seed_step
+from llm.saving import Saver
 from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
+from llm.watchdog import Watchdog
 
 logger = logging.getLogger("llm")
 
@@ -33,12 +36,15 @@ class Trainer:
         tracker: Console, metrics file, trackers.
         interruption: Remembers a request to stop.
         evaluate: Evaluates on all ranks; None without validation data.
-        save: Writes a checkpoint; takes the validation loss, if one is known.
+        saver: Writes checkpoints.
+        watchdog: Is told of all progress.
         seed: Seed of the run.
         max_grad_norm: Where to clip the gradient; 0 is off.
         logging_steps: Steps between two reports.
         eval_every: When to evaluate.
         save_every: When to save.
+        save_minutes: When to save besides, in minutes since the last time.
+        max_skipped_steps: Skipped steps in a row after which to stop.
         evaluate_before_save: Whether every checkpoint needs its validation loss.
     """
 
@@ -54,12 +60,15 @@ class Trainer:
         tracker: Tracker,
         interruption: Interruption,
         evaluate: Callable[[], dict[str, float]] | None,
-        save: Callable[[float | None], None],
+        saver: Saver,
+        watchdog: Watchdog,
         seed: int,
         max_grad_norm: float,
         logging_steps: int,
         eval_every: Every,
         save_every: Every,
+        save_minutes: float | None,
+        max_skipped_steps: int,
         evaluate_before_save: bool,
     ) -> None:
         self.strategy = strategy
@@ -71,12 +80,16 @@ class Trainer:
         self.tracker = tracker
         self.interruption = interruption
         self.evaluate = evaluate
-        self.save = save
+        self.saver = saver
+        self.watchdog = watchdog
         self.seed = seed
         self.max_grad_norm = max_grad_norm
         self.logging_steps = logging_steps
         self.eval_every = eval_every
         self.save_every = save_every
+        self.saves = save_every is not None or save_minutes is not None
+        self.save_timer = SaveTimer(save_minutes if strategy.rank == 0 else None)
+        self.max_skipped_steps = max_skipped_steps
         self.evaluate_before_save = evaluate_before_save
         self.results: dict[str, float] = {}
 
@@ -90,9 +103,11 @@ class Trainer:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
                 self.train_step(batch)
                 if self.report_and_save() == "preempted":
-                    return "preempted"
+                    break
                 waiting_since = time.perf_counter()
-        return "finished"
+        self.watchdog.got_on(step=state.step, phase="save")
+        self.saver.finish(last=True)
+        return "finished" if state.step == self.plan.total_steps else "preempted"
 
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""
@@ -102,17 +117,21 @@ class Trainer:
         loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
         grad_norm, skipped = self.strategy.optimizer_step(self.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
-        self.meter.add(loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
+        self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
 
     def report_and_save(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save what is due after a step, and hear a request to stop."""
         step = self.state.step
         last = step == self.plan.total_steps
-        stop = self.strategy.agree(self.interruption.received is not None) and not last
+        self.watchdog.got_on(step=step, phase="step")
+        asked = [self.interruption.reason is not None, self.save_timer.is_due()]
+        stop, overdue = self.strategy.agree(asked)
+        stop = stop and not last
         if last or step % self.logging_steps == 0:
             self.log()
-        saving = stop or self.is_due(self.save_every, or_last=self.save_every is not None)
+        at_end = last and self.saves
+        saving = stop or overdue or at_end or self.is_due(self.save_every, or_last=False)
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
@@ -121,8 +140,12 @@ class Trainer:
                 loss = self.run_evaluation()
             self.tracker.commit(step)
             if saving:
+                self.watchdog.got_on(step=step, phase="save")
                 self.meter.fold(self.strategy.reduce_sum)
-                self.save(loss)
+                self.report_skipped()  # what is saved is not reported again after a resume
+                self.save_timer.restart()
+                self.saver.save(step=step, eval_loss=loss)
+            self.watchdog.got_on(step=step, phase="step")
         return "preempted" if stop else "training"
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
@@ -139,6 +162,7 @@ class Trainer:
         self.meter.fold(self.strategy.reduce_sum)
         values = self.meter.read()
         state = self.state
+        self.report_skipped()
         self.tracker.log_training(
             values,
             step=state.step,
@@ -149,9 +173,29 @@ class Trainer:
             global_batch_size=self.plan.global_batch_size,
         )
 
+    def report_skipped(self) -> None:
+        """Name the samples of skipped steps, and give up where nothing else is left.
+
+        Raises:
+            DivergedError: Too many steps in a row were skipped.
+        """
+        for step in self.meter.take_skipped():
+            first, stop = self.plan.step_samples(step)
+            logger.info(
+                f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
+                f"{stop - 1:,})"
+            )
+        if self.meter.skipped_in_a_row >= self.max_skipped_steps:
+            raise DivergedError(
+                f"The last {self.meter.skipped_in_a_row} steps were skipped since loss or gradient "
+                "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "
+                "lower --learning_rate or other data. What was saved before is untouched."
+            )
+
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
         assert self.evaluate is not None
+        self.watchdog.got_on(step=self.state.step, phase="evaluation")
         self.results = self.evaluate()
         self.tracker.log_evaluation(self.results, step=self.state.step)
         loss = self.results["loss"]

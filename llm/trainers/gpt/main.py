@@ -1,7 +1,8 @@
 """Parse, read, build, run, and turn what went wrong into a sentence and an exit code.
 
 Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
-75 stopped by a signal with everything saved (run the same command again).
+75 stopped by a signal or --exit_after with everything saved (run the same command again),
+76 another rank has died or hangs.
 """
 
 import dataclasses
@@ -30,6 +31,10 @@ from llm.runtime import (
     set_up_logging,
     world_from_environment,
 )
+from llm.watchdog import EXIT_PEER_LOST, Watchdog
+
+PEER_SECONDS = 3.0
+"""For so long a rank whose communication failed waits to hear which other one is the reason."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,38 +119,53 @@ def _train_and_tell(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
-    if strategy.rank != 0:
-        return _train(config, inputs, model, strategy)
-    resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
-    inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
-    inputs.run.say("running")
-    log_to_file(inputs.run.log)
+    from llm.trainers.gpt.build import make_watchdog
+
+    def tell(verdict: str) -> None:
+        if strategy.rank == watchdog.speaker:
+            inputs.run.say("failed", reason=verdict)
+
+    if strategy.rank == 0:
+        resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
+        inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
+        inputs.run.say("running")
+        log_to_file(inputs.run.log)
+    watchdog = make_watchdog(config, strategy, on_loss=tell)
     try:
-        return _train(config, inputs, model, strategy)
+        code = _train(config, inputs, model, strategy, watchdog)
+        watchdog.close()
+        return code
     except BaseException as error:
-        inputs.run.say("failed", reason=f"{type(error).__name__}: {error}")
+        # Where another rank is the reason, it is known a moment later.
+        foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
+        if not foreseen and watchdog.wait_for_verdict(PEER_SECONDS) is not None:
+            return EXIT_PEER_LOST
+        tell(f"{type(error).__name__}: {error}")
         raise
 
 
 def _train(
-    config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
+    config: GPTConfig,
+    inputs: "Inputs",
+    model: "PreTrainedModel",
+    strategy: "AcceleratedStrategy",
+    watchdog: Watchdog,
 ) -> int:
     from llm.trainers.gpt.build import make_tracker, make_trainer
     from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
 
     log_beginning(config, inputs, strategy, model)
-    interruption = Interruption()
+    interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
     interruption.watch()
     tracker = make_tracker(config, inputs, strategy, model)
-    trainer = make_trainer(config, inputs, strategy, tracker, interruption)
+    trainer = make_trainer(config, inputs, strategy, tracker, interruption, watchdog)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
     outcome = trainer.fit()
     tracker.close()
     step = trainer.state.step
     if outcome == "preempted":
-        signal = interruption.received
-        reason = signal.name if signal is not None else "a signal to another rank"
+        reason = interruption.reason or "a signal to another rank"
         logger.info(
             f"Stopped by {reason} after step {step}, which is saved. The same command with "
             "--resume_from_checkpoint goes on from there."

@@ -7,13 +7,14 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.config import GPTConfig
-from llm.data.corpus import TokenStream
+from llm.data.corpus import CorpusPart
 from llm.models.export import export_model, write_model_card
 from llm.models.gpt import parameter_counts, sample_text
 from llm.run_folder import write_whole
@@ -37,13 +38,9 @@ def log_beginning(
         f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
         f"{counts['frozen']:,} frozen)"
     )
-    train, validation = inputs.corpus.train, inputs.corpus.validation
-    if train is not None:
-        _log_data("training", train, inputs, train.num_tokens // inputs.block_size)
-    if validation is not None:
-        # Its last window may be a partial one.
-        windows = math.ceil((validation.num_tokens - 1) / inputs.block_size)
-        _log_data("validation", validation, inputs, windows)
+    _log_data("training", inputs.corpus.train, inputs, partial=False)
+    # The last window of a validation text may be a partial one.
+    _log_data("validation", inputs.corpus.validation, inputs, partial=True)
     plan = inputs.plan
     if plan is not None:
         logger.info(
@@ -55,6 +52,8 @@ def log_beginning(
             f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
             f"{plan.epochs:.4g} epochs"
         )
+        if len(inputs.corpus.train) > 1:
+            _log_sources(inputs, plan.total_samples, "will serve")
     logger.info(
         f"world: {strategy.world_size} ranks, {strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, seed {inputs.seed}"
@@ -66,11 +65,32 @@ def log_beginning(
     )
 
 
-def _log_data(name: str, stream: TokenStream, inputs: Inputs, windows: int) -> None:
-    logger.info(
-        f"{name} data: {stream.num_documents:,} documents, {stream.num_tokens:,} tokens, "
-        f"{windows:,} windows of {inputs.block_size}"
-    )
+def _log_data(name: str, parts: Sequence[CorpusPart], inputs: Inputs, *, partial: bool) -> None:
+    read = [part for part in parts if part.weight > 0]
+    for part in read:
+        stream = part.stream
+        tokens = stream.num_tokens
+        windows = math.ceil((tokens - 1) / inputs.block_size) if partial else None
+        which = f" {part.name} ({part.weight:.2%})" if len(parts) > 1 else ""
+        documents = f"{stream.num_documents:,} documents, " if stream.num_documents else ""
+        logger.info(
+            f"{name} data{which}: {documents}{tokens:,} tokens, "
+            f"{tokens // inputs.block_size if windows is None else windows:,} windows of "
+            f"{inputs.block_size}"
+        )
+
+
+def _log_sources(inputs: Inputs, num_samples: int, verb: str) -> None:
+    """Say what each source of a blend gives to so many samples."""
+    assert inputs.samples is not None
+    served = inputs.samples.served(num_samples)
+    for number, (part, samples) in enumerate(zip(inputs.corpus.train, served, strict=True)):
+        windows = inputs.samples.windows_of(number)
+        if windows:
+            logger.info(
+                f"source {part.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
+                f"{samples / windows:.4g} epochs of its own"
+            )
 
 
 def write_results(
@@ -120,6 +140,8 @@ def _card_facts(
     model: PreTrainedModel,
 ) -> dict[str, object]:
     data = config.dataset_name or config.train_file
+    if data is None:
+        data = " ".join(map(str, config.data_path or config.train_data_path))
     if config.dataset_config_name:
         data = f"{data} ({config.dataset_config_name})"
     assert inputs.plan is not None
@@ -151,7 +173,9 @@ def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> Non
 
 
 def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
-    """Say where everything lies and how to go on."""
+    """Say what was read, where everything lies and how to go on."""
+    if len(inputs.corpus.train) > 1 and trainer.state.samples:
+        _log_sources(inputs, trainer.state.samples, "served")
     folder = inputs.run.path
     loss = trainer.results.get("loss")
     if loss is not None:

@@ -1,0 +1,237 @@
+"""Runs programs as whole process trees and measures what they take: CPU, wall clock, memory.
+
+Linux only. The process that measures must itself stay small, that is without numpy or torch: the
+kernel hands the peak memory of a process on to the programs that it starts.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SAMPLE_SECONDS = 0.1
+_LINGER_SECONDS = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
+_LAST_CHARACTERS = 600
+
+
+class CaseFailed(Exception):
+    """A program ended with an error; the message holds its last words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One program to measure.
+
+    Attributes:
+        name: For the table.
+        command: The program and its arguments.
+        folder: Where it runs and writes; emptied before every run.
+        environment: Added to that of the measuring process.
+    """
+
+    name: str
+    command: Sequence[str]
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one run took.
+
+    Attributes:
+        cpu_seconds: User and system time of the program and all its descendants.
+        wall_seconds: From its start to its end.
+        peak_megabytes: The largest sum of the tree's memory, shared pages counted once, in samples
+            0.1 s apart; or the peak of its largest process, if that is more.
+        reported: What it printed as a JSON object in its last line; else empty.
+    """
+
+    cpu_seconds: float
+    wall_seconds: float
+    peak_megabytes: float
+    reported: dict[str, Any]
+
+
+def run(case: Case) -> Usage:
+    """Runs a program to its end, and waits for those of its descendants that outlive it.
+
+    Raises:
+        CaseFailed: It could not be started, or it ended with an error.
+    """
+    _adopt_orphans(True)
+    shutil.rmtree(case.folder, ignore_errors=True)
+    case.folder.mkdir(parents=True)
+    log = case.folder / "log.txt"
+    begin = time.perf_counter()
+    with open(log, "wb") as output:
+        try:
+            process = subprocess.Popen(
+                case.command,
+                cwd=case.folder,
+                env={**os.environ, **case.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CaseFailed(f"{case.command[0]}: {error.strerror}") from error
+    sampler = _MemorySampler(process.pid)
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - begin
+        cpu, largest = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+        for orphan in _orphans(process.pid):
+            cpu += orphan.ru_utime + orphan.ru_stime
+            largest = max(largest, orphan.ru_maxrss)
+    finally:
+        _kill_group(process.pid)
+        _adopt_orphans(False)
+        sampled = sampler.stop()
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    if process.returncode:
+        raise CaseFailed(f"exit code {process.returncode}: ...{text[-_LAST_CHARACTERS:]}")
+    return Usage(
+        cpu_seconds=cpu,
+        wall_seconds=wall,
+        peak_megabytes=max(sampled, largest) * 1024 / 1e6,
+        reported=_last_object(text),
+    )
+
+
+def interleave(
+    cases: Sequence[Case], repeats: int, say: Callable[[str], None]
+) -> dict[str, list[Usage]]:
+    """Runs A B C A B C ..., so that a machine that slows down slows all of them.
+
+    Args:
+        cases: The programs. One that fails is left out from then on.
+        repeats: Runs of each.
+        say: Told of every run.
+
+    Returns:
+        The runs of each program by its name; none for one that failed.
+    """
+    results: dict[str, list[Usage]] = {case.name: [] for case in cases}
+    failed: set[str] = set()
+    for number in range(repeats):
+        for case in cases:
+            if case.name in failed:
+                continue
+            try:
+                usage = run(case)
+            except CaseFailed as error:
+                say(f"{case.name} FAILED and is left out: {error}")
+                failed.add(case.name)
+                results[case.name].clear()
+                continue
+            results[case.name].append(usage)
+            say(
+                f"{number + 1}/{repeats} {case.name}: {usage.cpu_seconds:.2f} CPU-s, "
+                f"{usage.wall_seconds:.2f} s, {usage.peak_megabytes:.0f} MB {_brief(usage)}"
+            )
+    return results
+
+
+def figures(runs: Sequence[Usage], name: str) -> list[float]:
+    """One figure of all runs: what the program reported under this name, else what was measured."""
+    return [float(run.reported.get(name, getattr(run, name, float("nan")))) for run in runs]
+
+
+def median(runs: Sequence[Usage], name: str) -> float:
+    """The median of `figures`."""
+    return statistics.median(figures(runs, name))
+
+
+def _brief(usage: Usage) -> str:
+    return json.dumps(usage.reported) if usage.reported else ""
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    # Else a descendant that outlives its parent becomes init's child, and its time is lost.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def _orphans(group: int) -> list[Any]:
+    """The usage of the processes of a group that outlived its leader, once they have ended."""
+    found: list[Any] = []
+    deadline = time.monotonic() + _LINGER_SECONDS
+    while True:
+        try:
+            pid, _, usage = os.wait4(-group, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid:
+            found.append(usage)
+            continue
+        if time.monotonic() > deadline:
+            _kill_group(group)
+        time.sleep(0.01)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text.rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _MemorySampler:
+    """Follows the memory of all processes of a session, in a thread."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._peak = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Ends the thread; the peak in KiB."""
+        self._ended.set()
+        self._thread.join()
+        return self._peak
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            pids = [name for name in os.listdir("/proc") if name.isdigit()]
+            total = sum(_proportional_kib(pid) for pid in pids if self._belongs(pid))
+            self._peak = max(self._peak, total)
+
+    def _belongs(self, pid: str) -> bool:
+        try:
+            # The name in brackets may itself hold brackets; then: state, parent, group, session.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        return int(fields[3]) == self._session
+
+
+def _proportional_kib(pid: str) -> int:
+    """Memory of a process, in which a page that n processes share counts 1/n."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    except OSError:  # it has just ended
+        pass
+    return 0

@@ -1,0 +1,324 @@
+"""Shows a run's checkpoints, and takes models out of them: `python -m llm.checkpoints runs/wiki`.
+
+Exit codes: 0 shown, verified without fault, or exported; 1 `--verify` found damage; 2 an option or
+file that cannot be read or written.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm import checkpoint
+from llm.checkpoint import Checkpoint
+from llm.checkpoint_folder import BEST
+from llm.command_line import parse
+from llm.errors import CheckpointError, ConfigError, LLMError
+from llm.options import fields, option, read_toml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llm.config import GPTConfig
+
+_COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """What to do with the checkpoints of which run."""
+
+    run: str = option(
+        "",
+        "The run's folder (--output_dir of its training), or its checkpoints folder. The option's "
+        "name can be left out.",
+        group="Checkpoints",
+    )
+    verify: bool = option(
+        False,
+        "Read every byte and compare it with its checksum; exit with 1 if anything is damaged.",
+        group="Checkpoints",
+    )
+    export: tuple[str, ...] = option(
+        (),
+        "STEP DIR: write the model of a checkpoint, and the tokenizer, as a Hugging Face folder. "
+        "STEP is a number, latest or best.",
+        group="Checkpoints",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What lies in a `checkpoints` folder under the name of a checkpoint.
+
+    Attributes:
+        path: Its folder.
+        found: What it says of itself; None if that cannot be read.
+        problem: Why it is not valid, or None.
+    """
+
+    path: Path
+    found: Checkpoint | None
+    problem: str | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            CheckpointOptions,
+            _with_run_named(sys.argv[1:] if argv is None else argv),
+            prog="python -m llm.checkpoints",
+            description="Show a run's checkpoints, verify them, or export a model from one.",
+        )
+        run, folder = _places(options)
+        if options.export:
+            lines, code = [_export(run, folder, options.export)], 0
+        else:
+            lines, code = _show(folder, verify=options.verify)
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
+        return 2
+    sys.stdout.write("\n".join(lines) + "\n")
+    return code
+
+
+def _with_run_named(argv: Sequence[str]) -> list[str]:
+    """Puts `--run` before the first word that is neither an option nor an option's value."""
+    declared = fields(CheckpointOptions)
+    switches = {"h", "help"}.union(
+        *((*field.names, *field.opposites) for field in declared if field.is_switch)
+    )
+    values = 0
+    for number, word in enumerate(argv):
+        name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
+        if not word.startswith("-"):
+            if not values:
+                return [*argv[:number], "--run", *argv[number:]]
+            values -= 1
+        elif name == "run":
+            break
+        else:
+            values = 0 if name in switches else (2 if name == "export" else 1) - len(equals)
+    return list(argv)
+
+
+def _places(options: CheckpointOptions) -> tuple[Path, Path]:
+    """The run's folder and that of its checkpoints, which need not be there yet."""
+    if not options.run:
+        raise ConfigError("No run is named: give its folder, as in llm.checkpoints runs/wiki.")
+    if options.verify and options.export:
+        raise ConfigError("--export verifies what it exports; leave out --verify.")
+    if options.export and len(options.export) != 2:
+        raise ConfigError(
+            f"--export expects a step and a folder, as in --export latest DIR, not "
+            f"'{' '.join(options.export)}'."
+        )
+    path = Path(options.run)
+    if not path.is_dir():
+        raise ConfigError(f"--run {path} is no folder; name that of a run.")
+    if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
+        return path, path / "checkpoints"
+    if path.resolve().name == "checkpoints" or checkpoint.folders(path):
+        return path.resolve().parent, path
+    raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
+
+
+def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
+    """The listing, and the exit code."""
+    entries = [_look_at(path, verify=verify) for path in checkpoint.folders(folder)]
+    leftovers = sorted(folder.glob(".*.tmp"))
+    if not entries and not leftovers:
+        return [f"{folder} holds no checkpoint."], 0
+    valid = [entry.path for entry in entries if entry.problem is None]
+    latest = valid[-1] if valid else None
+    best, remark = _best(folder)
+    lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
+    for entry in entries:
+        marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
+        lines.append(_row(entry, marks))
+    for path in leftovers:
+        lines.append(
+            f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
+            "cut short; the next save clears it away."
+        )
+    lines.append(f"latest, from which training resumes: {latest.name if latest else 'none'}")
+    lines.append(f"best, of the lowest validation loss: {remark}")
+    damaged = len(entries) - len(valid)
+    if verify:
+        verdict = f"{damaged} of {len(entries)} damaged" if damaged else "no damage"
+        lines.append(f"Every byte was read: {verdict}.")
+        return lines, 1 if damaged else 0
+    lines.append("Only names and sizes were compared; --verify reads every byte.")
+    return lines, 0
+
+
+def _look_at(path: Path, *, verify: bool) -> Entry:
+    try:
+        found = checkpoint.read_manifest(path)
+    except CheckpointError as error:
+        # The row says already which one it is, and that it is not valid.
+        problem = str(error).rstrip(".")
+        for said in (f"{path}/", f"{path} ", "is damaged: ", "is no checkpoint: "):
+            problem = problem.removeprefix(said)
+        return Entry(path=path, found=None, problem=problem)
+    return Entry(path=path, found=found, problem=found.problem(read=verify))
+
+
+def _best(folder: Path) -> tuple[Path | None, str]:
+    """Where the link `best` points to, if there is one, and what to say of it."""
+    link = folder / BEST
+    if not link.is_symlink():
+        return None, "no link (--save_top_k keeps one)"
+    target = link.readlink()
+    if not link.exists():
+        return None, f"a link to {target}, which is not there"
+    return folder / target, str(target)
+
+
+def _row(entry: Entry, marks: list[str]) -> str:
+    found = entry.found
+    loss = None if found is None else found.facts.get("eval_loss")
+    state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
+    if entry.path.name.endswith(checkpoint.REPLACED):
+        state += " (saved before another of this step)"
+    return _COLUMNS.format(
+        str(checkpoint.step_of(entry.path)),
+        "-" if loss is None else f"{loss:.4f}",
+        _bytes(_size(entry.path)),
+        "-" if found is None else found.saved_at[:16].replace("T", " "),
+        "-" if found is None else found.world_size,
+        ", ".join([state, *marks]),
+    )
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError):  # if training goes on meanwhile
+        for path in folder.iterdir():
+            total += path.lstat().st_size
+    return total
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
+    """Writes a Hugging Face folder, once all that it needs was found whole."""
+    step, target = words[0], Path(words[1])
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
+    chosen = _chosen(folder, step)
+    from llm.config import GPTConfig
+    from llm.runtime import calm_threads, quiet_libraries
+
+    config = GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    calm_threads()
+    quiet_libraries()
+    from safetensors import SafetensorError
+
+    from llm.models.export import export_model, write_model_card
+
+    model, tokenizer = _build(config)
+    checkpoint.load_model(chosen, model)
+    loss = chosen.facts.get("eval_loss")
+    try:
+        export_model(
+            config=model.config,
+            state_dict={name: tensor.detach() for name, tensor in model.state_dict().items()},
+            folder=target,
+            tokenizer=tokenizer,
+            generation_config=model.generation_config,
+            trust_remote_code=config.trust_remote_code,
+        )
+        facts = {"name": run.resolve().name, "architecture": model.config.model_type}
+        known = {} if loss is None else {"eval loss": loss}
+        write_model_card(target, {**facts, "steps": chosen.step, **known, "seed": config.seed})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target} cannot be written: {error}.") from error
+    return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
+
+
+def _chosen(folder: Path, step: str) -> Checkpoint:
+    """The checkpoint that a step names, every byte of it read."""
+    if step == "latest":
+        for path in reversed(checkpoint.folders(folder)):
+            try:
+                return checkpoint.read_valid(path)
+            except CheckpointError as error:
+                sys.stderr.write(f"A checkpoint is passed over. {error}\n")
+        raise CheckpointError(f"{folder} holds no valid checkpoint.")
+    if step == BEST:
+        best, remark = _best(folder)
+        if best is None:
+            raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
+        return checkpoint.read_valid(best)
+    there = [path for path in checkpoint.folders(folder) if str(checkpoint.step_of(path)) == step]
+    if not there:
+        steps = ", ".join(str(checkpoint.step_of(path)) for path in checkpoint.folders(folder))
+        raise ConfigError(
+            f"--export {step} names no checkpoint of {folder}; there are {steps or 'none'}, "
+            "latest and best."
+        )
+    return checkpoint.read_valid(there[-1])
+
+
+def _build(config: "GPTConfig") -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The model of a run as its training built it, on the CPU, and its tokenizer."""
+    import torch
+    from transformers import GenerationConfig
+
+    from llm.models.configuration import has_weights, load_config
+    from llm.models.gpt import build_model
+    from llm.tokenizer import load_tokenizer
+
+    name = config.model_name_or_path
+    tokenizer = load_tokenizer(
+        name=config.tokenizer_name or (None if config.vocab_file else name),
+        vocab_file=config.vocab_file,
+        merges_file=config.merges_file,
+        use_fast=not config.use_slow_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+    model_config = load_config(
+        model_name_or_path=name,
+        config_name=config.config_name,
+        model_type=config.model_type,
+        config_overrides=config.config_overrides,
+        trust_remote_code=config.trust_remote_code,
+    )
+    model = build_model(
+        config=model_config,
+        weights_from=None,
+        seed=config.seed or 0,
+        device=torch.device("cpu"),
+        vocab_size=len(tokenizer),
+        attention_implementation=None,
+        gradient_checkpointing=False,
+        no_bias=False,
+        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if name is not None and not config.low_cpu_mem_usage and has_weights(name):
+        with contextlib.suppress(OSError):
+            # It came along with the weights that training began with.
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model, tokenizer
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `checkpoints ... | head` ends without a word
+    sys.exit(main())

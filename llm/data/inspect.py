@@ -1,0 +1,265 @@
+"""Shows what is in token files: `python -m llm.data.inspect data/wiki_text_document`.
+
+Exit codes: 0 shown, or verified without fault; 1 `--verify` found faults; 2 an option or file that
+cannot be read.
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.options import fields, option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llm.data.flat_file import FlatTokenFile
+    from llm.data.sidecar import Sidecar
+    from llm.data.token_file import TokenFile
+
+_MEASURED = 1_000_000  # documents whose length is measured
+_SAMPLED = 1_000  # documents whose last token is looked at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What to show of which file."""
+
+    path: str = option(
+        "",
+        "The token files: PREFIX of PREFIX.bin and PREFIX.idx, or nanoGPT's flat file with its "
+        ".bin. The option's name can be left out.",
+        group="Token files",
+    )
+    verify: bool = option(
+        False,
+        "Read everything, and say what is damaged; exit with 1 if anything is.",
+        group="Token files",
+    )
+    documents: int = option(
+        3, "Number of documents to show, from the first.", group="Contents", at_least=0
+    )
+    tokens: int = option(60, "Tokens to show of each.", group="Contents", at_least=0)
+    tokenizer_name: str | None = option(
+        None,
+        "Show them as text, too: a Hub name, a folder, or a tokenizer.json file. By default the "
+        "tokenizer that the files were made with, if they name it and it is on this machine.",
+        group="Contents",
+    )
+    vocab_file: str | None = option(
+        None, "GPT-2's vocab.json, with --merges_file instead of a name.", group="Contents"
+    )
+    merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Contents")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            InspectOptions,
+            _with_path_named(sys.argv[1:] if argv is None else argv),
+            prog="python -m llm.data.inspect",
+            description="Show what is in token files, or look for damage in them.",
+        )
+        if not options.path:
+            raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
+        lines, code = _verify(options) if options.verify else (_describe(options), 0)
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    text = "\n".join(lines) + "\n"
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    return code
+
+
+def _with_path_named(argv: Sequence[str]) -> list[str]:
+    """Puts `--path` before the first word that is neither an option nor an option's value."""
+    declared = fields(InspectOptions)
+    switches = {"h", "help"}.union(
+        *((*field.names, *field.opposites) for field in declared if field.is_switch)
+    )
+    is_value = False
+    for number, word in enumerate(argv):
+        if is_value:
+            is_value = False
+        elif word.partition("=")[0] == "--path":
+            break
+        elif word.startswith("-"):
+            is_value = "=" not in word and word.lstrip("-").replace("-", "_") not in switches
+        else:
+            return [*argv[:number], "--path", *argv[number:]]
+    return list(argv)
+
+
+def _verify(options: InspectOptions) -> tuple[list[str], int]:
+    from llm.data.sidecar import verify
+
+    faults = verify(Path(options.path))
+    return (faults, 1) if faults else (["all checks passed"], 0)
+
+
+def _describe(options: InspectOptions) -> list[str]:
+    from llm.data.sidecar import read_sidecar
+    from llm.data.token_file import TokenFile, open_token_file
+
+    file = open_token_file(Path(options.path))
+    sidecar = read_sidecar(file.prefix)
+    tokenizer, note = _tokenizer(options, sidecar) if options.documents else (None, None)
+    lines = _facts(file)
+    if sidecar is not None:
+        lines += _facts_of_sidecar(sidecar)
+    if isinstance(file, TokenFile) and file.num_documents:
+        lines += _facts_of_documents(file, tokenizer)
+    lines += _contents(file, options, tokenizer)
+    return [*lines, "", note] if note else lines
+
+
+def _tokenizer(
+    options: InspectOptions, sidecar: "Sidecar | None"
+) -> tuple["PreTrainedTokenizerBase | None", str | None]:
+    """The tokenizer that turns ids back into text, if there is one, and a remark on it."""
+    is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
+    if sidecar is None and not is_named:
+        return None, None
+    name = options.tokenizer_name
+    if sidecar is not None and not is_named:
+        name = sidecar.tokenizer
+        # Looked for on this machine alone: nobody has asked for a download.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from llm.runtime import quiet_libraries
+    from llm.tokenizer import fingerprint, load_tokenizer
+
+    quiet_libraries()
+    try:
+        tokenizer = load_tokenizer(
+            name=name,
+            vocab_file=options.vocab_file,
+            merges_file=options.merges_file,
+            use_fast=True,
+            trust_remote_code=False,
+        )
+    except ConfigError as error:
+        if is_named:
+            raise
+        return None, f"Not shown as text: {error}"
+    if sidecar is None or fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
+        return tokenizer, None
+    return tokenizer, (
+        f"This tokenizer's fingerprint is {fingerprint(tokenizer)}, another one than the files "
+        f"were made with ({sidecar.tokenizer_fingerprint}): the text may be wrong."
+    )
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<18}{value}"
+
+
+def _facts(file: "TokenFile | FlatTokenFile") -> list[str]:
+    from llm.data.token_file import TokenFile
+    from llm.data.token_paths import beside
+
+    if isinstance(file, TokenFile):
+        name = file.prefix
+        kind = ".bin and .idx, as Megatron-LM and NeMo read them"
+        index_bytes = beside(file.prefix, ".idx").stat().st_size
+        size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
+        counts = [
+            _row("documents", f"{file.num_documents:,}"),
+            _row("sequences", f"{file.num_sequences:,}"),
+        ]
+    else:
+        name = file.path
+        kind = "flat .bin, as nanoGPT reads it"
+        size = f"{file.tokens.nbytes:,} bytes"
+        counts = [_row("documents", "not known")]
+    lines = [_row("token file", str(name)), _row("kind", kind), *counts]
+    lines += [_row("tokens", f"{file.num_tokens:,}"), _row("dtype", file.tokens.dtype.name)]
+    return [*lines, _row("size", size)]
+
+
+def _facts_of_sidecar(sidecar: "Sidecar") -> list[str]:
+    made = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
+    ends = "appended to each document" if sidecar.append_eos else "not appended"
+    eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {ends}"
+    text = f"{sidecar.text_bytes:,} bytes"
+    if sidecar.tokens:
+        text += f", {sidecar.text_bytes / sidecar.tokens:.3f} bytes per token"
+    left_out = f"{sidecar.empty_documents:,} empty, {sidecar.skipped_documents:,} unreadable"
+    return [
+        _row("text", text),
+        _row("left out", f"{left_out} documents"),
+        _row("tokenizer", made),
+        _row("vocabulary", f"{sidecar.vocab_size:,}; largest id in use {sidecar.largest_token:,}"),
+        _row("end of text", eos),
+        _row("sources", ", ".join(sidecar.sources)),
+    ]
+
+
+def _facts_of_documents(
+    file: "TokenFile", tokenizer: "PreTrainedTokenizerBase | None"
+) -> list[str]:
+    import numpy as np
+
+    measured = min(file.num_documents, _MEASURED)
+    starts = file.document_starts(0, measured + 1)
+    lengths = np.diff(starts)
+    length = (
+        f"min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
+        f"max {lengths.max():,} tokens"
+    )
+    if measured < file.num_documents:
+        length += f" (of the first {measured:,})"
+    ends = starts[1 : _SAMPLED + 1][lengths[:_SAMPLED] > 0]
+    if ends.size == 0:
+        return [_row("document length", length)]
+    last = np.unique(file.tokens[ends - 1])
+    if last.size == 1:
+        end = f"all with the token {last[0]} {_quoted(tokenizer, last.tolist())}".rstrip()
+    else:
+        end = f"with {last.size:,} different tokens"
+    if ends.size < file.num_documents:
+        end += f" (of the first {ends.size:,})"
+    return [_row("document length", length), _row("documents end", end)]
+
+
+def _contents(
+    file: "TokenFile | FlatTokenFile",
+    options: InspectOptions,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> list[str]:
+    """The first documents; of a file that does not know them, the first tokens."""
+    ranges = [
+        (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
+        for number in range(min(options.documents, file.num_documents))
+    ]
+    if options.documents and not file.num_documents:
+        ranges = [("all documents", 0, file.num_tokens)]
+    lines: list[str] = []
+    for name, start, stop in ranges:
+        ids = file.tokens[start : min(stop, start + options.tokens)].tolist()
+        more = " ..." if stop - start > len(ids) else ""
+        lines += ["", f"{name}, {stop - start:,} tokens", " ".join(map(str, ids)) + more]
+        if tokenizer is not None:
+            lines.append(_quoted(tokenizer, ids) + more)
+    return lines
+
+
+def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
+    """The text of some ids, with everything escaped that would upset a terminal."""
+    if tokenizer is None:
+        return ""
+    if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
+        return f"(ids beyond the tokenizer's {len(tokenizer):,})"
+    return repr(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect ... | head` ends without a word
+    sys.exit(main())

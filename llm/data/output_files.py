@@ -1,0 +1,177 @@
+"""The files that prepared parts become: a `.bin`/`.idx` pair, or nanoGPT's two."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm.data.assembly import assemble, assemble_shuffled
+from llm.data.parts import PartFacts, each_row
+from llm.data.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
+from llm.data.token_file import TokenFile
+from llm.data.tokenize_parts import Encoding
+from llm.errors import DataError
+
+SUFFIXES = (".json", ".idx", ".bin")
+"""Of the files of a prefix, in the order of their renaming."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What to make of the parts.
+
+    Attributes:
+        prefix: The path of the files without their suffix. nanoGPT's lie in a folder of this name.
+        nanogpt: Write `train.bin` and `val.bin` in place of a `.bin` with its `.idx`.
+        validation_percentage: Of the documents, from the first one, that go to `val.bin`.
+        shuffle_seed: Shuffle the documents by it; None keeps their order.
+        overwrite: Replace what lies there.
+    """
+
+    prefix: Path
+    nanogpt: bool = False
+    validation_percentage: float = 0.0
+    shuffle_seed: int | None = None
+    overwrite: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Of the parts."""
+        return self.prefix.with_name(f"{self.prefix.name}.parts")
+
+    @property
+    def names(self) -> list[Path]:
+        """The prefixes of the files that are written."""
+        if not self.nanogpt:
+            return [self.prefix]
+        splits = ["train", "val"] if self.validation_percentage else ["train"]
+        return [self.prefix / split for split in splits]
+
+
+def assemble_output(
+    stems: list[Path],
+    facts: list[PartFacts],
+    output: Output,
+    *,
+    encoding: Encoding,
+    sources: list[str],
+    plan: str,
+) -> None:
+    """Writes the files to be renamed, `out.*`, with their sidecars, into the folder of the parts.
+
+    Args:
+        stems: The paths of the parts without their suffix, in their order.
+        facts: What they hold.
+        output: What to make of them.
+        encoding: How their texts became ids.
+        sources: The names of what was read.
+        plan: A digest of input and options.
+
+    Raises:
+        DataError: nanoGPT's two files cannot be cut from so few documents.
+        OSError: The file system refused a write.
+    """
+    whole = output.folder / "out"
+    if output.shuffle_seed is None:
+        assemble(stems, facts, whole, dtype=encoding.dtype)
+    else:
+        assemble_shuffled(stems, facts, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
+    common: dict[str, Any] = {
+        "tokenizer": encoding.tokenizer.name,
+        "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
+        "vocab_size": encoding.tokenizer.size,
+        "eos_token_id": encoding.tokenizer.eos_token_id,
+        "append_eos": encoding.end_token is not None,
+        "dtype": encoding.dtype.name,
+        "empty_documents": sum(part.empty for part in facts if not part.one_document),
+        "skipped_documents": sum(part.skipped for part in facts),
+        "sources": sources,
+        "plan": plan,
+    }
+    if output.nanogpt:
+        _assemble_flat(stems, output, common)
+        return
+    sidecar = Sidecar(
+        documents=sum(part.documents for part in facts),
+        tokens=sum(part.tokens for part in facts),
+        text_bytes=sum(part.text_bytes for part in facts),
+        largest_token=max(part.largest_token for part in facts),
+        checksums={kind: checksums(output.folder / f"out.{kind}") for kind in ("bin", "idx")},
+        **common,
+    )
+    write_sidecar(whole, sidecar)
+
+
+def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
+    """Cuts the whole in two at a document's end, as nanoGPT's `train.bin` and `val.bin`."""
+    folder = output.folder
+    whole = TokenFile(folder / "out")
+    count = whole.num_documents
+    cut = math.ceil(output.validation_percentage / 100 * count)  # at least one, as nanoGPT's
+    if cut == count:
+        raise DataError(
+            f"--validation_split_percentage {output.validation_percentage:g} of {count:,} "
+            "documents leaves none for training; change it, or pass 0."
+        )
+    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", "<u4", 1 << 20)])
+    text_bytes = np.cumsum(sizes)
+    for name, first, stop in (("val", 0, cut), ("train", cut, count)):
+        if first == stop:
+            continue
+        tokens = whole.tokens[whole.document_start(first) : whole.document_start(stop)]
+        path = folder / f"out.{name}.bin"
+        with open(path, "wb") as file:
+            tokens.tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
+        rows = whole.documents[[first, stop]]
+        sidecar = Sidecar(
+            documents=stop - first,
+            tokens=int(tokens.size),
+            text_bytes=int(text_bytes[rows[1]] - text_bytes[rows[0]]),
+            largest_token=int(tokens.max(initial=0)),
+            checksums={"bin": checksums(path)},
+            **common,
+        )
+        write_sidecar(folder / f"out.{name}", sidecar)
+
+
+def publish(output: Output) -> None:
+    """Gives the files their names; the `.bin` comes last, so that what has it is whole."""
+    folder = output.folder
+    if output.nanogpt:
+        output.prefix.mkdir(exist_ok=True)
+    for prefix in output.names:
+        made = folder / (f"out.{prefix.name}" if output.nanogpt else "out")
+        if output.overwrite:
+            for suffix in SUFFIXES:
+                prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
+        for suffix in SUFFIXES:
+            if output.nanogpt and suffix == ".idx":
+                continue
+            made.with_name(made.name + suffix).replace(prefix.with_name(prefix.name + suffix))
+        _sync_folder(prefix.parent)
+
+
+def is_published(output: Output, plan: str) -> bool:
+    """Whether the files lie there, made by just this plan; the `.bin` is named last."""
+    for prefix in output.names:
+        try:
+            sidecar = read_sidecar(prefix)
+        except DataError:
+            return False
+        there = prefix.with_name(f"{prefix.name}.bin").exists()
+        if not there or sidecar is None or sidecar.plan != plan:
+            return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

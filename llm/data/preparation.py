@@ -1,0 +1,217 @@
+"""One token file from many sources: resumable, and under its name only when it is whole.
+
+PREFIX.parts/plan.json     what is made; another plan begins anew
+PREFIX.parts/lock          held by the program at work
+PREFIX.parts/000000.ids .. the parts that are done
+PREFIX.parts/out.*         the result, before it is renamed
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llm.data.output_files import SUFFIXES, Output, assemble_output, is_published, publish
+from llm.data.parts import PartFacts
+from llm.data.preparation_log import log_summary, progress_log
+from llm.data.sources import Source
+from llm.data.tokenize_parts import Encoding, tokenize_parts
+from llm.errors import DataError
+
+PART_BYTES = 1 << 26
+"""Of a file on the disk that one worker takes at once; a killed run repeats at most so many."""
+
+_FORMAT = 1  # of the parts
+_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|plan\.|lock$|reference-encoder$")
+
+log = logging.getLogger("llm.data")
+
+
+def prepare_files(
+    jobs: list[tuple[list[Source], Output]],
+    *,
+    encoding: Encoding,
+    workers: int,
+    log_seconds: float,
+) -> None:
+    """Makes the token files of several outputs, going on where an earlier try was stopped.
+
+    Args:
+        jobs: The texts of each output, in parts that workers take.
+        encoding: How texts become ids.
+        workers: Cores to use.
+        log_seconds: Between two lines on the progress.
+
+    Raises:
+        DataError: A text is broken or empty, an output exists or cannot be written.
+    """
+    todo = []
+    for sources, output in jobs:
+        plan = _plan(sources, output, encoding)
+        if not output.overwrite and is_published(output, _digest(plan)):
+            log.info(f"{output.names[0]}.bin is there already, made by the same options")
+        else:
+            _refuse_to_overwrite(output, plan)
+            todo.append((sources, output))
+    for sources, output in todo:
+        _prepare_file(sources, output, encoding, workers, log_seconds)
+
+
+def _prepare_file(
+    sources: list[Source],
+    output: Output,
+    encoding: Encoding,
+    workers: int,
+    log_seconds: float,
+) -> None:
+    began = time.monotonic()
+    folder = output.folder
+    plan = _plan(sources, output, encoding)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            done = _begin(folder, plan, len(sources))
+            report = progress_log(log_seconds)
+            try:
+                stems, facts = tokenize_parts(
+                    sources, folder, encoding=encoding, workers=workers, report=report
+                )
+                _check_text(sources, facts)
+            except DataError:
+                if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
+                    shutil.rmtree(folder)
+                raise
+            assemble_output(
+                stems,
+                facts,
+                output,
+                encoding=encoding,
+                sources=_names(sources),
+                plan=_digest(plan),
+            )
+            publish(output)
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
+            "free some space or choose another --output_prefix. What is done is kept: the same "
+            "command goes on from there."
+        ) from error
+    log_summary(facts, seconds=time.monotonic() - began, resumed=done > 0)
+    for prefix in output.names:
+        log.info(f"wrote {prefix}.bin")
+
+
+def _check_text(sources: list[Source], facts: list[PartFacts]) -> None:
+    if not sum(part.documents for part in facts):
+        raise DataError(
+            f"{_named(sources)} no text: {sum(part.empty for part in facts):,} documents are empty."
+        )
+
+
+def _names(sources: list[Source]) -> list[str]:
+    return list(dict.fromkeys(source.name for source in sources))
+
+
+def _named(sources: list[Source]) -> str:
+    names = _names(sources)
+    return f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
+
+
+def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "part_bytes": PART_BYTES,
+        "sources": [source.identity() for source in sources],
+        "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
+        "end_token": encoding.end_token,
+        "dtype": encoding.dtype.name,
+        "allow_special_tokens": encoding.allow_special_tokens,
+        "on_error": encoding.on_error,
+        "shuffle_seed": output.shuffle_seed,
+        "validation_percentage": output.validation_percentage,
+    }
+
+
+def _refuse_to_overwrite(output: Output, plan: dict[str, Any]) -> None:
+    if output.overwrite or _read_plan(output.folder) == plan:
+        return
+    for prefix in output.names:
+        for suffix in SUFFIXES:
+            path = prefix.with_name(prefix.name + suffix)
+            if path.exists():
+                raise DataError(
+                    f"{path} exists already; choose another --output_prefix, or pass --overwrite "
+                    "to replace it."
+                )
+
+
+def _read_plan(folder: Path) -> Any:
+    try:
+        return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    while True:
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise DataError(
+                f"Another program is at work in {folder}; wait for it, or choose another "
+                "--output_prefix."
+            ) from error
+        except OSError as error:  # some network file systems have no locks
+            log.warning(f"{folder} cannot be locked ({error.strerror}): start no second program")
+        # Whoever held it may have removed the folder in between.
+        if (folder / "lock").exists() and os.path.samestat(
+            os.fstat(descriptor), os.stat(folder / "lock")
+        ):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _digest(plan: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
+
+
+def _begin(folder: Path, plan: dict[str, Any], num_parts: int) -> int:
+    """Makes the folder ready for a plan; returns how many parts are there."""
+    for path in folder.iterdir():
+        if not _OWN_NAMES.match(path.name):
+            raise DataError(
+                f"{path} is in a folder for unfinished work, and not of it; move it away, or "
+                "choose another --output_prefix."
+            )
+    found = _read_plan(folder)
+    if found == plan:
+        done = len(list(folder.glob("[0-9]*.json")))
+        log.info(f"going on in {folder}: {done:,} of {num_parts:,} parts are there")
+        return done
+    if found is not None:
+        log.info(f"{folder} is of another command, or its input has changed: beginning anew")
+    for path in folder.iterdir():
+        if path.name != "lock":
+            path.unlink()
+    temporary = folder / "plan.tmp"
+    temporary.write_text(json.dumps(plan), encoding="utf-8")
+    temporary.replace(folder / "plan.json")
+    return 0

@@ -1,0 +1,162 @@
+"""What `--data_path` and `--split` say: files with their weights, and parts of each file."""
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm.data.corpus import TokenStream
+from llm.data.flat_file import FlatTokenFile
+from llm.data.token_file import TokenFile
+from llm.errors import ConfigError, DataError
+
+DEFAULT_SPLIT = "969,30,1"
+_PARTS = ("training", "validation", "testing")
+
+log = logging.getLogger("llm.data")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedPath:
+    """One source of a blend.
+
+    Attributes:
+        prefix: The path of its token files without their suffix.
+        weight: Its weight; None where no source has one.
+    """
+
+    prefix: Path
+    weight: float | None
+
+
+def parse_blend(words: Sequence[float | str], *, option: str) -> list[WeightedPath]:
+    """Reads prefixes, alone or each after its weight.
+
+    Args:
+        words: Numbers are weights.
+        option: The option that they were given with, for messages.
+
+    Raises:
+        ConfigError: Weights and prefixes do not alternate, or a weight cannot be one.
+    """
+    weighted = isinstance(words[0], int | float)
+    sources: list[WeightedPath] = []
+    for number, word in enumerate(words):
+        wants_weight = weighted and number % 2 == 0
+        if wants_weight != isinstance(word, int | float):
+            raise _misplaced(word, option, weighted=weighted)
+        if not isinstance(word, str):
+            if not math.isfinite(word) or word < 0:
+                raise ConfigError(
+                    f"{option} gives the weight {word:g}; weights must be finite and not negative."
+                )
+            continue
+        weight = float(words[number - 1]) if weighted else None
+        sources.append(WeightedPath(Path(word), weight))
+    if isinstance(words[-1], int | float):
+        raise ConfigError(f"{option} ends with the weight {words[-1]:g}; a prefix must follow it.")
+    if weighted and not any(source.weight for source in sources):
+        raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
+    return sources
+
+
+def _misplaced(word: float | str, option: str, *, weighted: bool) -> ConfigError:
+    if isinstance(word, str):
+        return ConfigError(
+            f"{option} gives {word} without a weight before it; give a weight before each prefix, "
+            "or none at all."
+        )
+    if weighted:
+        return ConfigError(
+            f"{option} has the number {word:g} where a prefix belongs; give a weight before each "
+            f"prefix, and write a file of that name as ./{word:g}."
+        )
+    return ConfigError(
+        f"{option} has the weight {word:g} after prefixes without one; give a weight before each "
+        f"prefix, or none at all, and write a file of that name as ./{word:g}."
+    )
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Reads `training,validation,testing`; what is left out at the end is 0.
+
+    Returns:
+        The three parts, with the sum 1.
+
+    Raises:
+        ConfigError: These are no such numbers.
+    """
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    good = all(math.isfinite(number) and number >= 0 for number in numbers)
+    if not 1 <= len(numbers) <= 3 or not good or sum(numbers) == 0:
+        raise ConfigError(
+            f"--split {text} is no split; give up to three numbers for training, validation and "
+            "testing, none negative and not all 0, such as 980,10,10."
+        )
+    train, validation, test = [*numbers, 0.0, 0.0][:3]
+    total = sum(numbers)
+    return train / total, validation / total, test / total
+
+
+def cut(
+    file: TokenFile | FlatTokenFile,
+    split: tuple[float, float, float],
+    *,
+    text: str,
+    vocab_size: int | None,
+) -> tuple[TokenStream | None, TokenStream | None]:
+    """Cuts a token file by its documents, as Megatron-LM does; the third part is left aside.
+
+    Bounds are the cumulative parts times the number of documents, rounded to the nearest, halves
+    to the even. A file that does not know its documents is cut by tokens.
+
+    Args:
+        file: The token file.
+        split: The parts, with the sum 1.
+        text: The split as the user wrote it, for messages.
+        vocab_size: Ids from here on are refused when they are read; None where there are none.
+
+    Returns:
+        (training, validation); None where the split asks for none.
+
+    Raises:
+        DataError: A part that is asked for gets no document.
+    """
+    by_tokens = file.num_documents == 0
+    units, unit = (file.num_tokens, "tokens") if by_tokens else (file.num_documents, "documents")
+    if by_tokens:
+        log.info(f"{file.prefix} does not say where documents end: --split {text} cuts its tokens")
+    bounds = [round(bound * float(units)) for bound in itertools.accumulate(split, initial=0.0)]
+    streams: list[TokenStream | None] = []
+    for number in (0, 1):
+        first, stop = bounds[number], bounds[number + 1]
+        if split[number] == 0:
+            streams.append(None)
+            continue
+        if first >= stop:
+            raise DataError(
+                f"--split {text} leaves no {unit} for {_PARTS[number]} of {file.prefix}, which has "
+                f"{units:,} {unit}; change the split, or give more text."
+            )
+        start, end = (first, stop) if by_tokens else _token_range(file, first, stop)
+        streams.append(
+            TokenStream(
+                file,
+                start=start,
+                stop=end,
+                num_documents=0 if by_tokens else stop - first,
+                num_bytes=None,
+                vocab_size=vocab_size,
+            )
+        )
+    return streams[0], streams[1]
+
+
+def _token_range(file: TokenFile | FlatTokenFile, first: int, stop: int) -> tuple[int, int]:
+    assert isinstance(file, TokenFile)  # a flat file has no documents to ask for
+    return file.document_start(first), file.document_start(stop)

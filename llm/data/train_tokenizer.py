@@ -1,0 +1,317 @@
+"""Trains a tokenizer on text files: `python -m llm.data.train_tokenizer --input text/*.jsonl ...`.
+
+The output is an ordinary Hugging Face tokenizer folder. It appears under its name when it is
+whole, and a SentencePiece tokenizer only when its ids are those of SentencePiece itself.
+
+Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llm.command_line import parse
+from llm.data.sources import text_sources
+from llm.data.tokenizer_libraries import (
+    END_OF_TEXT,
+    NUM_BYTES,
+    train_huggingface,
+    train_sentencepiece,
+)
+from llm.data.training_texts import TrainingTexts
+from llm.errors import ConfigError, LLMError
+from llm.options import option
+from llm.runtime import set_up_logging
+from llm.sentencepiece_model import convert_sentencepiece
+from llm.text_tokenizer import load_text_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
+_COVERAGE = 0.9995
+_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+
+log = logging.getLogger("llm.data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizerOptions:
+    """Options of `python -m llm.data.train_tokenizer`."""
+
+    input: tuple[str, ...] = option(
+        (),
+        "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt, also packed "
+        "as .gz, .xz, .zst or .bz2.",
+        group=_INPUT,
+    )
+    text_column: str | None = option(
+        None,
+        "Field or column with the text; by default text, else the first.",
+        group=_INPUT,
+        aliases=("json_key",),
+    )
+    max_sentences: int | None = option(
+        None,
+        "Train on this many, drawn evenly from all of the input: documents, or lines of them for "
+        "sentencepiece. Bounds the memory.",
+        group=_INPUT,
+        aliases=("input_sentence_size",),
+        at_least=1,
+    )
+    library: Literal["huggingface", "sentencepiece"] = option(
+        "huggingface",
+        "huggingface trains on bytes in GPT-2's manner, with the token <|endoftext|>; "
+        "sentencepiece on letters, and needs the package of this name.",
+        group=_TOKENIZER,
+    )
+    model_type: Literal["bpe", "unigram"] = option(
+        "bpe", "How text is cut: joined from pairs, or the likeliest pieces.", group=_TOKENIZER
+    )
+    vocab_size: int = option(32768, "Number of tokens, with all special ones.", group=_TOKENIZER)
+    split_digits: bool = option(
+        False, "Make every digit a token of its own, so that numbers have places.", group=_TOKENIZER
+    )
+    normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
+        option(
+            "identity",
+            "What is done to every text first. identity keeps it as it is, with every space and "
+            "line break. huggingface has identity, nfc and nfkc; sentencepiece all but nfc, and "
+            "joins spaces unless it is identity; nmt_nfkc is its own default.",
+            group=_TOKENIZER,
+        )
+    )
+    byte_fallback: bool = option(
+        False, "Write unknown letters as bytes (sentencepiece).", group=_TOKENIZER
+    )
+    character_coverage: float | None = option(
+        None,
+        "Share of the letters in the text that become tokens, by default 0.9995 (sentencepiece).",
+        group=_TOKENIZER,
+        at_least=0.98,
+        at_most=1.0,
+    )
+    pad_id: int | None = option(
+        None, "Id of <pad>; -1, the default, leaves it out (sentencepiece).", group=_TOKENIZER
+    )
+    unk_id: int | None = option(
+        None, "Id of <unk>, by default 0 (sentencepiece).", group=_TOKENIZER
+    )
+    bos_id: int | None = option(
+        None, "Id of <s>, by default 1; -1 leaves it out (sentencepiece).", group=_TOKENIZER
+    )
+    eos_id: int | None = option(
+        None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", group=_TOKENIZER
+    )
+    output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT)
+    overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)
+    num_workers: int = option(
+        16,
+        "Threads of the library. The last digits of a unigram model depend on their number, and "
+        "on nothing else of the machine.",
+        group=_OUTPUT,
+        aliases=("workers", "num_threads"),
+        at_least=1,
+    )
+    seed: int = option(1234, "Decides what max_sentences draws.", group=_OUTPUT, at_least=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    set_up_logging(rank=0)
+    try:
+        options = parse(
+            TrainTokenizerOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m llm.data.train_tokenizer",
+            description="Train a tokenizer on text, for any model.",
+        )
+        train_tokenizer(options)
+    except LLMError as error:
+        log.error(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        log.error("Interrupted; nothing was written.")
+        return 130
+    except Exception:
+        log.exception("The tokenizer could not be trained.")
+        return 1
+    return 0
+
+
+def train_tokenizer(options: TrainTokenizerOptions) -> None:
+    """Train a tokenizer and write its folder.
+
+    Raises:
+        ConfigError: An option cannot work, alone, with another one or with this much text.
+        DataError: Text cannot be read.
+    """
+    check_options(options)
+    started = time.monotonic()
+    texts = TrainingTexts(
+        text_sources(options.input, text_column=options.text_column),
+        lines=options.library == "sentencepiece",
+        max_sentences=options.max_sentences,
+        seed=options.seed,
+    )
+    output = Path(str(options.output_dir))
+    unfinished = output.parent / f".{output.name}.{os.getpid()}.unfinished"
+    try:
+        unfinished.mkdir(parents=True)
+        _train(options, texts, unfinished)
+        report = _report(unfinished, texts)
+        _put_in_place(unfinished, output)
+    except OSError as error:
+        raise ConfigError(
+            f"--output_dir {output} cannot be written: {error.strerror or error}."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    log.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
+
+
+def check_options(options: TrainTokenizerOptions) -> None:
+    """Refuse options that cannot work, before any text is read.
+
+    Raises:
+        ConfigError: Says which, and what to do.
+    """
+    if not options.input:
+        raise ConfigError("No text is named: give files, patterns or folders with --input.")
+    if options.output_dir is None:
+        raise ConfigError("No output is named: give the folder to write with --output_dir.")
+    _check_output(Path(options.output_dir), options.overwrite)
+    kinds = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
+    if options.normalization in kinds[options.library]:
+        raise ConfigError(
+            f"--library {options.library} has no --normalization {options.normalization}; "
+            "see --help for those that it has."
+        )
+    if options.library == "sentencepiece":
+        _check_special_ids(options)
+        return
+    for name in ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id"):
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            raise ConfigError(f"--{name} is for --library sentencepiece alone; leave it out.")
+    if options.vocab_size <= NUM_BYTES:
+        raise ConfigError(
+            f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
+            f"{END_OF_TEXT} need {NUM_BYTES + 1}."
+        )
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
+    others = [path.name for path in output.iterdir()] if output.is_dir() else [output.name]
+    others = sorted(set(others) - (_FILES if output.is_dir() else set()))
+    if others:
+        raise ConfigError(
+            f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
+            "--overwrite does not replace it; name another folder."
+        )
+
+
+def _special_ids(options: TrainTokenizerOptions) -> dict[str, int]:
+    defaults = {"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2}
+    given = {name: getattr(options, name) for name in defaults}
+    return {name: defaults[name] if given[name] is None else given[name] for name in defaults}
+
+
+def _check_special_ids(options: TrainTokenizerOptions) -> None:
+    taken: dict[int, str] = {}
+    for name, id in _special_ids(options).items():
+        if not -1 <= id < options.vocab_size:
+            raise ConfigError(
+                f"--{name} {id} is no id of a vocabulary of {options.vocab_size}: give 0 to "
+                f"{options.vocab_size - 1}, or -1 for none."
+            )
+        if id in taken:
+            raise ConfigError(
+                f"--{name} and --{taken[id]} are both {id}: give each its own id, or -1 for none."
+            )
+        if id >= 0:
+            taken[id] = name
+        elif name == "unk_id":
+            raise ConfigError("--unk_id -1 cannot work: SentencePiece needs an unknown token.")
+    smallest = len(taken) + (NUM_BYTES if options.byte_fallback else 0) + 1
+    if options.vocab_size < smallest:
+        raise ConfigError(
+            f"--vocab_size {options.vocab_size} is too small: the special tokens"
+            f"{', the bytes of --byte_fallback' if options.byte_fallback else ''} and the letters "
+            f"need more than {smallest - 1}."
+        )
+
+
+def _train(options: TrainTokenizerOptions, texts: TrainingTexts, folder: Path) -> None:
+    if options.library == "huggingface":
+        backend = train_huggingface(
+            texts,
+            model_type=options.model_type,
+            vocab_size=options.vocab_size,
+            split_digits=options.split_digits,
+            normalization=options.normalization,
+            num_threads=options.num_workers,
+        )
+        _write(backend, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}, folder)
+        return
+    model = train_sentencepiece(
+        texts,
+        model_type=options.model_type,
+        vocab_size=options.vocab_size,
+        byte_fallback=options.byte_fallback,
+        split_digits=options.split_digits,
+        normalization=options.normalization,
+        character_coverage=options.character_coverage or _COVERAGE,
+        special_ids=_special_ids(options),
+        num_threads=options.num_workers,
+    )
+    file = folder / "tokenizer.model"
+    file.write_bytes(model)
+    converted = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
+    _write(converted.backend, converted.special_tokens, folder)
+
+
+def _write(backend: "Tokenizer", special_tokens: dict[str, str], folder: Path) -> None:
+    backend.save(str(folder / "tokenizer.json"))
+    # The class by its name in all versions of transformers.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
+    text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _report(folder: Path, texts: TrainingTexts) -> str:
+    """What was read and made, in a line; the tokenizer is loaded as its users will."""
+    tokenizer = load_text_tokenizer(name=str(folder), vocab_file=None, merges_file=None)
+    assert tokenizer.backend is not None
+    encoded = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
+    num_tokens = sum(len(encoding.ids) for encoding in encoded)
+    num_bytes = sum(len(text.encode()) for text in texts.sample)
+    documents = "document" if texts.num_documents == 1 else "documents"
+    return (
+        f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
+        f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
+    )
+
+
+def _put_in_place(unfinished: Path, output: Path) -> None:
+    replaced = unfinished.with_suffix(".replaced")
+    if output.exists():
+        output.rename(replaced)
+    unfinished.rename(output)
+    if replaced.is_dir():
+        shutil.rmtree(replaced)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""Where a run starts from: a checkpoint of its own, the weights of another run, or a seed."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from llm import checkpoint, options
+from llm.checkpoint import Checkpoint
+from llm.config import GPTConfig
+from llm.errors import CheckpointError
+from llm.models.configuration import has_weights
+from llm.run_folder import RunFolder, check_unchanged
+from llm.runtime import draw_seed
+
+LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
+
+logger = logging.getLogger("llm")
+
+
+def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
+    """The checkpoint that `resume_from_checkpoint` goes on from; None where there is none yet.
+
+    Raises:
+        CheckpointError: The one that is named is damaged, or a fixed option has changed.
+        ConfigError: The run has ended without a checkpoint.
+    """
+    if isinstance(config.resume_from_checkpoint, str):
+        found = checkpoint.read_valid(Path(config.resume_from_checkpoint))
+    else:
+        newest = checkpoint.newest_valid(run.checkpoints)
+        if newest is None:
+            run.check_unfinished()
+            logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
+            return None
+        found = newest
+    if config.eval_only:
+        return found  # its weights are all that is taken
+    saved = found.facts["fixed"]
+    allowed = (*config.change_on_resume, *_lengthened(config, found))
+    check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
+    return found
+
+
+def _lengthened(config: GPTConfig, found: Checkpoint) -> list[str]:
+    """Options of length that may grow, since no step that was done would have been another."""
+    saved = found.facts["fixed"]
+    kind = saved.get("lr_scheduler_type")
+    if kind == "warmup_stable_decay":
+        total = saved.get("max_train_steps")
+        if total is None:
+            return []
+        decay = saved.get("num_decay_steps")
+        if found.step > total - (max(1, total // 10) if decay is None else decay):
+            return []  # the decay has begun
+    elif kind not in ("constant", "constant_with_warmup"):
+        return []
+    return [
+        name
+        for name in LENGTHS
+        if saved.get(name) is not None and (getattr(config, name) or 0) >= saved[name]
+    ]
+
+
+def find_init(config: GPTConfig) -> Checkpoint | None:
+    """The checkpoint whose weights `init_from` names: a run's newest valid one, or that of a step.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if config.init_from is None:
+        return None
+    path = Path(config.init_from)
+    if (path / checkpoint.MANIFEST).exists():
+        return checkpoint.read_valid(path)
+    for run, name in ((path, None), (path.parent, path.name)):
+        folder = RunFolder(run).checkpoints
+        if not folder.is_dir():
+            continue
+        if name is None:
+            newest = checkpoint.newest_valid(folder)
+            if newest is not None:
+                return newest
+        else:
+            step = f"step_{int(name):08d}" if name.isdigit() else name
+            return checkpoint.read_valid(folder / step)
+    raise CheckpointError(
+        f"--init_from {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
+        "checkpoint's own folder."
+    )
+
+
+def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The options that a resumed run must keep, as JSON has them.
+
+    Args:
+        config: The options.
+        like: Fixed options of a checkpoint; a seed that nobody gives is taken from there.
+    """
+    fixed = {}
+    for field in options.fields(GPTConfig):
+        if field.option.resume == "fixed":
+            value = getattr(config, field.name)
+            fixed[field.name] = list(value) if isinstance(value, tuple) else value
+    if like is not None and fixed["seed"] is None:
+        fixed["seed"] = like.get("seed")
+    return fixed
+
+
+def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
+    """The seed that was asked for, that of the run that goes on, or one drawn anew."""
+    if config.seed is not None:
+        return config.seed
+    if resume_from is not None:
+        return int(resume_from.facts["fixed"]["seed"])
+    return draw_seed()
+
+
+def find_weights(config: GPTConfig, start: Checkpoint | None) -> str | None:
+    """Where pretrained weights come from; None trains from scratch or from a checkpoint."""
+    name = config.model_name_or_path
+    if name is None or config.low_cpu_mem_usage or start is not None:
+        return None
+    if has_weights(name):
+        return name
+    logger.info(f"{name} holds no weights: the model is trained from scratch.")
+    return None

@@ -1,0 +1,149 @@
+import itertools
+import os
+import resource
+
+import numpy as np
+import pytest
+
+from llm.data.assembly import assemble, assemble_shuffled
+from llm.data.sampler import permute
+from llm.data.token_check import check
+from llm.data.token_file import TokenFile, TokenFileWriter
+from llm.data.tokenize_parts import Encoding, tokenize_parts
+from tests.support.corpora import ListSource, byte_tokenizer
+
+
+def make_parts(folder, sources, dtype="<u2"):
+    folder.mkdir()
+    encoding = Encoding(tokenizer=byte_tokenizer(), end_token=0, dtype=np.dtype(dtype))
+    return tokenize_parts(sources, folder, encoding=encoding, workers=1)
+
+
+def documents_of(prefix):
+    file = TokenFile(prefix)
+    starts = [file.document_start(number) for number in range(file.num_documents + 1)]
+    return [file.tokens[i:j].tolist() for i, j in itertools.pairwise(starts)]
+
+
+def ids(text):
+    return [byte + 1 for byte in text.encode()]
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4"])
+def test_parts_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
+    texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
+    stems, facts = make_parts(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
+
+    assemble(stems, facts, tmp_path / "out", dtype=np.dtype(dtype))
+
+    with TokenFileWriter(tmp_path / "expected", np.dtype(dtype)) as writer:
+        for text in ["one", "two", "three", *["four"] * 5]:
+            writer.add(np.array([*ids(text), 0]), ends_document=True)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"expected{suffix}"
+        ).read_bytes()
+
+
+def test_documents_of_several_texts_end_with_their_part(tmp_path):
+    sources = [
+        ListSource(["a", "b"], one_document=True),
+        ListSource([""], one_document=True),
+        ListSource(["c", "d"]),
+        ListSource(["e", "", "f"], one_document=True),
+    ]
+    stems, facts = make_parts(tmp_path / "parts", sources)
+
+    assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+
+    file = TokenFile(tmp_path / "out")
+    assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
+    assert file.documents.tolist() == [0, 2, 3, 4, 6]
+    assert documents_of(tmp_path / "out")[0] == [*ids("ab"), 0]
+    assert check(file) == []
+
+
+def test_blocks_leave_no_seam(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm.data.assembly._BLOCK", 3)
+    texts = [str(number) * (number % 5) for number in range(100)]
+    sources = [ListSource(texts[:41]), ListSource(texts[41:])]
+    stems, facts = make_parts(tmp_path / "parts", sources)
+
+    assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+
+    assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
+    assert check(TokenFile(tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize("works", [0, 1, 3])
+def test_a_file_system_that_copies_nothing_or_too_little_by_itself_does_no_harm(
+    tmp_path, monkeypatch, works
+):
+    """As some do: an error from the first or a later call, or nothing copied at all."""
+    stems, facts = make_parts(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
+    copy = os.copy_file_range
+    calls = []
+
+    def limited(source, target, count):
+        calls.append(count)
+        if len(calls) > works:
+            raise OSError(18, "Invalid cross-device link")
+        return copy(source, target, 100)
+
+    for replacement in (limited, lambda *_: 0):
+        monkeypatch.setattr(os, "copy_file_range", replacement)
+        assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+
+        assert documents_of(tmp_path / "out") == [[*ids(name * 1000), 0] for name in "abcd"]
+
+
+def shuffled(folder, texts, *, seed, part_sizes):
+    sources, first = [], 0
+    for size in part_sizes:
+        sources.append(ListSource(texts[first : first + size]))
+        first += size
+    stems, facts = make_parts(folder, sources)
+    assemble_shuffled(stems, facts, folder / "out", dtype=np.dtype("<u2"), seed=seed)
+    assert not list(folder.glob("*.joined"))
+    assert check(TokenFile(folder / "out")) == []
+    return documents_of(folder / "out")
+
+
+def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_keyed_permutation(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("llm.data.assembly._SHUFFLED_DOCUMENTS", 7)
+    texts = [str(number) for number in range(100)]
+    plain = [[*ids(text), 0] for text in texts]
+
+    found = shuffled(tmp_path / "a", texts, seed=5, part_sizes=[100])
+
+    assert found != plain
+    assert sorted(found) == sorted(plain)
+    order = permute(np.arange(100), size=100, key=5)
+    assert found == [plain[number] for number in order]
+    assert shuffled(tmp_path / "b", texts, seed=5, part_sizes=[1, 0, 60, 39]) == found
+    assert shuffled(tmp_path / "c", texts, seed=6, part_sizes=[100]) != found
+
+
+def test_a_single_document_can_be_shuffled(tmp_path):
+    assert shuffled(tmp_path / "a", ["one"], seed=0, part_sizes=[0, 1]) == [[*ids("one"), 0]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_there_may_be_more_parts_than_files_that_a_process_can_open(tmp_path, shuffle):
+    stems, facts = make_parts(
+        tmp_path / "parts", [ListSource([str(number)]) for number in range(300)]
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
+    try:
+        if shuffle:
+            assemble_shuffled(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
+        else:
+            assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert TokenFile(tmp_path / "out").num_documents == 300

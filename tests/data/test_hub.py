@@ -1,0 +1,227 @@
+import os
+import sys
+
+import datasets
+import pytest
+
+from llm.data.hub import dataset_sources
+from llm.data.readers import Faults
+from llm.errors import DataError
+from tests.support.corpora import texts_of, write
+
+
+def splits(name, config=None, **changes):
+    settings = {"text_column": None, "trust_remote_code": False}
+    return dataset_sources(str(name), config, **{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def library_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", '{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    write(folder / "validation.jsonl", '{"text": "three"}\n')
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A training split of three files with ten records each."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(3):
+        lines = "".join(f'{{"id": {row}, "text": "{shard}.{row}"}}\n' for row in range(10))
+        write(folder / f"train-{shard}.jsonl", lines)
+    return folder
+
+
+SHARD_TEXTS = [f"{shard}.{row}" for shard in range(3) for row in range(10)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_of_files_has_splits_whose_records_are_documents(folder, streaming):
+    found = splits(folder, streaming=streaming)
+
+    assert found["validation"].exists()
+    assert texts_of(found["train"]) == ["one", "", "two"]
+    assert texts_of(found["validation"]) == ["three"]
+    assert not found["train"].one_document
+
+
+def test_a_saved_data_set_is_read_and_its_configuration_not_asked_for(folder, tmp_path):
+    datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
+
+    found = splits(tmp_path / "saved", "wikitext-2-raw-v1")
+
+    assert texts_of(found["validation"]) == ["three"]
+
+
+def test_a_saved_single_split_is_the_training_text(folder, tmp_path):
+    datasets.load_dataset(str(folder), split="train").save_to_disk(tmp_path / "saved")
+
+    found = splits(tmp_path / "saved")
+
+    assert len(texts_of(found["train"])) == 3
+    assert not found["validation"].exists()
+
+
+def test_a_saved_data_set_is_read_from_the_disk_though_streaming_is_asked_for(folder, tmp_path):
+    datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
+
+    (part,) = splits(tmp_path / "saved", streaming=True)["train"].split(1)
+
+    assert texts_of(part) == ["one", "", "two"]
+
+
+def test_a_folder_without_configurations_stands_in_for_one_that_has(folder, caplog):
+    found = splits(folder, "wikitext-2-raw-v1")
+
+    assert len(texts_of(found["train"])) == 3
+    assert "has no configurations" in caplog.text
+
+
+def test_a_configuration_may_be_a_folder_of_its_own(folder, tmp_path):
+    (tmp_path / "set").mkdir()
+    folder.rename(tmp_path / "set" / "small")
+
+    assert len(texts_of(splits(tmp_path / "set", "small")["train"])) == 3
+
+
+def test_a_missing_configuration_is_refused_with_a_list_of_those_there_are(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.txt", "x\n")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("a", "b"))
+    write(tmp_path / "README.md", f"---\nconfigs:\n{configs}---\n")
+
+    for config, lack in {"c": "no 'c'", None: "several configurations"}.items():
+        with pytest.raises(DataError, match=f"has {lack}; .*--dataset_config_name from: 'a', 'b'"):
+            splits(tmp_path, config)["train"].exists()
+
+
+def test_a_data_set_without_a_train_split_is_refused_with_a_list_of_its_splits(tmp_path):
+    write(tmp_path / "test.jsonl", '{"text": "x"}\n')
+
+    for streaming in (False, True):
+        with pytest.raises(DataError, match="no split 'train', only: test"):
+            texts_of(splits(tmp_path, streaming=streaming)["train"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_missing_column_of_a_data_set_is_refused_with_a_list(folder, streaming):
+    with pytest.raises(DataError, match="no column 'body'; choose one with --text_column from"):
+        texts_of(splits(folder, text_column="body", streaming=streaming)["train"])
+
+
+def test_a_broken_or_empty_folder_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"cannot be read: .*doesn't contain any data files"):
+        splits(tmp_path)["train"].exists()
+    write(tmp_path / "train.jsonl", '{"text": "a"}\n{"text":\n')
+    with pytest.raises(DataError, match=r"--dataset_name .* cannot be read"):
+        splits(tmp_path)["train"].exists()
+    with pytest.raises(DataError, match=r"--dataset_name .* cannot be read"):
+        texts_of(splits(tmp_path, streaming=True)["train"])
+
+
+def test_a_name_that_the_hub_does_not_answer_to_is_refused_with_the_way_out(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'wikitext' on the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+
+    with pytest.raises(
+        DataError,
+        match=r"--dataset_name wikitext cannot .* \(Couldn't reach 'wikitext' on the Hub\); "
+        "check the name and the connection, or name a local folder",
+    ):
+        splits("wikitext", "wikitext-2-raw-v1")["train"].exists()
+
+
+def test_a_stream_that_breaks_off_is_one_sentence(monkeypatch):
+    def rows():
+        yield {"text": "one"}
+        raise ConnectionError("the network is gone")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": stream})
+
+    with pytest.raises(DataError, match=r"--dataset_name far/away cannot be loaded .*network is"):
+        texts_of(splits("far/away", streaming=True)["train"])
+
+
+def test_a_path_without_a_folder_does_not_ask_the_hub(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        splits(tmp_path / "none")
+    with pytest.raises(DataError, match="does not exist"):
+        splits("./none")
+    write(tmp_path / "a.txt", "x\n")
+    with pytest.raises(DataError, match="name it with --train_file"):
+        splits(tmp_path / "a.txt")
+
+
+def test_a_data_set_is_told_without_the_library(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it now fails
+
+    before = splits(folder)["train"].identity()
+
+    assert splits(folder)["validation"].identity() != before
+    assert (
+        splits("wikitext", "a")["train"].identity() != splits("wikitext", "b")["train"].identity()
+    )
+    write(folder / "train.jsonl", '{"text": "longer than before"}\n')
+    assert splits(folder)["train"].identity() != before
+
+
+def test_a_data_set_is_told_by_the_time_of_its_files_too(folder):
+    before = splits(folder)["train"].identity()
+
+    os.utime(folder / "train.jsonl", ns=(0, 0))
+
+    assert splits(folder)["train"].identity() != before
+
+
+@pytest.mark.parametrize("rows", [1, 7, 10, 100])
+def test_the_parts_of_a_data_set_are_its_rows_in_their_order(shards, monkeypatch, rows):
+    monkeypatch.setattr("llm.data.hub._PART_ROWS", rows)
+
+    parts = splits(shards)["train"].split(1)
+
+    assert len(parts) == -(-30 // rows)
+    assert [text for part in parts for text in texts_of(part)] == SHARD_TEXTS
+
+
+def test_the_parts_of_a_stream_are_its_files_in_their_order(shards):
+    parts = splits(shards, streaming=True)["train"].split(1)
+
+    assert [texts_of(part) for part in parts] == [SHARD_TEXTS[i : i + 10] for i in (0, 10, 20)]
+
+
+def test_a_wrong_row_is_counted_from_the_beginning_of_the_data_set(shards, monkeypatch):
+    monkeypatch.setattr("llm.data.hub._PART_ROWS", 20)
+    parts = splits(shards, text_column="id")["train"].split(1)
+
+    with pytest.raises(DataError, match=r"\[train\], row 21: the text is a value of type int"):
+        texts_of(parts[1])
+    faults = Faults("skip")
+    assert texts_of(parts[1], faults) == []
+    assert faults.skipped == 10
+
+
+def test_a_wrong_row_of_a_stream_is_named_with_its_shard(shards):
+    parts = splits(shards, text_column="id", streaming=True)["train"].split(1)
+
+    with pytest.raises(DataError, match=r"\[train\], shard 3, row 1: the text is a value of type"):
+        texts_of(parts[2])
+
+
+def test_the_progress_bars_of_the_library_are_given_back(folder):
+    datasets.enable_progress_bars()
+
+    splits(folder)["train"].exists()
+
+    assert datasets.is_progress_bar_enabled()

@@ -1,0 +1,180 @@
+import json
+import logging
+
+import pytest
+
+from llm.data import text_blocks
+from llm.data.readers import Faults
+from llm.data.sources import file_source
+from llm.errors import DataError
+from tests.support.corpora import texts_of, write
+
+
+def source(path, **options):
+    return file_source(path, **{"text_column": None, **options})
+
+
+def texts_in_parts(path, num_bytes, faults=None, **options):
+    parts = source(path, **options).split(num_bytes)
+    return [text for part in parts for text in texts_of(part, faults)]
+
+
+def test_every_spelling_of_a_string_is_read(tmp_path):
+    spelled = ["", "caf\u00e9 \U0001f600", '"\\/\b\f\n\r\t', "\u2028\x00\x7f", "x" * 100_000]
+    lines = [
+        json.dumps({"text": text}, ensure_ascii=number % 2)
+        for number, text in enumerate(spelled * 2)
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+
+    assert texts_of(source(path)) == spelled * 2
+
+
+def test_lines_may_end_as_on_windows_and_blank_ones_hold_no_record(tmp_path):
+    path = write(tmp_path / "a.jsonl", '\r\n  {"text": "one"} \r\n\n \t\n{"text": "two"}\r\n')
+
+    assert texts_of(source(path)) == ["one", "two"]
+
+
+def test_what_only_pythons_parser_reads_is_read_too(tmp_path):
+    lines = [
+        '{"text": "one", "score": NaN}',
+        '{"score": -Infinity, "text": "two"}',
+        '{"text": "\\ud83d\\ude00", "id": "\\ud800"}',
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+
+    assert texts_of(source(path)) == ["one", "two", "\U0001f600"]
+
+
+def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one", "text": "two"}\n')
+
+    assert texts_of(source(path)) == ["two"]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 17, 40, 1000])
+@pytest.mark.parametrize("block", [3, 25, 1000])
+def test_records_are_the_same_in_any_parts_and_blocks(tmp_path, monkeypatch, num_bytes, block):
+    monkeypatch.setattr(text_blocks, "_BLOCK", block)
+    texts = ["one", "", "thr\u00e9e\n", "four" * 20]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path = write(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(lines))
+
+    assert texts_in_parts(path, num_bytes) == texts
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 20, 40, 1000])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "b"', "malformed JSON, .*--on_error skip"),
+        (
+            '{"body": "b", "id": 1}',
+            "the record has no key 'text', only 'body', 'id'; mend the line",
+        ),
+        ("{}", "the record has no key 'text', only none at all"),
+        ('{"text": 5}', "the text is a value of type int, not a string"),
+        ('{"text": ["b"]}', "the text is a value of type list"),
+        ('"text"', "a record must be a JSON object"),
+        ('{"text": "\\udc00"}', "the text holds a lone surrogate"),
+        (b'{"text": "\xe9"}', "byte 11 of the line is not UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_line_of_the_file(tmp_path, num_bytes, line, message):
+    raw = line if isinstance(line, bytes) else line.encode()
+    path = write(
+        tmp_path / "a.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n' + raw + b'\n{"text": "c"}'
+    )
+
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 4: {message}"):
+        texts_in_parts(path, num_bytes)
+
+    faults = Faults("skip")
+    assert texts_in_parts(path, num_bytes, faults) == ["a", "b", "c"]
+    assert faults.skipped == 1
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10, 60, 1000])
+def test_all_parts_of_a_file_take_the_column_of_its_first_record(tmp_path, num_bytes, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    lines = ['{"body": "one", "title": "1"}', '{"title": "2", "body": "two"}'] * 5
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+
+    assert texts_in_parts(path, num_bytes) == ["one", "two"] * 5
+    assert caplog.text.count("taking the first one, 'body'") == 1
+
+
+def test_a_part_that_begins_with_another_kind_of_record_does_not_take_another_column(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"body": "two"}\n')
+
+    for num_bytes in (16, 1000):
+        with pytest.raises(DataError, match="line 2: the record has no key 'text', only 'body'"):
+            texts_in_parts(path, num_bytes)
+
+
+@pytest.mark.parametrize("column", ["text", None])
+def test_a_file_with_many_odd_lines_is_read_once(tmp_path, monkeypatch, column):
+    """Their place in the file, which takes a look at all of it, is not asked for."""
+    path = write(
+        tmp_path / "a.jsonl", '{"text": null}\n{"text": "b", "score": NaN}\nbroken\n' * 100
+    )
+    opened = []
+    blocks = text_blocks.TextBlocks.blocks
+    monkeypatch.setattr(
+        text_blocks.TextBlocks, "blocks", lambda self: opened.append(1) or blocks(self)
+    )
+    last = source(path, text_column=column).split(2000)[-1]
+    faults = Faults("skip")
+
+    assert set(texts_of(last, faults)) == {"", "b"}
+    assert faults.skipped > 3
+    assert len(opened) <= 2  # for the lines, and for the column of the first record
+
+
+def test_an_array_is_read_however_it_is_laid_out(tmp_path):
+    records = [{"text": "one", "id": 1}, {"id": 2, "text": "two\n"}, {"text": None}]
+
+    for name, indent in (("a.json", None), ("b.json", 2)):
+        path = write(tmp_path / name, "\ufeff \n" + json.dumps(records, indent=indent))
+        assert texts_of(source(path)) == ["one", "two\n", ""]
+        assert len(source(path).split(1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"body": "b"}]', "record 2 has no column 'text'; .* body"),
+        ('[{"text": "a"}, 5]', "record 2: a record must be a JSON object"),
+        ('[{"text": "a"}, {"text": {}}]', "record 2: the text is a value of type dict"),
+    ],
+)
+def test_a_wrong_record_of_an_array_is_named_or_skipped(tmp_path, content, message):
+    path = write(tmp_path / "a.json", content)
+
+    with pytest.raises(DataError, match=rf"a\.json, {message}"):
+        texts_of(source(path))
+    faults = Faults("skip")
+    assert texts_of(source(path), faults) == ["a"]
+    assert faults.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"text": "a"}', "line 1: malformed JSON"),
+        (b'[{"text":\n "a"},\n]', "line 3: malformed JSON"),
+        (b'[{"text": "a"}] [', "line 1: malformed JSON"),
+        (b'[{"text": "\xff"}]', "byte 12 is not UTF-8"),
+    ],
+)
+def test_a_broken_array_is_refused_even_when_skipping(tmp_path, content, message):
+    path = write(tmp_path / "a.json", content)
+
+    with pytest.raises(DataError, match=message):
+        texts_of(source(path), Faults("skip"))
+
+
+def test_an_empty_array_holds_no_text(tmp_path):
+    assert texts_of(source(write(tmp_path / "a.json", "[]"))) == []
+    assert texts_of(source(write(tmp_path / "b.json", " \n\n"))) == []

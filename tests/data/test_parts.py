@@ -1,0 +1,183 @@
+import errno
+import json
+
+import numpy as np
+import pytest
+
+from llm.data import parts
+from llm.data.encoder import make_encoder
+from llm.data.parts import Progress, each_row, read_array, read_part, remove_part, write_part
+from llm.errors import DataError
+from tests.support.corpora import ListSource, byte_tokenizer
+
+UINT16 = np.dtype("<u2")
+
+
+class FailingSource(ListSource):
+    def batches(self, faults=None):
+        yield from super().batches(faults)
+        raise DataError("line 9 is broken")
+
+
+class FaultySource(ListSource):
+    def batches(self, faults=None):
+        for text in self._texts:
+            if text is None:
+                faults(DataError("a record without text"))
+            else:
+                yield [text]
+
+
+def write(source, stem, *, end_token=0, on_error="stop", report=None):
+    own = None if source.one_document else end_token
+    write_part(
+        source,
+        stem,
+        encoder=make_encoder(byte_tokenizer(), dtype=UINT16, end_token=own, threads=1),
+        dtype=UINT16,
+        end_token=end_token,
+        on_error=on_error,
+        report=report or (lambda _: None),
+    )
+    return read_part(stem, verify=True)
+
+
+def ids(text):
+    return [byte + 1 for byte in text.encode()]
+
+
+def test_a_part_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
+    stem = tmp_path / "000007"
+
+    facts = write(ListSource(["ab", "", "\u00e9", ""]), stem)
+
+    assert read_array(stem, ".ids", UINT16).tolist() == [*ids("ab"), 0, *ids("\u00e9"), 0]
+    assert read_array(stem, ".rows", "<i4").tolist() == [3, 3]
+    assert read_array(stem, ".bytes", "<u4").tolist() == [2, 2]
+    assert (facts.texts, facts.documents, facts.empty, facts.skipped) == (2, 2, 2, 0)
+    assert (facts.tokens, facts.text_bytes, facts.largest_token) == (6, 4, 0xC3 + 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"000007.{suffix}" for suffix in ("bytes", "ids", "json", "rows")
+    ]
+
+
+def test_the_texts_of_one_document_have_one_end(tmp_path):
+    facts = write(ListSource(["ab", "", "c", ""], one_document=True), tmp_path / "0")
+
+    assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == [*ids("abc"), 0]
+    assert read_array(tmp_path / "0", ".rows", "<i4").tolist() == [2, 2]
+    assert (facts.texts, facts.documents, facts.tokens) == (2, 1, 4)
+
+
+@pytest.mark.parametrize("one_document", [True, False])
+def test_without_an_end_token_nothing_is_added(tmp_path, one_document):
+    source = ListSource(["ab", "c"], one_document=one_document)
+
+    facts = write(source, tmp_path / "0", end_token=None)
+
+    assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == ids("abc")
+    assert facts.tokens == 3
+
+
+@pytest.mark.parametrize("one_document", [True, False])
+def test_a_part_may_be_empty(tmp_path, one_document):
+    facts = write(ListSource(["", ""], one_document=one_document), tmp_path / "0")
+
+    assert (facts.texts, facts.documents, facts.tokens, facts.empty) == (0, 0, 0, 2)
+    assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == []
+
+
+def test_records_that_cannot_be_used_are_counted(tmp_path):
+    facts = write(FaultySource(["a", None, None, "b"]), tmp_path / "0", on_error="skip")
+
+    assert (facts.texts, facts.skipped) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [FailingSource(["ab"]), FaultySource(["ab", None])],
+    ids=["source", "record"],
+)
+def test_a_part_that_was_not_finished_does_not_exist(tmp_path, source):
+    with pytest.raises(DataError):
+        write(source, tmp_path / "0")
+
+    assert read_part(tmp_path / "0", verify=False) is None
+    assert not (tmp_path / "0.json").exists()
+
+
+@pytest.mark.parametrize("suffix", [".ids", ".rows", ".bytes", ".json"])
+def test_a_part_with_a_changed_byte_does_not_exist(tmp_path, suffix):
+    stem = tmp_path / "0"
+    path = stem.with_suffix(suffix)
+
+    for damage in (
+        lambda content: content[:-1],
+        lambda content: b"",
+        lambda content: content + b"x",
+        lambda content: bytes([content[0] ^ 1]) + content[1:],
+        None,
+    ):
+        assert write(ListSource(["ab", "c"]), stem) is not None
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage(path.read_bytes()))
+        assert read_part(stem, verify=True) is None
+
+
+def test_facts_of_another_version_are_no_part(tmp_path):
+    write(ListSource(["ab"]), tmp_path / "0")
+    facts = json.loads((tmp_path / "0.json").read_text())
+
+    for content in ([1], {**facts, "more": 1}, {"texts": 1}, {**facts, "checksums": {}}):
+        (tmp_path / "0.json").write_text(json.dumps(content))
+        assert read_part(tmp_path / "0", verify=True) is None
+
+
+def test_a_part_is_removed_with_all_its_files(tmp_path):
+    write(ListSource(["ab"]), tmp_path / "0")
+
+    remove_part(tmp_path / "0")
+    remove_part(tmp_path / "0")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_progress_of_a_part_is_told_after_every_batch(tmp_path):
+    told = []
+
+    def report(progress):
+        told.append((progress.texts, progress.tokens, progress.text_bytes))
+
+    write(ListSource(["ab", "", "c"]), tmp_path / "0", report=report)
+
+    assert told == [(1, 3, 2), (1, 3, 2), (2, 5, 3)]
+    assert Progress().consumed == 0
+
+
+def test_a_text_longer_than_the_index_can_say_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_MOST_TOKENS", 3)
+
+    with pytest.raises(DataError, match=r"list holds a text of 5 tokens, .* can take 3 at most"):
+        write(ListSource(["ab", "abcd"]), tmp_path / "0")
+
+
+def test_a_write_that_fails_is_not_hidden(tmp_path):
+    (tmp_path / "0.ids").symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match="No space left") as error:
+        write(ListSource(["ab"]), tmp_path / "0")
+
+    assert error.value.errno == errno.ENOSPC
+    assert not (tmp_path / "0.json").exists()
+
+
+def test_rows_are_read_over_all_parts_in_blocks(tmp_path):
+    stems = [tmp_path / name for name in "012"]
+    for stem, texts in zip(stems, (["a"] * 5, [], ["bb"] * 2), strict=True):
+        write(ListSource(texts), stem)
+
+    blocks = [block.tolist() for block in each_row(stems, ".rows", "<i4", 2)]
+
+    assert blocks == [[2, 2], [2, 2], [2], [3, 3]]

@@ -1,0 +1,326 @@
+import fcntl
+import logging
+import multiprocessing
+import os
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from llm.data.flat_file import FlatTokenFile
+from llm.data.output_files import Output
+from llm.data.preparation import prepare_files
+from llm.data.sidecar import checksums, read_sidecar, verify
+from llm.data.token_file import TokenFile
+from llm.data.tokenize_parts import Encoding
+from llm.errors import DataError
+from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk
+
+SPAWN = multiprocessing.get_context("spawn")
+UINT16 = np.dtype("<u2")
+
+
+class ReadSource(ListSource):
+    """Notes that it is read."""
+
+    reads: ClassVar[list[str]] = []
+
+    def batches(self, faults=None):
+        self.reads.append(self.name)
+        yield from super().batches(faults)
+
+
+class FailingSource(ListSource):
+    def batches(self, faults=None):
+        yield from super().batches(faults)
+        raise DataError("line 9 is broken")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, caplog):
+    monkeypatch.setattr(ReadSource, "reads", [])
+    caplog.set_level(logging.INFO, "llm.data")
+
+
+def prepare(prefix, sources, *, workers=1, encoding=None, **output):
+    prepare_all([(sources, Output(prefix=prefix, **output))], workers=workers, **(encoding or {}))
+
+
+def prepare_all(jobs, *, workers=1, **encoding):
+    settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **encoding}
+    prepare_files(jobs, encoding=Encoding(**settings), workers=workers, log_seconds=10.0)
+
+
+def ids(text):
+    return [byte + 1 for byte in text.encode()]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tokens(prefix):
+    return TokenFile(prefix).tokens.tolist()
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+THREE = ["wiki.bin", "wiki.idx", "wiki.json"]
+
+
+def test_what_is_left_are_three_files_and_the_numbers_of_the_text(tmp_path, caplog):
+    sources = [ListSource(["ab", "", "\u00e9"], name="a"), ListSource(["", "cd"], name="b")]
+
+    prepare(tmp_path / "deep" / "wiki", sources)
+
+    prefix = tmp_path / "deep" / "wiki"
+    assert names(prefix.parent) == THREE
+    assert tokens(prefix) == [*ids("ab"), 0, *ids("\u00e9"), 0, *ids("cd"), 0]
+    sidecar = read_sidecar(prefix)
+    assert (sidecar.documents, sidecar.tokens, sidecar.text_bytes) == (3, 9, 6)
+    assert (sidecar.empty_documents, sidecar.skipped_documents) == (2, 0)
+    assert (sidecar.largest_token, sidecar.dtype) == (0xC3 + 1, "uint16")
+    assert (sidecar.tokenizer, sidecar.tokenizer_fingerprint) == ("bytes", "bytes")
+    assert (sidecar.vocab_size, sidecar.eos_token_id, sidecar.append_eos) == (257, 0, True)
+    assert sidecar.sources == ["a", "b"]
+    assert sidecar.checksums["bin"] == checksums(prefix.parent / "wiki.bin")
+    assert verify(prefix) == []
+    assert caplog.messages[-2].startswith(
+        "3 documents, 9 tokens, 6 bytes of text (0.667 a token); 2 empty and 0 skipped documents; "
+        "0:00:0"
+    )
+    assert caplog.messages[-1] == f"wrote {prefix}.bin"
+
+
+def test_text_files_are_documents_of_many_texts(tmp_path):
+    sources = [
+        ListSource(["ab\n", "\n", "c"], one_document=True),
+        ListSource(["d"], one_document=True),
+    ]
+
+    prepare(tmp_path / "wiki", sources)
+
+    assert tokens(tmp_path / "wiki") == [*ids("ab\n\nc"), 0, *ids("d"), 0]
+    assert TokenFile(tmp_path / "wiki").num_documents == 2
+    assert read_sidecar(tmp_path / "wiki").documents == 2
+    assert verify(tmp_path / "wiki") == []
+
+
+def test_nothing_has_the_final_name_before_all_is_done(tmp_path):
+    seen = []
+
+    class WatchingSource(ListSource):
+        def batches(self, faults=None):
+            yield from super().batches(faults)
+            seen.append(names(tmp_path))
+
+    prepare(tmp_path / "wiki", [WatchingSource(["a"]), WatchingSource(["b"])])
+
+    assert seen == [["wiki.parts"]] * 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_source_that_fails_leaves_nothing_under_the_final_name(tmp_path, workers):
+    sources = [ReadSource(["a"]), ListSource(["b"]), FailingSource(["c"])]
+    with pytest.raises(DataError, match="line 9 is broken"):
+        prepare(tmp_path / "wiki", sources, workers=workers)
+    assert names(tmp_path) == ["wiki.parts"]
+
+    prepare(tmp_path / "wiki", [*sources[:2], ListSource(["c"])])
+
+    assert names(tmp_path) == THREE
+    assert tokens(tmp_path / "wiki") == [*ids("a"), 0, *ids("b"), 0, *ids("c"), 0]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_what_lies_there_is_not_replaced_unasked(tmp_path, suffix):
+    (tmp_path / f"wiki{suffix}").write_text("precious")
+
+    with pytest.raises(DataError, match=rf"wiki\{suffix} exists already; choose another --output"):
+        prepare(tmp_path / "wiki", [ReadSource(["a"])])
+    assert names(tmp_path) == [f"wiki{suffix}"]
+    assert ReadSource.reads == []
+
+    prepare(tmp_path / "wiki", [ReadSource(["a"])], overwrite=True)
+    assert tokens(tmp_path / "wiki") == [*ids("a"), 0]
+    assert names(tmp_path) == THREE
+
+
+def test_a_second_time_there_is_nothing_to_do(tmp_path, caplog):
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+    first = (tmp_path / "wiki.bin").stat()
+
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+
+    assert ReadSource.reads == ["list"]
+    assert caplog.messages[-1] == f"{tmp_path}/wiki.bin is there already, made by the same options"
+    assert (tmp_path / "wiki.bin").stat() == first
+
+
+def test_the_output_of_another_text_is_refused(tmp_path):
+    prepare(tmp_path / "wiki", [ListSource(["a"])])
+
+    with pytest.raises(DataError, match="exists already"):
+        prepare(tmp_path / "wiki", [ListSource(["a"], name="other")])
+
+
+def test_a_source_that_fails_at_once_leaves_nothing_behind(tmp_path):
+    with pytest.raises(DataError, match="line 9"):
+        prepare(tmp_path / "wiki", [FailingSource(["a"])])
+
+    assert names(tmp_path) == []
+
+
+def test_two_programs_at_once_do_not_share_a_folder(tmp_path):
+    folder = tmp_path / "wiki.parts"
+    folder.mkdir()
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        with pytest.raises(DataError, match=r"Another program is at work in .*wiki\.parts; wait"):
+            prepare(tmp_path / "wiki", [ReadSource(["a"])])
+        assert ReadSource.reads == []
+
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+    assert names(tmp_path) == THREE
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+
+    prepare(tmp_path / "wiki", [ListSource(["a"])])
+
+    assert "cannot be locked (Operation not supported): start no second program" in caplog.text
+    assert names(tmp_path) == THREE
+
+
+def test_an_output_in_the_way_of_the_last_is_found_before_the_first_is_made(tmp_path):
+    (tmp_path / "b.idx").touch()
+
+    with pytest.raises(DataError, match=r"b\.idx exists already"):
+        prepare_all([([ReadSource(["x"])], Output(prefix=tmp_path / name)) for name in "ab"])
+
+    assert ReadSource.reads == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([ListSource(["", ""], name="a")], "a holds no text: 2 documents are empty"),
+        ([ListSource([], name="a")], "a holds no text: 0 documents are empty"),
+        (
+            [ListSource([""], name="a"), ListSource([""], name="a"), ListSource([""], name="b")],
+            "a and 1 more hold no text: 3 documents are empty",
+        ),
+    ],
+)
+def test_a_text_without_text_is_refused(tmp_path, sources, message):
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "wiki", sources)
+    assert names(tmp_path) == ["wiki.parts"]
+
+
+def prepare_much(prefix):
+    prepare(prefix, [ListSource(["x" * 1000] * 20)] * 5)
+
+
+@pytest.mark.parametrize("limit", [10_000, 100_000], ids=["in a part", "in the whole"])
+def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(tmp_path, limit, caplog):
+    with SPAWN.Pool(1) as pool:
+        message = pool.apply(error_on_a_full_disk, (limit, prepare_much, tmp_path / "wiki"))
+
+    assert "wiki cannot be written (File too large); free some space or choose" in message
+    assert "What is done is kept: the same command goes on from there." in message
+    assert names(tmp_path) == ["wiki.parts"]
+    done = len(list((tmp_path / "wiki.parts").glob("[0-9]*.json")))
+    assert done == (0 if limit == 10_000 else 5)
+
+    prepare_much(tmp_path / "wiki")
+
+    assert TokenFile(tmp_path / "wiki").num_documents == 100
+    assert f"{done} of 5 parts are there" in caplog.text
+    assert names(tmp_path) == THREE
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_one_sentence(tmp_path):
+    tmp_path.chmod(0o500)
+
+    with pytest.raises(DataError, match=r"cannot be written \(Permission denied\)"):
+        prepare(tmp_path / "wiki", [ListSource(["a"])])
+
+
+def test_an_output_below_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(DataError, match=r"cannot be written \((Not a directory|File exists)\)"):
+        prepare(tmp_path / "file" / "wiki", [ListSource(["a"])])
+
+
+def test_nanogpt_files_are_cut_where_a_document_ends(tmp_path):
+    sources = [ListSource(["a", "", "bcd"]), ListSource(["\u00e9", "f"])]
+
+    prepare(tmp_path / "wiki", sources, nanogpt=True, validation_percentage=50.0)
+
+    assert names(tmp_path) == ["wiki"]
+    assert names(tmp_path / "wiki") == ["train.bin", "train.json", "val.bin", "val.json"]
+    found = {name: FlatTokenFile(tmp_path / "wiki" / f"{name}.bin") for name in ("train", "val")}
+    assert found["val"].tokens.tolist() == [*ids("a"), 0, *ids("bcd"), 0]
+    assert found["train"].tokens.tolist() == [*ids("\u00e9"), 0, *ids("f"), 0]
+    train, val = (read_sidecar(tmp_path / "wiki" / name) for name in ("train", "val"))
+    assert (val.documents, val.tokens, val.text_bytes) == (2, 6, 4)
+    assert (train.documents, train.tokens, train.text_bytes) == (2, 5, 3)
+    assert (val.largest_token, train.largest_token) == (ord("d") + 1, 0xC3 + 1)
+    assert verify(tmp_path / "wiki" / "train.bin") == verify(tmp_path / "wiki" / "val.bin") == []
+
+
+def test_the_bytes_of_a_nanogpt_file_are_counted_over_documents_of_many_texts(tmp_path):
+    sources = [ListSource(["ab", "c"], one_document=True), ListSource(["defg"], one_document=True)]
+
+    prepare(tmp_path / "wiki", sources, nanogpt=True, validation_percentage=50.0)
+
+    assert read_sidecar(tmp_path / "wiki" / "val").text_bytes == 3
+    assert read_sidecar(tmp_path / "wiki" / "train").text_bytes == 4
+
+
+def test_nanogpt_without_validation_is_one_file(tmp_path):
+    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], nanogpt=True)
+
+    assert names(tmp_path / "wiki") == ["train.bin", "train.json"]
+
+
+def test_a_small_percentage_takes_one_document(tmp_path):
+    prepare(tmp_path / "wiki", [ListSource(["a"] * 10)], nanogpt=True, validation_percentage=0.05)
+
+    assert (tmp_path / "wiki" / "val.bin").stat().st_size == 2 * 2
+
+
+def test_a_cut_that_leaves_nothing_is_refused_with_the_number_of_documents(tmp_path):
+    with pytest.raises(DataError, match="percentage 99 of 10 documents leaves none for training"):
+        prepare(
+            tmp_path / "wiki",
+            [ListSource(["a"] * 10)],
+            nanogpt=True,
+            validation_percentage=99.0,
+        )
+    assert not (tmp_path / "wiki").exists()
+
+
+def test_shuffled_documents_are_the_same_ones_for_any_workers(tmp_path):
+    texts = [str(number) for number in range(50)]
+    parts = [ListSource(texts[i : i + 7]) for i in range(0, 50, 7)]
+    for name, seed, workers in (("a", 1, 1), ("b", 1, 3), ("c", 2, 1)):
+        prepare(tmp_path / name, parts, shuffle_seed=seed, workers=workers)
+    prepare(tmp_path / "plain", parts)
+
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
+    assert tokens(tmp_path / "a") != tokens(tmp_path / "c")
+    assert tokens(tmp_path / "a") != tokens(tmp_path / "plain")
+    assert sorted(tokens(tmp_path / "a")) == sorted(tokens(tmp_path / "plain"))
+    assert verify(tmp_path / "a") == []

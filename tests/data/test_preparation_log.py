@@ -1,0 +1,55 @@
+import logging
+import re
+
+import pytest
+
+from llm.data import preparation_log
+from llm.data.tokenize_parts import Totals
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+
+
+def logged(monkeypatch, caplog, totals, seconds):
+    monkeypatch.setattr(preparation_log.time, "monotonic", lambda: 100.0)
+    report = preparation_log.progress_log(10.0)
+    monkeypatch.setattr(preparation_log.time, "monotonic", lambda: 100.0 + seconds)
+    report(totals)
+    return caplog.messages
+
+
+def test_a_line_on_the_progress_says_speed_share_and_time_left(monkeypatch, caplog):
+    totals = Totals(
+        texts=40_000,
+        tokens=50_000_000,
+        text_bytes=200_000_000,
+        consumed=250_000_000,
+        num_bytes=1_000_000_000,
+    )
+
+    assert logged(monkeypatch, caplog, totals, 20.0) == [
+        "40,000 documents | 200.0 MB | 2,000 documents/s | 10.0 MB/s | 2,500,000 tokens/s | "
+        "25.0% done | 0:01:00 left"
+    ]
+
+
+def test_where_the_size_is_not_known_the_parts_are_counted(monkeypatch, caplog):
+    totals = Totals(texts=10, tokens=20, text_bytes=30, parts_done=3, num_parts=1000)
+
+    (line,) = logged(monkeypatch, caplog, totals, 10.0)
+
+    assert line.endswith("2 tokens/s | 3 of 1,000 parts done")
+
+
+def test_at_first_nothing_is_done_and_nothing_is_said_too_often(monkeypatch, caplog):
+    assert logged(monkeypatch, caplog, Totals(num_bytes=100), 9.0) == []
+    (line,) = logged(monkeypatch, caplog, Totals(num_bytes=100), 10.0)
+    assert re.search(r"0 tokens/s \| 0\.0% done \| 0:00:00 left$", line)
+
+
+def test_the_share_never_passes_the_whole(monkeypatch, caplog):
+    totals = Totals(texts=1, tokens=1, text_bytes=1, consumed=120, num_bytes=100)
+
+    assert logged(monkeypatch, caplog, totals, 7200.0)[0].endswith("100.0% done | 0:00:00 left")

@@ -1,0 +1,355 @@
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer
+
+from llm.data import preparation, tokenize_parts
+from llm.data.flat_file import FlatTokenFile
+from llm.data.prepare import main
+from llm.data.sidecar import read_sidecar, verify
+from llm.data.token_file import TokenFile, TokenFileWriter
+from tests.support.corpora import write
+from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
+
+TEXTS = [
+    "the quick brown fox",
+    "",
+    "caf\u00e9 \u4f60\u597d \U0001f642\nand a second line",
+    "the end <|endoftext|> of a text",
+    *[f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(40)],
+]
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path, monkeypatch):
+    """A folder of its own, and a log that is as it was before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    logger = logging.getLogger("llm")
+    before = logger.handlers, logger.level, logger.propagate
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+
+
+def prepare(*argv, tokenizer=("--tokenizer_name", "tokenizer")):
+    return main([str(word) for word in [*argv, *tokenizer]])
+
+
+def expected_pair(folder, texts=TEXTS):
+    """What one writer makes of the ids of transformers, document by document."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    with TokenFileWriter(folder / "expected", np.dtype("<u2")) as writer:
+        for text in filter(None, texts):
+            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            writer.add(np.array([*ids, 0]), ends_document=True)
+    return [(folder / f"expected.{kind}").read_bytes() for kind in ("bin", "idx")]
+
+
+def pair(prefix):
+    return [Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")]
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+
+    assert prepare("--input", "a.jsonl", "--output_prefix", "out/wiki", "--workers", 1) == 0
+
+    assert pair("out/wiki_text_document") == expected_pair(tmp_path / "e")
+    assert names("out") == [f"wiki_text_document.{kind}" for kind in ("bin", "idx", "json")]
+    assert verify(tmp_path / "out" / "wiki_text_document") == []
+    sidecar = read_sidecar(tmp_path / "out" / "wiki_text_document")
+    assert (sidecar.documents, sidecar.empty_documents) == (len(TEXTS) - 1, 1)
+    assert sidecar.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert sidecar.sources == ["a.jsonl"]
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote out/wiki_text_document.bin"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("part_bytes", [97, 1000, 1 << 26])
+@pytest.mark.parametrize("library", ["gigatoken", "tokenizers"])
+def test_the_bytes_are_the_same_for_any_workers_parts_and_encoder(
+    tmp_path, monkeypatch, workers, part_bytes, library
+):
+    monkeypatch.setattr(preparation, "PART_BYTES", part_bytes)
+    if library == "tokenizers":
+        monkeypatch.setitem(sys.modules, "gigatoken", None)
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+
+    assert prepare("--input", "a.jsonl", "--output_prefix", "wiki", "--workers", workers) == 0
+
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e")
+
+
+def write_inputs(folder):
+    """The same texts as files of every kind; the names of those."""
+    lines = json_lines(TEXTS).encode()
+    array = json.dumps([{"text": text} for text in TEXTS]).encode()
+    table = pa.table({"text": TEXTS})
+    pq.write_table(table, folder / "a.parquet", row_group_size=7)
+    packed = {
+        "a.jsonl": lines,
+        "a.json": array,
+        "b.json.gz": gzip.compress(array),
+        "b.jsonl.gz": gzip.compress(lines[:100]) + gzip.compress(lines[100:]),
+        "c.jsonl.xz": lzma.compress(lines),
+        "d.jsonl.bz2": bz2.compress(lines),
+        "e.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
+    }
+    for name, content in packed.items():
+        write(folder / name, content)
+    return ["a.parquet", *packed]
+
+
+def test_the_bytes_are_the_same_for_any_kind_of_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    expected = expected_pair(tmp_path / "e")
+
+    for name in write_inputs(tmp_path):
+        assert prepare("--input", name, "--output_prefix", name, "--workers", 2) == 0
+        assert pair(f"{name}_text_document") == expected
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_a_data_set_gives_the_same_bytes_streamed_or_not(tmp_path, streaming):
+    (tmp_path / "set").mkdir()
+    for number in range(4):
+        texts = TEXTS[number * 11 : (number + 1) * 11]
+        write(tmp_path / "set" / f"train-{number}.jsonl", json_lines(texts))
+
+    argv = ["--dataset_name", "./set", "--output_prefix", "wiki", "--workers", 2, *streaming]
+
+    assert prepare(*argv) == 0
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e")
+
+
+def test_folders_patterns_and_columns_can_be_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "b.csv", "id,body\n1,two\n")
+    write(tmp_path / "in" / "a.csv", "body,id\none,1\n")
+    argv = ["--json_key", "body", "--workers", 1, "--output_prefix"]
+
+    assert prepare("--input", "in", *argv, "x") == 0
+    assert prepare("--input", "in/b.*", "in/a.csv", *argv, "y") == 0
+
+    assert pair("x_body_document") == expected_pair(tmp_path / "e", ["one", "two"])
+    assert pair("y_body_document") == expected_pair(tmp_path / "e", ["two", "one"])
+
+
+@pytest.mark.parametrize(
+    ("unit", "documents"),
+    [("line", ["the fox", "and", "dog"]), ("paragraph", ["the fox\nand", "dog"])],
+)
+def test_a_text_file_is_cut_into_lines_or_paragraphs(tmp_path, unit, documents):
+    write(tmp_path / "a.txt", "the fox\nand\n\ndog\n")
+
+    argv = ["--input", "a.txt", "--text_unit", unit, "--workers", 1]
+
+    assert prepare(*argv, "--output_prefix", "wiki") == 0
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e", documents)
+
+
+def test_a_text_file_is_one_document_if_nothing_else_is_asked(tmp_path):
+    write(tmp_path / "a.txt", "the fox\n\ndog\n")
+    write(tmp_path / "b.txt", "the end")
+
+    assert prepare("--input", "a.txt", "b.txt", "--output_prefix", "wiki") == 0
+
+    file = TokenFile(tmp_path / "wiki_text_document")
+    assert file.num_documents == 2
+    assert tiny_tokenizer().decode(file.tokens) == (
+        "the fox\n\ndog\n<|endoftext|>the end<|endoftext|>"
+    )
+
+
+def test_special_tokens_in_the_text_count_as_such_only_when_asked_for(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(["fox<|endoftext|>dog"]))
+    argv = ["--input", "a.jsonl", "--no_append_eod", "--output_prefix"]
+
+    assert prepare(*argv, "text") == 0
+    assert prepare(*argv, "token", "--allow_special_tokens") == 0
+
+    assert 0 not in TokenFile(tmp_path / "text_text_document").tokens
+    tokens = TokenFile(tmp_path / "token_text_document").tokens
+    assert np.count_nonzero(tokens == 0) == 1
+    assert tiny_tokenizer().decode(tokens) == "fox<|endoftext|>dog"
+
+
+def test_what_cannot_be_used_stops_the_work_or_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preparation, "PART_BYTES", 60)
+    lines = (
+        json_lines(["one", "two"])
+        + '{"body": "x"}\n{"text": 5}\n{"text"\n'
+        + json_lines(["", "three"])
+    )
+    write(tmp_path / "a.jsonl", lines.encode() + b'{"text": "\xff"}\n')
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
+
+    assert prepare(*argv) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "error: a.jsonl, line 3: the record has no key 'text', only 'body'; mend the line, or "
+        "prepare the file with --on_error skip."
+    )
+    assert not list(tmp_path.glob("wiki_text_document.*[!s]"))
+
+    assert prepare(*argv, "--on_error", "skip") == 0
+    sidecar = read_sidecar(tmp_path / "wiki_text_document")
+    assert (sidecar.documents, sidecar.empty_documents, sidecar.skipped_documents) == (3, 1, 4)
+    assert "1 empty and 4 skipped documents" in capsys.readouterr().out
+
+
+def test_each_input_may_have_an_output_of_its_own(tmp_path):
+    for name, text in (("one.jsonl.gz", "one"), ("two.jsonl", "two")):
+        content = json_lines([text]).encode()
+        write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+
+    argv = ["--input", "one.jsonl.gz", "two.jsonl", "--output_prefix", "out/wiki"]
+
+    assert prepare(*argv, "--output_per_input") == 0
+    for name in ("one", "two"):
+        assert pair(f"out/wiki_{name}_text_document") == expected_pair(tmp_path / "e", [name])
+    assert len(names("out")) == 6
+
+
+def test_two_inputs_with_one_name_cannot_have_outputs_of_their_own(tmp_path, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "x.jsonl", json_lines(["one"]))
+
+    argv = ["--input", "a", "b", "--output_prefix", "wiki", "--output_per_input"]
+
+    assert prepare(*argv) == 2
+    assert "would write a/x.jsonl and b/x.jsonl to the same wiki_x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_documents_are_shuffled_by_the_seed_alone(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    argv = ["--input", "a.jsonl", "--shuffle", "documents", "--output_prefix"]
+
+    assert prepare(*argv, "a", "--seed", 1, "--workers", workers) == 0
+    assert prepare(*argv, "b", "--seed", 1, "--workers", 2) == 0
+    assert prepare(*argv, "c", "--seed", 2, "--workers", 2) == 0
+
+    assert pair("a_text_document") == pair("b_text_document") != pair("c_text_document")
+    plain = expected_pair(tmp_path / "e")
+    assert sorted(pair("a_text_document")[0]) == sorted(plain[0])
+    assert pair("a_text_document")[0] != plain[0]
+
+
+def test_nanogpt_gets_its_two_files(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    argv = ["--input", "a.jsonl", "--format", "nanogpt", "--output_prefix", "data/wiki"]
+
+    assert prepare(*argv, "--validation_split_percentage", 10) == 0
+
+    assert names("data/wiki") == ["train.bin", "train.json", "val.bin", "val.json"]
+    (binary, _) = expected_pair(tmp_path / "e")
+    val, train = (Path(f"data/wiki/{name}.bin").read_bytes() for name in ("val", "train"))
+    assert val + train == binary
+    assert np.count_nonzero(FlatTokenFile(Path("data/wiki/val.bin")).tokens == 0) == 5  # of 43
+
+
+def tokenizer_of(num_tokens):
+    backend = Tokenizer(models.WordLevel({f"w{id}": id for id in range(num_tokens)}, "w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save("words.json")
+    return ("--tokenizer_name", "words.json", "--no_append_eos")
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
+def test_the_ids_take_two_bytes_up_to_a_vocabulary_of_65499(tmp_path, num_tokens, dtype):
+    write(tmp_path / "a.jsonl", json_lines([f"w{num_tokens - 1} w1"]))
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
+
+    assert prepare(*argv, tokenizer=tokenizer_of(num_tokens)) == 0
+
+    file = TokenFile(tmp_path / "wiki_text_document")
+    assert file.tokens.dtype == dtype
+    assert file.tokens.tolist() == [num_tokens - 1, 1]
+    assert read_sidecar(tmp_path / "wiki_text_document").largest_token == num_tokens - 1
+
+
+def test_ids_with_gaps_take_the_bytes_that_the_largest_needs(tmp_path):
+    backend = Tokenizer(models.WordLevel({"the": 0, "fox": 1, "far": 70_000}, "the"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save("words.json")
+    write(tmp_path / "a.jsonl", json_lines(["fox far"]))
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1, "--no_append_eos"]
+
+    assert prepare(*argv, tokenizer=("--tokenizer_name", "words.json")) == 0
+
+    assert TokenFile(tmp_path / "wiki_text_document").tokens.tolist() == [1, 70_000]
+    assert verify(tmp_path / "wiki_text_document") == []
+
+
+@pytest.mark.parametrize(("num_tokens", "code"), [(65_536, 0), (65_537, 2)])
+def test_nanogpt_has_no_room_for_more_than_65536_ids(tmp_path, capsys, num_tokens, code):
+    write(tmp_path / "a.jsonl", json_lines([f"w{num_tokens - 1} w1"]))
+    argv = ["--input", "a.jsonl", "--format", "nanogpt", "--output_prefix", "wiki", "--workers", 1]
+    argv += ["--validation_split_percentage", 0]
+
+    assert prepare(*argv, tokenizer=tokenizer_of(num_tokens)) == code
+
+    if code:
+        assert "holds ids below 65,536, and the tokenizer has 65,537" in capsys.readouterr().out
+    else:
+        assert FlatTokenFile(Path("wiki/train.bin")).tokens.tolist() == [65_535, 1]
+
+
+def test_vocabulary_and_merges_make_a_tokenizer(tmp_path):
+    tiny_tokenizer().backend_tokenizer.model.save(".")
+    write(tmp_path / "a.jsonl", json_lines(["the fox", "the dog"]))
+
+    pair_of_files = ("--vocab_file", "vocab.json", "--merge_file", "merges.txt")
+
+    assert prepare("--input", "a.jsonl", "--output_prefix", "wiki", tokenizer=pair_of_files) == 0
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e", ["the fox", "the dog"])
+
+
+def test_a_slow_tokenizer_does_the_same_work_with_a_note(tmp_path, capsys):
+    tokenizer = ByT5Tokenizer()
+    tokenizer.save_pretrained("slow")
+    write(tmp_path / "a.jsonl", json_lines(["fox</s>", "dog"]))
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 2]
+
+    assert prepare(*argv, tokenizer=("--tokenizer_name", "slow")) == 0
+
+    ids = [[byte + 3 for byte in text.encode()] + [1] for text in ("fox</s>", "dog")]
+    assert TokenFile(tmp_path / "wiki_text_document").tokens.tolist() == ids[0] + ids[1]
+    assert "the tokenizer is a slow one, in Python" in capsys.readouterr().out
+
+
+def test_progress_is_logged_as_often_as_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenize_parts, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
+
+    assert prepare(*argv, "--log_seconds", 0.0001) == 0
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "documents/s" in line]
+    assert len(lines) > 3
+    assert "| 100.0% done | 0:00:00 left" in lines[-1]

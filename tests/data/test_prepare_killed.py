@@ -1,0 +1,223 @@
+"""What is left, and what goes on, when processes of a preparation are killed."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm.data.prepare import main
+from llm.data.sidecar import verify
+from llm.data.token_file import TokenFileWriter
+from tests.support.corpora import write
+from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
+
+TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]
+GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path, monkeypatch):
+    """A folder of its own, and a log that is as it was before."""
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("llm")
+    before = logger.handlers, logger.level, logger.propagate
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+
+
+def expected_pair(folder, texts=TEXTS):
+    """What one writer makes of the ids of transformers, document by document."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    with TokenFileWriter(folder / "expected", np.dtype("<u2")) as writer:
+        for text in filter(None, texts):
+            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            writer.add(np.array([*ids, 0]), ends_document=True)
+    return [(folder / f"expected.{kind}").read_bytes() for kind in ("bin", "idx")]
+
+
+def pair(prefix):
+    return [Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")]
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# Each part of the work takes a twentieth of a second, and leaves a line in a file.
+SLOW = """
+import os, sys, time
+from llm.data import preparation, tokenize_parts
+from llm.data.prepare import main
+preparation.PART_BYTES = 200
+write_part = tokenize_parts.write_part
+def slow(source, stem, **options):
+    with open("begun", "a") as file:
+        file.write(f"{os.getpid()} {stem.name}\\n")
+    time.sleep(0.05)
+    write_part(source, stem, **options)
+tokenize_parts.write_part = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start_slow(*argv):
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW, *GOOD, *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def begun():
+    """The processes and parts of which the work has begun."""
+    if not Path("begun").exists():
+        return []
+    lines = [line.split() for line in Path("begun").read_text().splitlines()]
+    return [(int(pid), part) for pid, part in lines]
+
+
+def wait_until(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def parts_done():
+    return {path.stem for path in Path("out_text_document.parts").glob("[0-9]*.json")}
+
+
+def kill_after(num_parts, workers):
+    """Kills the first process when so many more parts are done; all that are done by then."""
+    Path("begun").unlink(missing_ok=True)
+    before = len(parts_done())
+    process = start_slow("--workers", workers)
+    wait_until(lambda: len(parts_done()) >= before + num_parts)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_until(lambda: not any(is_alive(pid) for pid, _ in begun()))
+    assert names(".").count("out_text_document.bin") == 0
+    return parts_done()
+
+
+def check_killed(tmp_path, kills, workers):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    done = set()
+    for number in kills:
+        before = done
+        done = kill_after(number, workers)
+        assert before <= done
+        assert before.isdisjoint(part for _, part in begun())
+    Path("begun").unlink()
+
+    process = start_slow("--workers", workers)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert f"going on in out_text_document.parts: {len(done)} of " in output
+    assert done.isdisjoint(part for _, part in begun())
+    assert pair("out_text_document") == expected_pair(tmp_path / "e")
+    assert not Path("out_text_document.parts").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_goes_on_to_the_same_bytes_and_repeats_nothing(tmp_path, workers):
+    check_killed(tmp_path, [3], workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_run_killed_many_times_goes_on_to_the_same_bytes(tmp_path, workers):
+    check_killed(tmp_path, [1, 1, 1, 1], workers)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_time_goes_on_to_the_same_bytes(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    draw = random.Random(0)
+    kills = 0
+
+    while True:
+        process = start_slow("--workers", draw.choice([1, 2, 3]))
+        try:
+            output, _ = process.communicate(timeout=draw.uniform(0.1, 0.4 + 0.1 * kills))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+            wait_until(lambda: not any(is_alive(pid) for pid, _ in begun()))
+            assert kills < 100
+            continue
+        break
+
+    assert kills > 0
+    assert process.returncode == 0 or "exists already" in output
+    assert pair("out_text_document") == expected_pair(tmp_path / "e")
+    assert verify(Path("out_text_document")) == []
+
+
+def test_a_killed_worker_is_one_sentence_and_no_other_goes_on(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    process = start_slow("--workers", 2)
+    wait_until(lambda: len({pid for pid, _ in begun()}) == 2)
+    workers = {pid for pid, _ in begun()}
+
+    os.kill(min(workers), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 2
+    assert output.splitlines() == [
+        "error: A worker was killed, perhaps because the memory ran out; start again with fewer "
+        "--workers: what is done is kept."
+    ]
+    assert not any(map(is_alive, workers))
+
+
+def test_an_interruption_ends_all_processes_with_a_sentence(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    process = start_slow("--workers", 2)
+    wait_until(lambda: len({pid for pid, _ in begun()}) == 2)
+
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert output == ("Interrupted. What is done is kept: the same command goes on from there.\n")
+    assert not any(is_alive(pid) for pid, _ in begun())
+
+
+def test_a_second_program_at_the_same_output_is_refused(tmp_path, capsys):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+    process = start_slow("--workers", 1)
+    wait_until(begun)
+
+    assert main([*GOOD, "--workers", "1"]) == 2
+
+    assert "error: Another program is at work in out_text_document.parts" in (
+        capsys.readouterr().out
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert pair("out_text_document") == expected_pair(tmp_path / "e")

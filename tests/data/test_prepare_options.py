@@ -1,0 +1,117 @@
+"""Options that cannot work, text that cannot be used, and what is loaded to say so."""
+
+import gzip
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from llm.data.prepare import main
+from tests.support.corpora import write
+from tests.support.tokenizers import save_tiny_tokenizer
+
+TEXTS = ["the quick brown fox", "", "the dog sleeps, " * 20]
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path, monkeypatch):
+    """A folder of its own, and a log that is as it was before."""
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("llm")
+    before = logger.handlers, logger.level, logger.propagate
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+
+
+GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "Name the text with either --input or --dataset_name. Say where to write to with"),
+        ([*GOOD, "--dataset_name", "x"], "Name the text with either --input or --dataset_name."),
+        (GOOD[:4], "Say where to write to with --output_prefix."),
+        ([*GOOD, "--vocab_file", "v.json"], "--vocab_file and --merges_file go together"),
+        ([*GOOD[:2], *GOOD[4:]], "Name the tokenizer with either --tokenizer_name or --vocab_file"),
+        ([*GOOD, "--vocab_file", "v", "--merges_file", "m"], "Name the tokenizer with either"),
+        ([*GOOD, "--streaming"], "--streaming belongs to a --dataset_name"),
+        ([*GOOD, "--dataset_config_name", "x"], "--dataset_config_name belongs to a"),
+        ([*GOOD, "--output_per_input", "--format", "nanogpt"], "--output_per_input goes with"),
+        ([*GOOD, "--shuffle", "windows"], "shuffle"),
+        ([*GOOD, "--workers", "0"], "--workers must be at least 1, not 0"),
+        ([*GOOD, "--log_seconds", "0"], "--log_seconds must be greater than 0"),
+        ([*GOOD, "--validation_split_percentage", "100"], "must be smaller than 100, not 100"),
+        ([*GOOD, "--worker", "2"], "did you mean workers?"),
+        ([*GOOD, "--input", "none.jsonl"], "--input none.jsonl does not exist; check the path."),
+        ([*GOOD, "--input", "*.csv"], "--input *.csv matches no file; check the pattern."),
+        ([*GOOD, "--input", "a.jsonl", "a.jsonl"], "--input names a.jsonl twice"),
+        ([*GOOD, "--input", "a.pdf"], "--input a.pdf is of an unknown kind"),
+        ([*GOOD, "--tokenizer_name", "./none"], "./none"),
+        (
+            [*GOOD, "--input", "a.txt", "--shuffle", "documents"],
+            "--shuffle documents needs documents smaller than a txt file; choose --text_unit line",
+        ),
+        ([*GOOD, "--json_key", "story"], "a.jsonl, line 1 has no column 'story'; choose one with"),
+        ([*GOOD, "--input", "cut.jsonl.gz"], "cut.jsonl.gz is cut short"),
+        ([*GOOD, "--input", "blank.jsonl"], "blank.jsonl holds no text: 0 documents are empty."),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_one_sentence_and_exit_code_2(tmp_path, capsys, argv, message):
+    write(tmp_path / "a.jsonl", '{"id": "1", "text": "one"}\n')
+    write(tmp_path / "a.txt", "one\n")
+    write(tmp_path / "a.pdf", "one\n")
+    write(tmp_path / "blank.jsonl", "\n\n")
+    write(tmp_path / "cut.jsonl.gz", gzip.compress(json_lines(TEXTS).encode())[:-20])
+
+    assert main(argv) == 2
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("error: ")
+    assert message in lines[-1]
+    assert lines[:-1] == []
+    assert not list(tmp_path.glob("out*.*[!s]"))
+
+
+def run_python(code, *argv):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--workers", "0"], ["--input", "a.jsonl"]])
+def test_help_and_wrong_options_load_no_library(argv):
+    done = run_python(
+        "import sys\n"
+        "from llm.data.prepare import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'pyarrow'}\n"
+        "print(heavy & {*sys.modules}, file=sys.stderr)",
+        *argv,
+    )
+
+    assert ("--tokenizer_name" in done.stdout) == (argv == ["--help"]) or "error: " in done.stdout
+    assert done.stderr.strip() == "set()"
+
+
+def test_plain_json_lines_need_neither_torch_nor_transformers(tmp_path):
+    write(tmp_path / "a.jsonl", json_lines(TEXTS))
+
+    done = run_python(
+        "import sys\n"
+        "from llm.data.prepare import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(code, {'torch', 'transformers', 'datasets', 'pyarrow'} & {*sys.modules})",
+        *GOOD,
+    )
+
+    assert done.stdout.splitlines()[-1] == "0 set()"
+    assert done.stderr == ""

@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+
+from llm.data.corpus import CorpusPart, whole
+from llm.data.sampler import WindowSampler
+from llm.data.samples import Samples
+from llm.data.token_file import open_token_file
+from llm.errors import DataError
+from tests.support.token_files import write_pair
+
+
+@pytest.fixture
+def streams(tmp_path):
+    """Three sources of 400, 100 and 40 tokens, whose ids tell them and their places apart."""
+    sizes = {0: 400, 1000: 100, 2000: 40}
+    return [
+        whole(
+            open_token_file(write_pair(tmp_path / str(first), [list(range(first, first + n))])),
+            None,
+        )
+        for first, n in sizes.items()
+    ]
+
+
+def blend(streams, weights, seed=3):
+    parts = [
+        CorpusPart(str(number), weight, stream)
+        for number, (weight, stream) in enumerate(zip(weights, streams, strict=True))
+    ]
+    return Samples(parts, block_size=10, seed=seed)
+
+
+def source_of(tokens):
+    return (tokens[:, 0] // 1000).tolist()
+
+
+def test_a_single_source_has_the_order_of_its_sampler(streams):
+    samples = blend(streams[:1], [1.0])
+    sampler = WindowSampler(num_tokens=400, block_size=10, seed=3)
+
+    assert samples.num_windows == 40
+    for numbers in (np.arange(5000), np.array([10**12, 1023, 1024, 0, 7])):
+        assert (samples.read(numbers)[:, 0] == sampler.starts(numbers)).all()
+
+
+def test_samples_are_windows_of_the_blends_sources(streams):
+    samples = blend(streams, [0.5, 0.25, 0.25])
+
+    tokens = samples.read(np.arange(400))
+
+    assert tokens.shape == (400, 11)
+    assert tokens.dtype == np.uint16
+    sources = np.array(source_of(tokens))
+    assert np.bincount(sources).tolist() == [200, 100, 100] == samples.served(400)
+    places = tokens.astype(int) - 1000 * sources[:, None]
+    sizes = np.array([400, 100, 40])[sources]
+    assert (places == (places[:, :1] + np.arange(11)) % sizes[:, None]).all()
+
+
+def test_each_source_shows_each_window_once_in_each_of_its_epochs(streams):
+    tokens = blend(streams, [0.5, 0.25, 0.25]).read(np.arange(400))
+    small = tokens[np.array(source_of(tokens)) == 2][:, 0].astype(int) - 2000
+
+    for epoch in range(25):
+        starts = np.sort(small[4 * epoch : 4 * epoch + 4])
+        assert (np.diff(starts) == 10).all()
+
+
+def test_an_epoch_is_as_many_samples_as_all_sources_hold(streams):
+    assert blend(streams, [0.5, 0.25, 0.25]).num_windows == 40 + 10 + 4
+    assert blend(streams, [0.5, 0.5, 0.0]).num_windows == 40 + 10
+
+
+def test_a_source_of_weight_0_is_never_read_and_may_be_too_short(streams):
+    samples = Samples(
+        [CorpusPart("a", 0.0, streams[2]), CorpusPart("b", 1.0, streams[1])], block_size=50, seed=3
+    )
+
+    assert set(source_of(samples.read(np.arange(50)))) == {1}
+    assert samples.windows_of(0) == 0
+
+
+def test_two_equal_sources_are_read_in_different_orders(streams):
+    tokens = blend([streams[0], streams[0]], [0.5, 0.5]).read(np.arange(80))
+
+    assert sorted(tokens[0::2, 0].tolist()) == sorted(tokens[1::2, 0].tolist())
+    assert tokens[0::2, 0].tolist() != tokens[1::2, 0].tolist()
+
+
+def test_any_sample_can_be_read_alone(streams):
+    samples = blend(streams, [0.6, 0.3, 0.1])
+    whole_run = samples.read(np.arange(300))
+
+    for number in (0, 17, 99, 299):
+        assert (samples.read(np.array([number])) == whole_run[number]).all()
+
+
+def test_a_source_too_short_for_one_sample_is_named(streams):
+    with pytest.raises(DataError, match="The source 2 has 40 tokens, too few for one window"):
+        Samples(
+            [CorpusPart(str(n), 1 / 3, stream) for n, stream in enumerate(streams)],
+            block_size=50,
+            seed=3,
+        )

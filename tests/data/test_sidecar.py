@@ -1,0 +1,259 @@
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import xxhash
+
+from llm.data.sidecar import (
+    Sidecar,
+    check_tokenizer,
+    checksums,
+    read_sidecar,
+    verify,
+    write_sidecar,
+)
+from llm.data.token_file import TokenFileWriter
+from llm.errors import DataError
+
+MIB = 2**20
+
+
+def write_pair(prefix, dtype="<u2"):
+    with TokenFileWriter(prefix, np.dtype(dtype)) as writer:
+        writer.add(np.array([1, 2, 0]), ends_document=True)
+        writer.add(np.array([3, 0]), ends_document=True)
+    return prefix
+
+
+def sidecar_of(prefix, **changes):
+    kinds = [kind for kind in ("bin", "idx") if prefix.with_suffix(f".{kind}").exists()]
+    facts = {
+        "tokenizer": "gpt2",
+        "tokenizer_fingerprint": "0123456789abcdef",
+        "vocab_size": 10,
+        "eos_token_id": 0,
+        "append_eos": True,
+        "dtype": "uint16",
+        "documents": 2,
+        "tokens": 5,
+        "text_bytes": 12,
+        "empty_documents": 1,
+        "skipped_documents": 0,
+        "largest_token": 3,
+        "sources": ["text/\u00e9.jsonl"],
+        "plan": "0",
+        "checksums": {kind: checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
+    }
+    return Sidecar(**{**facts, **changes})
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """A pair with its sidecar."""
+    write_pair(tmp_path / "text")
+    write_sidecar(tmp_path / "text", sidecar_of(tmp_path / "text"))
+    return tmp_path / "text"
+
+
+def test_what_was_written_is_read(prefix):
+    assert read_sidecar(prefix) == sidecar_of(prefix)
+    content = json.loads((prefix.parent / "text.json").read_text())
+    assert content["format"] == 1
+    assert content["sources"] == ["text/\u00e9.jsonl"]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        "text.bin",
+        "text.idx",
+        "text.json",
+    ]
+
+
+def test_a_tokenizer_without_end_of_text_has_none(prefix):
+    write_sidecar(prefix, sidecar_of(prefix, eos_token_id=None, append_eos=False))
+
+    assert read_sidecar(prefix).eos_token_id is None
+
+
+def test_files_made_elsewhere_have_no_sidecar(tmp_path):
+    assert read_sidecar(write_pair(tmp_path / "text")) is None
+
+
+def test_a_failed_write_leaves_the_old_sidecar_and_nothing_else(prefix, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match=r"text\.json cannot be written: No space left on device"):
+        write_sidecar(prefix, sidecar_of(prefix, tokens=7))
+
+    assert read_sidecar(prefix).tokens == 5
+    assert len(list(prefix.parent.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is no JSON"),
+        (b"\xff\xfe\x00", "it is no JSON"),
+        (b"[" * 100_000, "it is no JSON"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "it is no JSON"),
+        (b"[1]", "it is no JSON object"),
+        (b'{"text": "a document"}', "it lacks the key 'tokenizer'"),
+        (b'{"format": 2}', "has the format 2, of a newer version of this package"),
+    ],
+)
+def test_another_file_of_its_name_is_refused(prefix, content, message):
+    (prefix.parent / "text.json").write_bytes(content)
+
+    with pytest.raises(DataError, match=rf"text\.json .*{message}"):
+        read_sidecar(prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("format", 0),
+        ("format", "1"),
+        ("tokenizer", 5),
+        ("vocab_size", 3.5),
+        ("vocab_size", True),
+        ("tokens", -1),
+        ("largest_token", -2),
+        ("eos_token_id", "0"),
+        ("append_eos", 1),
+        ("sources", "a.txt"),
+        ("sources", [1]),
+        ("checksums", []),
+        ("checksums", {"bin": "abc"}),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(prefix, name, value):
+    content = dataclasses.asdict(sidecar_of(prefix)) | {name: value}
+    (prefix.parent / "text.json").write_text(json.dumps(content))
+
+    with pytest.raises(DataError, match=name):
+        read_sidecar(prefix)
+
+
+def test_a_missing_key_is_refused_by_name(prefix):
+    for name in dataclasses.asdict(sidecar_of(prefix)):
+        content = dataclasses.asdict(sidecar_of(prefix))
+        del content[name]
+        (prefix.parent / "text.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match=f"lacks the key '{name}'"):
+            read_sidecar(prefix)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 * MIB - 1, 64 * MIB, 64 * MIB + 1])
+def test_there_is_a_checksum_for_every_64_mib(tmp_path, size):
+    with open(tmp_path / "file", "wb") as file:
+        file.write(b"x"[:size])
+        file.truncate(size)
+    content = (tmp_path / "file").read_bytes()
+
+    assert checksums(tmp_path / "file") == [
+        xxhash.xxh3_128_hexdigest(content[start : start + 64 * MIB])
+        for start in range(0, size, 64 * MIB)
+    ]
+
+
+def test_sound_files_have_no_faults(prefix, tmp_path):
+    assert verify(prefix) == []
+    assert verify(tmp_path / "text.bin") == []
+    assert verify(write_pair(tmp_path / "foreign", "<i4")) == []
+
+
+def test_every_changed_bit_is_found_and_located(prefix, monkeypatch):
+    monkeypatch.setattr("llm.data.sidecar.CHUNK_BYTES", 16)
+    write_sidecar(prefix, sidecar_of(prefix))
+    for kind in ("bin", "idx"):
+        path = prefix.with_suffix(f".{kind}")
+        sound = path.read_bytes()
+        for bit in range(len(sound) * 8):
+            damaged = bytearray(sound)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            start = bit // 8 // 16 * 16
+            stop = min(start + 16, len(sound)) - 1
+            assert verify(prefix)[0] == (
+                f"{path}: somewhere in the bytes {start} to {stop} it is not as it was written."
+            )
+        path.write_bytes(sound)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda data: data[:-2], "in the bytes 0 to 7 it is not as it was written"),
+        (lambda data: b"", "text.bin ends after 0 bytes; it was written longer"),
+        (lambda data: data + b"12", "in the bytes 0 to 11 it is not as it was written"),
+    ],
+)
+def test_another_length_is_found_though_the_file_cannot_be_opened(prefix, damage, fault):
+    path = prefix.parent / "text.bin"
+    path.write_bytes(damage(path.read_bytes()))
+
+    faults = verify(prefix)
+
+    assert fault in faults[0]
+    assert "bytes long, not 10 as" in faults[1]
+
+
+def test_a_damaged_sidecar_is_a_fault_and_so_is_what_the_files_show(prefix):
+    (prefix.parent / "text.json").write_text("{")
+    (prefix.parent / "text.bin").write_bytes(bytes(3))
+
+    faults = verify(prefix)
+
+    assert ["text.json" in faults[0], "text.bin is 3 bytes" in faults[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"tokens": 6}, "says tokens 6, but it is 5."),
+        ({"documents": 1}, "says documents 1, but it is 2."),
+        ({"dtype": "int32"}, "says dtype int32, but it is uint16."),
+        ({"largest_token": 4}, "says largest_token 4, but it is 3."),
+        ({"vocab_size": 3}, "has ids up to 3, which a vocabulary of 3 does not reach."),
+        ({"checksums": {}}, "text.json has no checksums of"),
+    ],
+)
+def test_numbers_that_disagree_with_the_files_are_faults(prefix, changes, fault):
+    write_sidecar(prefix, sidecar_of(prefix, **changes))
+
+    assert fault in verify(prefix)[0]
+
+
+def test_a_pair_that_has_lost_its_index_is_not_taken_for_a_flat_file(prefix):
+    (prefix.parent / "text.idx").unlink()
+
+    assert "text.idx cannot be read" in verify(prefix.parent / "text.bin")[0]
+
+
+def test_a_flat_file_is_verified_as_well(tmp_path):
+    np.array([1, 2, 3, 4, 0], dtype="<u2").tofile(tmp_path / "train.bin")
+    path = tmp_path / "train"
+    write_sidecar(path, sidecar_of(path, largest_token=4, documents=1))
+    assert verify(tmp_path / "train.bin") == []
+
+    np.array([1, 2, 3, 5, 0], dtype="<u2").tofile(tmp_path / "train.bin")
+    assert len(verify(tmp_path / "train.bin")) == 2
+
+
+def test_there_is_nothing_to_verify_without_files(tmp_path):
+    with pytest.raises(DataError, match="There is no token file"):
+        verify(tmp_path / "text")
+
+
+def test_the_tokenizer_that_made_the_file_is_asked_for(prefix, caplog):
+    sidecar = sidecar_of(prefix)
+
+    check_tokenizer(prefix, sidecar, "0123456789abcdef", force=False)
+    assert caplog.messages == []
+    with pytest.raises(DataError, match=r"tokenizer gpt2 .*; train with that one, or pass --force"):
+        check_tokenizer(prefix, sidecar, "another", force=False)
+    with caplog.at_level(logging.WARNING, "llm.data"):
+        check_tokenizer(prefix, sidecar, "another", force=True)
+    assert "not with the one of this run (fingerprint another)" in caplog.text

@@ -1,0 +1,125 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm.data.splits import WeightedPath, cut, parse_blend, parse_split
+from llm.data.token_file import open_token_file
+from llm.errors import ConfigError, DataError
+from tests.support.token_files import write_flat, write_pair
+
+
+def all_tokens(stream):
+    return stream.windows(np.array([0]), stream.num_tokens)[0].tolist()
+
+
+def numbered(folder, num_documents):
+    """Documents of two tokens, both the number of the document."""
+    return open_token_file(write_pair(folder / "text", [[n, n] for n in range(num_documents)]))
+
+
+def parts(file, text):
+    return cut(file, parse_split(text), text=text, vocab_size=None)
+
+
+def test_prefixes_stand_alone_or_each_after_its_weight():
+    assert parse_blend(["a", "b/c"], option="--data_path") == [
+        WeightedPath(Path("a"), None),
+        WeightedPath(Path("b/c"), None),
+    ]
+    assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == [
+        WeightedPath(Path("a"), 0.7),
+        WeightedPath(Path("b"), 3.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([0.7, "a", 0.3], "ends with the weight 0.3; a prefix must follow it"),
+        ([0.7], "ends with the weight 0.7"),
+        ([0.7, "a", "b"], "gives b without a weight before it"),
+        ([0.7, 7.0], r"has the number 7 where a prefix belongs.*as \./7"),
+        (["a", 0.3, "b"], "has the weight 0.3 after prefixes without one"),
+        ([-1.0, "a", 2.0, "b"], "gives the weight -1; weights must be finite and not negative"),
+        ([float("nan"), "a"], "gives the weight nan"),
+        ([float("inf"), "a"], "gives the weight inf"),
+        ([0.0, "a", 0.0, "b"], "gives every source the weight 0"),
+    ],
+)
+def test_words_that_make_no_blend_are_refused(words, complaint):
+    with pytest.raises(ConfigError, match=f"--data_path {complaint}"):
+        parse_blend(words, option="--data_path")
+
+
+def test_a_split_is_normalised_and_filled_up():
+    assert parse_split("980,10,10") == (0.98, 0.01, 0.01)
+    assert parse_split("3,1") == (0.75, 0.25, 0.0)
+    assert parse_split("7") == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "9;1"])
+def test_what_is_no_split_is_refused(text):
+    with pytest.raises(ConfigError, match=r"is no split; give up to three numbers.*980,10,10"):
+        parse_split(text)
+
+
+def test_a_file_is_cut_by_documents_and_the_third_part_is_left_aside(tmp_path):
+    train, validation = parts(numbered(tmp_path, 10), "7,2,1")
+
+    assert all_tokens(train) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    assert all_tokens(validation) == [7, 7, 8, 8]
+    assert (train.num_documents, validation.num_documents) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "text", "bounds"),
+    [
+        # round(0.969 n), round(0.999 n): Megatron-LM's default.
+        (100, "969,30,1", (97, 100)),
+        (1279, "969,30,1", (1239, 1278)),
+        # Halves go to the even neighbour: 2.5 to 2, 7.5 to 8.
+        (5, "50,50,0", (2, 5)),
+        (15, "50,50,0", (8, 15)),
+        (1000, "980,10,10", (980, 990)),
+    ],
+)
+def test_bounds_are_rounded_as_megatron_rounds_them(tmp_path, num_documents, text, bounds):
+    train, validation = parts(numbered(tmp_path, num_documents), text)
+
+    assert train.num_documents == bounds[0]
+    assert validation.num_documents == bounds[1] - bounds[0]
+    assert all_tokens(validation)[0] == bounds[0]
+
+
+def test_a_split_may_train_only_or_evaluate_only(tmp_path):
+    file = numbered(tmp_path, 10)
+
+    train, validation = parts(file, "100,0,0")
+    assert (train.num_tokens, validation) == (20, None)
+    train, validation = parts(file, "0,1,0")
+    assert (train, validation.num_tokens) == (None, 20)
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "text", "part"),
+    [(10, "969,30,1", "validation"), (3, "1,99,0", "training"), (1, "1,1", "training")],
+)
+def test_a_part_that_stays_empty_is_refused_by_name(tmp_path, num_documents, text, part):
+    with pytest.raises(
+        DataError,
+        match=f"--split {text} leaves no documents for {part} of .*, which has {num_documents} ",
+    ):
+        parts(numbered(tmp_path, num_documents), text)
+
+
+def test_a_flat_file_is_cut_by_tokens_with_a_note(tmp_path, caplog):
+    file = open_token_file(write_flat(tmp_path / "train.bin", list(range(10))))
+
+    with caplog.at_level("INFO", logger="llm.data"):
+        train, validation = parts(file, "7,2,1")
+
+    assert all_tokens(train) == [0, 1, 2, 3, 4, 5, 6]
+    assert all_tokens(validation) == [7, 8]
+    assert train.num_documents == 0
+    assert "does not say where documents end: --split 7,2,1 cuts its tokens" in caplog.text

@@ -1,0 +1,217 @@
+import bz2
+import gzip
+import lzma
+import sys
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm.data import text_blocks
+from llm.data.text_blocks import TextBlocks, is_compressed, kind_of
+from llm.errors import DataError
+
+TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line feed"
+
+PACK = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+
+def unpacked(path):
+    return b"".join(TextBlocks(path).blocks())
+
+
+def lines_of(path, *, start=0, stop=None):
+    return b"".join(TextBlocks(path, start=start, stop=stop).line_blocks())
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def zstd_frame(content, *, window_log):
+    """A frame of one block that is stored as it is, laid out by hand (RFC 8878)."""
+    last_block = (len(content) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\x00" + bytes([window_log - 10 << 3]) + last_block + content
+
+
+def test_the_name_says_how_a_file_is_packed_and_what_is_in_it(tmp_path):
+    assert kind_of(tmp_path / "wiki.jsonl.zst") == ".jsonl"
+    assert kind_of(tmp_path / "WIKI.TXT.GZ") == ".txt"
+    assert kind_of(tmp_path / "wiki.csv") == ".csv"
+    assert is_compressed(tmp_path / "WIKI.TXT.GZ")
+    assert not is_compressed(tmp_path / "wiki.gz.csv")
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_packed_file_gives_the_bytes_of_the_plain_one(tmp_path, suffix):
+    assert unpacked(write(tmp_path / "a.txt", TEXT)) == TEXT
+    assert unpacked(write(tmp_path / f"a.txt{suffix}", PACK[suffix](TEXT))) == TEXT
+    assert unpacked(write(tmp_path / f"A.TXT{suffix.upper()}", PACK[suffix](TEXT))) == TEXT
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_several_packed_files_one_after_the_other_are_one(tmp_path, suffix):
+    pack = PACK[suffix]
+    path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"") + pack(b"x") + pack(TEXT))
+
+    assert unpacked(path) == TEXT + b"x" + TEXT
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_streams_are_found_wherever_a_read_ends(tmp_path, monkeypatch, suffix):
+    pack = PACK[suffix]
+    path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"x") * 3)
+
+    for size in range(1, 40):
+        monkeypatch.setattr(text_blocks, "_PACKED_READ", size)
+        assert unpacked(path) == TEXT + b"xxx"
+
+
+def test_zstd_frames_that_hold_no_data_are_passed_over(tmp_path):
+    skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"note"
+    path = write(tmp_path / "a.zst", skippable + PACK[".zst"](TEXT) + skippable)
+
+    assert unpacked(path) == TEXT
+
+
+@pytest.mark.parametrize("window_log", [20, 27, 28, 31])
+def test_zstd_windows_may_be_as_long_as_the_format_allows(tmp_path, window_log):
+    path = write(tmp_path / "a.zst", zstd_frame(TEXT, window_log=window_log))
+
+    assert unpacked(path) == TEXT
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_packed_file_cut_anywhere_is_refused(tmp_path, suffix):
+    packed = PACK[suffix](TEXT)
+    path = tmp_path / f"a{suffix}"
+
+    for size in range(1, len(packed)):
+        write(path, packed[:size])
+        with pytest.raises(DataError, match=rf"a\{suffix} (is cut short|cannot be unpacked)"):
+            unpacked(path)
+    write(path, packed[:-5])
+    with pytest.raises(DataError, match="is cut short: its compressed data end too early"):
+        unpacked(path)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_what_is_not_packed_is_refused(tmp_path, suffix):
+    for content in (b"no such format", PACK[suffix](TEXT) + b"and something else"):
+        path = write(tmp_path / f"a{suffix}", content)
+        with pytest.raises(DataError, match=rf"a\{suffix} cannot be unpacked: "):
+            unpacked(path)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_broken_second_stream_is_not_taken_for_the_end(tmp_path, suffix):
+    pack = PACK[suffix]
+    first, second = pack(TEXT), bytearray(pack(TEXT))
+    second[len(second) // 2] ^= 0x55
+    path = write(tmp_path / f"a{suffix}", first + second + first)
+
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        unpacked(path)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_zeros_after_packed_data_are_padding(tmp_path, suffix):
+    packed = PACK[suffix](TEXT)
+
+    assert unpacked(write(tmp_path / f"a{suffix}", packed + bytes(8) + packed + bytes(4))) == (
+        TEXT + TEXT
+    )
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_flipped_byte_is_found_or_means_nothing(tmp_path, suffix):
+    packed = PACK[suffix](TEXT)
+    path = tmp_path / f"a{suffix}"
+    found = 0
+
+    for position in range(len(packed)):
+        damaged = bytearray(packed)
+        damaged[position] ^= 0x55
+        write(path, damaged)
+        try:
+            assert unpacked(path) == TEXT
+        except DataError:
+            found += 1
+
+    assert found > len(packed) * 0.7
+
+
+def test_zstd_without_its_package_is_refused_with_the_pip_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+
+    with pytest.raises(DataError, match="pip install zstandard"):
+        unpacked(write(tmp_path / "a.zst", b"x"))
+
+
+def test_a_file_that_is_gone_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"none\.txt cannot be read: No such file or directory\."):
+        unpacked(tmp_path / "none.txt")
+
+
+def test_how_much_was_read_is_counted_on_the_disk(tmp_path):
+    packed = PACK[".gz"](TEXT * 1000)
+    blocks = TextBlocks(write(tmp_path / "a.gz", packed))
+    assert blocks.consumed == 0
+
+    assert len(b"".join(blocks.blocks())) == len(TEXT) * 1000
+
+    assert blocks.consumed == len(packed)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_parts_cut_at_every_byte_have_each_line_once(tmp_path, monkeypatch, block, mark):
+    monkeypatch.setattr(text_blocks, "_BLOCK", max(block, len(mark)))
+    path = write(tmp_path / "a.txt", mark + TEXT)
+    size = len(mark + TEXT)
+
+    for num_bytes in range(1, size + 1):
+        parts = [
+            lines_of(path, start=start, stop=min(start + num_bytes, size))
+            for start in range(0, size, num_bytes)
+        ]
+        assert b"".join(parts) == TEXT
+        filled = [part for part in parts if part]
+        assert all(part.endswith(b"\n") for part in filled[:-1])
+
+
+def test_a_part_has_the_lines_that_begin_in_it(tmp_path):
+    path = write(tmp_path / "a.txt", b"aa\nbb\ncc\n")
+
+    assert lines_of(path, start=0, stop=3) == b"aa\n"
+    assert lines_of(path, start=0, stop=4) == b"aa\nbb\n"
+    assert lines_of(path, start=3, stop=6) == b"bb\n"
+    assert lines_of(path, start=4, stop=6) == b""
+    assert lines_of(path, start=4, stop=9) == b"cc\n"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    content=st.text("a\n\r\u00e9", max_size=40).map(str.encode),
+    num_bytes=st.integers(1, 50),
+    block=st.integers(1, 50),
+)
+def test_any_lines_in_any_parts_and_blocks_are_the_file(
+    tmp_path_factory, content, num_bytes, block
+):
+    path = write(tmp_path_factory.getbasetemp() / "any.txt", content)
+    starts = range(0, len(content), num_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_blocks, "_BLOCK", block)
+        parts = [lines_of(path, start=start, stop=start + num_bytes) for start in starts]
+
+    assert b"".join(parts) == content
+    lines = [part.split(b"\n") for part in parts if part]
+    assert all(pieces[-1] == b"" for pieces in lines[:-1])

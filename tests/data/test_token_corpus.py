@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+
+from llm.data.token_corpus import TokenFileChecks, open_token_corpus
+from llm.errors import DataError
+from tests.support.token_files import describe, random_documents, write_flat, write_pair
+
+
+def opened(*, eos_token_id=None, force=False, vocab_size=300, **changes):
+    settings = {"data_path": (), "train_data_path": (), "valid_data_path": (), "split": None}
+    checks = TokenFileChecks(
+        tokenizer_fingerprint="ours",
+        force=force,
+        vocab_size=vocab_size,
+        eos_token_id=eos_token_id,
+    )
+    return open_token_corpus(**{**settings, **changes}, checks=checks)
+
+
+@pytest.fixture
+def wiki(tmp_path):
+    return write_pair(tmp_path / "wiki_text_document", random_documents(100, seed=1))
+
+
+@pytest.fixture
+def code(tmp_path):
+    return write_pair(tmp_path / "code_text_document", random_documents(300, seed=2))
+
+
+def weights(parts):
+    return {part.name: part.weight for part in parts}
+
+
+def test_weights_are_normalised(wiki, code):
+    corpus = opened(data_path=(3.0, str(wiki), 1.0, str(code)))
+
+    shares = {"wiki_text_document": 0.75, "code_text_document": 0.25}
+    assert weights(corpus.train) == weights(corpus.validation) == shares
+    assert [part.stream.num_documents for part in corpus.train] == [97, 291]
+    assert [part.stream.num_documents for part in corpus.validation] == [3, 9]
+
+
+def test_without_weights_each_source_counts_by_its_tokens(tmp_path):
+    paths = [write_pair(tmp_path / name, [[1] * 10] * n) for name, n in (("a", 10), ("b", 30))]
+
+    assert weights(opened(data_path=paths_as_words(paths), split="1").train) == {
+        "a": 0.25,
+        "b": 0.75,
+    }
+
+
+def paths_as_words(paths):
+    return tuple(map(str, paths))
+
+
+def test_separate_files_are_taken_whole(wiki, code):
+    describe(code, fingerprint="ours", largest_token=100, text_bytes=12_345)
+
+    corpus = opened(train_data_path=(str(wiki),), valid_data_path=(str(code),))
+
+    assert corpus.train[0].stream.num_documents == 100
+    assert corpus.validation[0].stream.num_documents == 300
+    assert corpus.train[0].stream.num_bytes is None
+    assert corpus.validation[0].stream.num_bytes == 12_345
+
+
+def test_train_only_has_no_validation(wiki):
+    assert opened(data_path=(str(wiki),), split="100,0,0").validation == ()
+    assert opened(train_data_path=(str(wiki),)).validation == ()
+    assert opened(valid_data_path=(str(wiki),)).train == ()
+
+
+def test_a_source_of_weight_0_keeps_its_place_and_does_not_validate(wiki, code):
+    corpus = opened(data_path=(0.0, str(wiki), 2.0, str(code)))
+
+    assert weights(corpus.train) == {"wiki_text_document": 0.0, "code_text_document": 1.0}
+    assert weights(corpus.validation) == {"code_text_document": 1.0}
+
+
+def test_sources_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for folder in ("en", "de"):
+        (tmp_path / folder).mkdir()
+    paths = [write_pair(tmp_path / folder / "text", [[1] * 10]) for folder in ("en", "de")]
+
+    assert list(weights(opened(train_data_path=paths_as_words(paths)).train)) == [
+        "en/text",
+        "de/text",
+    ]
+    same = opened(train_data_path=paths_as_words([paths[0], paths[0]])).train
+    assert [part.name for part in same] == ["0-text", "1-text"]
+
+
+def test_a_flat_file_is_named_with_its_suffix(tmp_path):
+    path = write_flat(tmp_path / "train.bin", list(range(1, 101)))
+
+    corpus = opened(data_path=(str(path),), split="90,10")
+
+    assert [part.stream.num_tokens for part in (*corpus.train, *corpus.validation)] == [90, 10]
+
+
+def test_files_of_another_tokenizer_are_refused_unless_forced(wiki, caplog):
+    describe(wiki, fingerprint="theirs", largest_token=100)
+
+    with pytest.raises(DataError, match=r"made with the tokenizer some-tokenizer.*--force"):
+        opened(data_path=(str(wiki),))
+    assert opened(data_path=(str(wiki),), force=True).train
+    assert "going on because of --force" in caplog.text
+
+
+def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
+    describe(wiki, fingerprint="ours", largest_token=100)
+
+    assert opened(data_path=(str(wiki),), vocab_size=101).train
+    with pytest.raises(
+        DataError, match=r"holds the token id 100, and the vocabulary of .* has 100 "
+    ):
+        opened(data_path=(str(wiki),), vocab_size=100)
+
+
+def test_without_a_sidecar_they_are_refused_when_they_are_read(wiki):
+    stream = opened(data_path=(str(wiki),), vocab_size=50).train[0].stream
+
+    with pytest.raises(DataError, match=r"wiki_text_document\.bin holds the token id \d+"):
+        stream.windows(np.arange(100), 20)
+
+
+def test_documents_without_ends_are_refused_where_ends_matter(tmp_path):
+    prefix = write_pair(tmp_path / "text", [[1, 2, 3]] * 100)
+
+    assert opened(data_path=(str(prefix),)).train
+    with pytest.raises(DataError, match="--reset_attention_mask need documents that end"):
+        opened(data_path=(str(prefix),), eos_token_id=0)
+
+
+def test_a_file_without_tokens_is_refused(tmp_path):
+    prefix = write_pair(tmp_path / "text", [])
+
+    with pytest.raises(DataError, match=r"text\.bin holds no tokens"):
+        opened(data_path=(str(prefix),))
+
+
+def test_the_default_split_is_named_when_it_leaves_a_part_empty(tmp_path):
+    prefix = write_pair(tmp_path / "text", [[1, 2]] * 10)
+
+    with pytest.raises(
+        DataError, match=r"--split 969,30,1 \(the default\) leaves no documents for v"
+    ):
+        opened(data_path=(str(prefix),))

@@ -1,0 +1,171 @@
+"""Damages small token files in every way, and reads all that can still be read.
+
+A read outside of a memory map would end the test's process; one in the rest of its last page is
+found by the sizes of the arrays.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm.data.sidecar import verify
+from llm.data.token_check import check
+from llm.data.token_file import TokenFile, TokenFileWriter, open_token_file
+from llm.errors import DataError
+
+EXTREMES = [0, 1, 2, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
+# In 64 bits, tables of so many sequences or documents take as many bytes as those of one.
+WRAPPING = [2**61 + 1, 2**62 + 1, 2**63 + 1]
+
+
+def write(prefix, documents, dtype="<u2", modes=False):
+    with TokenFileWriter(prefix, np.dtype(dtype)) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add(np.array(sequence, dtype=np.int64), ends_document=False)
+            writer.end_document()
+    if modes:
+        with open(f"{prefix}.idx", "ab") as idx:
+            idx.write(bytes(sum(map(len, documents))))
+    return Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Sound pairs, as (bytes of the .idx, bytes of the .bin)."""
+    return [
+        write(tmp_path / "short", [[[1, 2, 3], [4]], [[5, 6]]]),
+        write(tmp_path / "wide", [[[1, 70000]], [], [[3, 4, 5]], [[6]]], dtype="<i4"),
+        write(tmp_path / "modes", [[[1], [2], [3]], [[4, 5], [6]]], modes=True),
+        write(tmp_path / "gaps", [[], [[], [9] * 40], [[]], []]),
+        write(tmp_path / "empty", []),
+    ]
+
+
+def flipped(random, data):
+    damaged = np.frombuffer(data, np.uint8).copy()
+    if damaged.size:
+        places = random.integers(damaged.size, size=random.integers(1, 5))
+        damaged[places] ^= (1 << random.integers(8, size=places.size)).astype(np.uint8)
+    return damaged.tobytes()
+
+
+def cut_short(random, data):
+    return data[: random.integers(len(data) + 1)]
+
+
+def prolonged(random, data):
+    return data + random.bytes(int(random.choice([1, 2, 4, 8, 12, 100, 5000])))
+
+
+def zeroed(random, data):
+    start, stop = sorted(random.integers(len(data) + 1, size=2))
+    return data[:start] + bytes(stop - start) + data[stop:]
+
+
+def with_another_number(random, data):
+    """One number of the header or of a table becomes an extreme one."""
+    damaged = bytearray(data)
+    place = int(random.choice([9, 17, 18, 26, random.integers(34, len(data) + 1)]))
+    width = int(random.choice([1, 4, 8]))
+    number = int((EXTREMES + WRAPPING)[random.integers(len(EXTREMES + WRAPPING))])
+    damaged[place : place + width] = (number % 256**width).to_bytes(width, "little")
+    return bytes(damaged[: len(data)])
+
+
+def read_everything(path):
+    """Opens a file and calls all that reads it; True where it was refused or found damaged."""
+    try:
+        file = open_token_file(path)
+    except DataError:
+        return True
+    num_tokens = file.num_tokens
+    assert file.tokens.nbytes == Path(f"{file.prefix}.bin").stat().st_size
+    for start in range(num_tokens):
+        assert len(file.tokens[start : start + 5].tolist()) == min(5, num_tokens - start)
+    places = [file.document_start]
+    if isinstance(file, TokenFile):
+        tables = (file.lengths, file.offsets, file.documents)
+        header_and_tables = 34 + sum(table.nbytes for table in tables)
+        assert header_and_tables <= Path(f"{file.prefix}.idx").stat().st_size
+        places.append(file.sequence_end)
+    refused = False
+    for place_of in places:
+        for number in range(file.num_documents + 1):
+            try:
+                assert 0 <= place_of(number) <= num_tokens
+            except DataError:
+                refused = True
+    faults = check(file, vocab_size=100_000)
+    assert all(fault.endswith(".") for fault in faults)
+    return refused or bool(faults)
+
+
+@pytest.mark.parametrize("damage", [flipped, cut_short, prolonged, zeroed, with_another_number])
+def test_of_400_damaged_pairs_none_is_read_outside_of_its_files(tmp_path, pairs, damage):
+    random = np.random.default_rng(5)
+    found = 0
+    for _ in range(400):
+        idx, data = pairs[random.integers(len(pairs))]
+        if damage is with_another_number or random.random() < 0.7:
+            idx = damage(random, idx)
+        else:
+            data = damage(random, data)
+        (tmp_path / "damaged.idx").write_bytes(idx)
+        (tmp_path / "damaged.bin").write_bytes(data)
+        found += read_everything(tmp_path / "damaged")
+        verify(tmp_path / "damaged")
+
+    assert found > 200  # the rest changed ids, modes, or where a document ends, or nothing
+
+
+def test_the_bin_of_one_pair_beside_the_index_of_another_is_refused(tmp_path, pairs):
+    for number, (idx, _) in enumerate(pairs):
+        for other, (_, data) in enumerate(pairs):
+            (tmp_path / "mixed.idx").write_bytes(idx)
+            (tmp_path / "mixed.bin").write_bytes(data)
+            same_size = len(data) == len(pairs[number][1])
+            assert read_everything(tmp_path / "mixed") is not same_size, (number, other)
+
+
+def test_bytes_of_any_other_file_are_refused_as_an_index(tmp_path):
+    random = np.random.default_rng(6)
+    (tmp_path / "noise.bin").write_bytes(bytes(12))
+    for size in range(300):
+        noise = random.bytes(size)
+        for content in (noise, b"MMIDIDX\0\0" + noise, b"MMIDIDX\0\0\1" + bytes(7) + noise):
+            (tmp_path / "noise.idx").write_bytes(content)
+            with pytest.raises(DataError, match=r"noise\.idx"):
+                open_token_file(tmp_path / "noise")
+
+
+@pytest.mark.parametrize("sequences", EXTREMES + WRAPPING)
+@pytest.mark.parametrize("documents", EXTREMES + WRAPPING)
+def test_absurd_numbers_in_the_header_are_refused_at_once(tmp_path, sequences, documents):
+    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, sequences, documents)
+    (tmp_path / "text.idx").write_bytes(header + bytes(20))
+    (tmp_path / "text.bin").write_bytes(bytes(4))
+
+    with pytest.raises(DataError, match=r"bytes long|no document table"):
+        TokenFile(tmp_path / "text")
+
+
+def test_every_changed_bit_of_a_length_or_an_offset_is_found(tmp_path, pairs):
+    for idx, data in pairs[:4]:
+        (tmp_path / "damaged.bin").write_bytes(data)
+        num_sequences = int.from_bytes(idx[18:26], "little")
+        for bit in range(34 * 8, (34 + 12 * num_sequences) * 8):
+            damaged = bytearray(idx)
+            damaged[bit // 8] ^= 1 << bit % 8
+            (tmp_path / "damaged.idx").write_bytes(damaged)
+            assert read_everything(tmp_path / "damaged"), f"bit {bit}"
+
+
+def test_a_flat_file_of_any_bytes_is_refused_or_read_within_its_bounds(tmp_path):
+    random = np.random.default_rng(7)
+    for size in range(200):
+        (tmp_path / "train.bin").write_bytes(random.bytes(size))
+        refused = read_everything(tmp_path / "train.bin")
+        assert refused is (size % 2 == 1)

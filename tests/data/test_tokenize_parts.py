@@ -1,0 +1,199 @@
+import logging
+
+import numpy as np
+import pytest
+
+from llm.data import tokenize_parts as module
+from llm.data.encoder import OtherIds
+from llm.data.parts import read_array
+from llm.data.tokenize_parts import Encoding, num_cores, tokenize_parts
+from llm.errors import DataError
+from tests.support.corpora import ListSource, byte_tokenizer
+
+UINT16 = np.dtype("<u2")
+
+
+class CountingSource(ListSource):
+    """Leaves a file for each time that it is read."""
+
+    def __init__(self, texts, folder, name):
+        super().__init__(texts, name=name)
+        self._folder = folder
+
+    def batches(self, faults=None):
+        with open(self._folder / f"{self.name}.reads", "a") as file:
+            file.write("x")
+        yield from super().batches(faults)
+
+
+class FailingSource(ListSource):
+    def batches(self, faults=None):
+        yield ["fine"]
+        raise DataError("line 2 is broken")
+
+
+def encoding(**changes):
+    return Encoding(**{"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **changes})
+
+
+def ids(text):
+    return [byte + 1 for byte in text.encode()]
+
+
+def tokens_of(sources, folder, *, workers=1, **options):
+    folder.mkdir(exist_ok=True)
+    stems, facts = tokenize_parts(sources, folder, encoding=encoding(), workers=workers, **options)
+    assert [stem.name for stem in stems] == [f"{number:06d}" for number in range(len(sources))]
+    assert len(facts) == len(sources)
+    return [read_array(stem, ".ids", UINT16).tolist() for stem in stems]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("fork", [True, False])
+def test_each_source_becomes_a_part_in_its_place(tmp_path, workers, fork):
+    sources = [
+        ListSource(["a", "b"]),
+        ListSource([""]),
+        ListSource(["c", "d"], one_document=True),
+        ListSource(["e"]),
+    ]
+
+    found = tokens_of(sources, tmp_path / "parts", workers=workers, fork=fork)
+
+    assert found == [[*ids("a"), 0, *ids("b"), 0], [], [*ids("cd"), 0], [*ids("e"), 0]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parts_that_are_done_are_not_done_again(tmp_path, workers):
+    sources = [CountingSource([name], tmp_path, name) for name in "abc"]
+    first = tokens_of(sources, tmp_path / "parts", workers=workers)
+    (tmp_path / "parts" / "000001.json").unlink()
+    (tmp_path / "parts" / "000002.ids").write_bytes(b"??")
+
+    assert tokens_of(sources, tmp_path / "parts", workers=workers) == first
+    assert tokens_of(sources, tmp_path / "parts", workers=workers) == first
+
+    reads = [(tmp_path / f"{name}.reads").read_text() for name in "abc"]
+    assert reads == ["x", "xx", "xx"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_done_stays_when_a_source_fails(tmp_path, workers):
+    good = CountingSource(["a"], tmp_path, "a")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    with pytest.raises(DataError, match="line 2 is broken"):
+        tokens_of([good, FailingSource([])], parts, workers=1)
+
+    found = tokens_of([good, ListSource(["mended"])], parts, workers=workers)
+
+    assert found == [[*ids("a"), 0], [*ids("mended"), 0]]
+    assert (tmp_path / "a.reads").read_text() == "x"
+
+
+class WrongLater:
+    """An encoder that is found out at a certain text."""
+
+    def __init__(self, real, text):
+        self._real = real
+        self._text = text
+
+    def encode(self, texts):
+        if self._text in texts:
+            raise OtherIds("the fast one gives other ids for 'c'")
+        ids, counts = self._real.encode(texts)
+        return np.where(ids == 0, 0, 7).astype(UINT16), counts  # wrong, and not yet noticed
+
+
+@pytest.fixture
+def wrong_encoder(monkeypatch):
+    made = []
+    real = module.make_encoder
+
+    def make(*args, fast=True, **options):
+        made.append(fast)
+        reference = real(*args, **options)
+        return WrongLater(reference, "c") if fast else reference
+
+    monkeypatch.setattr(module, "make_encoder", make)
+    return made
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_encoder_found_wrong_in_the_middle_is_replaced_for_all_that_is_done(
+    tmp_path, wrong_encoder, caplog, workers
+):
+    sources = [ListSource([name]) for name in "abcd"]
+
+    found = tokens_of(sources, tmp_path / "parts", workers=workers)
+
+    assert found == [[*ids(name), 0] for name in "abcd"]
+    assert "gives other ids for 'c'; encoding everything anew with the tokenizers" in caplog.text
+    assert wrong_encoder == [True, False]
+
+
+def test_an_encoder_found_wrong_is_remembered_over_a_restart(tmp_path, wrong_encoder):
+    parts = tmp_path / "parts"
+    with pytest.raises(DataError):
+        tokens_of([ListSource(["a"]), ListSource(["c"]), FailingSource([])], parts)
+
+    found = tokens_of([ListSource(["a"]), ListSource(["c"]), ListSource(["d"])], parts)
+
+    assert found == [[*ids(name), 0] for name in "acd"]
+    assert wrong_encoder == [True, False, False]
+
+
+def test_a_full_disk_leaves_what_is_done_and_nothing_of_what_is_not(tmp_path):
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "000001.rows").symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        tokens_of([ListSource(["a"]), ListSource(["b"])], parts)
+
+    assert sorted(path.name for path in parts.iterdir()) == [
+        f"000000.{suffix}" for suffix in ("bytes", "ids", "json", "rows")
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_adds_up_over_all_parts(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+    sources = [ListSource(["ab", "c"]), ListSource(["de"]), ListSource([""])]
+    for source in sources:
+        source.num_bytes = 100
+    told = []
+    tokens_of(sources[:1], tmp_path / "parts")
+
+    tokens_of(sources, tmp_path / "parts", workers=workers, report=told.append)
+
+    last = told[-1]
+    assert (last.texts, last.tokens, last.text_bytes) == (1, 3, 2)  # what an earlier try did is not
+    assert (last.consumed, last.num_bytes) == (200, 200)
+    assert (last.parts_done, last.num_parts) == (3, 3)
+    done = [totals.parts_done for totals in told]
+    assert done == sorted(done)
+
+
+def test_a_source_of_unknown_size_leaves_the_size_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+    known = ListSource(["a"])
+    known.num_bytes = 100
+    told = []
+
+    tokens_of([known, ListSource(["b"])], tmp_path / "parts", report=told.append)
+
+    assert {totals.num_bytes for totals in told} == {None}
+
+
+def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+
+    tokens_of([ListSource(["a"])], tmp_path / "parts")
+
+    assert len(caplog.messages) == 1
+    assert "slow one, in Python" in caplog.text
+
+
+def test_there_is_a_core_to_work_on():
+    assert num_cores() >= 1

@@ -1,0 +1,383 @@
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from llm.data import train_tokenizer as program
+from llm.data.sources import text_sources
+from llm.data.train_tokenizer import main
+from llm.data.training_texts import TrainingTexts
+from llm.text_tokenizer import TextTokenizer, load_text_tokenizer
+from llm.tokenizer import load_tokenizer
+
+CORPUS = Path(argparse.__file__).read_text(encoding="utf-8")
+DOCUMENTS = [f"{part}\n" for part in CORPUS.split("\n\n") if part]
+SENTENCEPIECE = [
+    *("--library", "sentencepiece", "--vocab_size", "600", "--byte_fallback", "--split_digits"),
+    *("--pad_id", "0", "--unk_id", "1", "--bos_id", "2", "--eos_id", "3"),
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    lines = [json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS)]
+    half = len(lines) // 2
+    with gzip.open(tmp_path / "text" / "a.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(lines[:half])
+    (tmp_path / "text" / "b.jsonl").write_text("".join(lines[half:]), encoding="utf-8")
+    return tmp_path / "text"
+
+
+def train(corpus: Path | str, output: Path, *options: str) -> int:
+    return main(["--input", str(corpus), "--output_dir", str(output), *options])
+
+
+def load(folder: Path) -> TextTokenizer:
+    return load_text_tokenizer(name=str(folder), vocab_file=None, merges_file=None)
+
+
+def ids(tokenizer: TextTokenizer, text: str) -> list[int]:
+    assert tokenizer.backend is not None
+    found: list[int] = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_byte_level_bpe_is_trained_by_default(corpus: Path, tmp_path: Path) -> None:
+    assert train(corpus, tmp_path / "out", "--vocab_size", "500") == 0
+    tokenizer = load(tmp_path / "out")
+
+    assert tokenizer.size == 500
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
+    text = "  parser.add_argument(name)\n\n<|endoftext|> \u2603 12"
+    assert tokenizer.backend is not None
+    assert tokenizer.backend.decode(ids(tokenizer, text)) == text
+    assert len(ids(tokenizer, CORPUS)) < 0.5 * len(CORPUS)
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_sentencepiece_folders_have_sentencepieces_ids(corpus: Path, tmp_path: Path) -> None:
+    spm = pytest.importorskip("sentencepiece")
+    assert train(corpus, tmp_path / "out", *SENTENCEPIECE) == 0
+    processor = spm.SentencePieceProcessor(model_file=str(tmp_path / "out" / "tokenizer.model"))
+
+    tokenizer = load(tmp_path / "out")
+    for text in ["", " ", "\n\tnaïve \u2603 1234  </s> <pad>", *DOCUMENTS]:
+        assert ids(tokenizer, text) == processor.encode(text)
+    assert tokenizer.size == processor.get_piece_size() == 600
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2, 3)
+    assert [processor.pad_id(), processor.unk_id()] == [0, 1]
+    assert processor.decode(processor.encode(" a\n  b ")) == " a\n  b "
+
+
+@pytest.mark.parametrize("options", [["--vocab_size", "400"], SENTENCEPIECE])
+def test_all_loaders_read_the_folder_alike(
+    options: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    if options is SENTENCEPIECE:
+        pytest.importorskip("sentencepiece")
+    train(corpus, tmp_path / "out", *options)
+    name = str(tmp_path / "out")
+    ours = load_tokenizer(
+        name=name, vocab_file=None, merges_file=None, use_fast=True, trust_remote_code=False
+    )
+    loaded = [AutoTokenizer.from_pretrained(name), ours]
+
+    tokenizer = load(tmp_path / "out")
+    expected = ids(tokenizer, CORPUS)
+    for other in loaded:
+        assert other(CORPUS, add_special_tokens=False)["input_ids"] == expected
+        assert other.eos_token_id == tokenizer.eos_token_id
+        assert len(other) == tokenizer.size
+
+
+def test_unigram_models_are_trained_by_both_libraries(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    unigram = ["--model_type", "unigram", "--vocab_size", "600"]
+    assert train(corpus, tmp_path / "hf", *unigram) == 0
+    assert train(corpus, tmp_path / "sp", *unigram, "--library", "sentencepiece") == 0
+
+    for name in ("hf", "sp"):
+        written = json.loads((tmp_path / name / "tokenizer.json").read_text(encoding="utf-8"))
+        assert written["model"]["type"] == "Unigram"
+        assert load(tmp_path / name).size == 600
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--vocab_size", "400"],
+        ["--vocab_size", "400", "--max_sentences", "30"],
+        SENTENCEPIECE,
+        [*SENTENCEPIECE, "--model_type", "unigram"],
+    ],
+)
+def test_the_same_text_gives_the_same_files(
+    options: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    if options[:2] == SENTENCEPIECE[:2]:
+        pytest.importorskip("sentencepiece")
+    for name in ("first", "second"):
+        assert train(corpus, tmp_path / name, *options) == 0
+
+    for file in (tmp_path / "first").iterdir():
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes()
+
+
+def test_sentencepiece_bpe_does_not_depend_on_threads(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    for number in ("1", "3"):
+        train(corpus, tmp_path / number, *SENTENCEPIECE, "--num_workers", number)
+
+    models = [(tmp_path / number / "tokenizer.model").read_bytes() for number in ("1", "3")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
+def test_split_digits_makes_every_digit_a_token(library: str, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "years.txt").write_text("in 1999 and 2000\n" * 300 + CORPUS, encoding="utf-8")
+    options = ["--library", library, "--vocab_size", "500"]
+    train(tmp_path / "years.txt", tmp_path / "joined", *options)
+    train(tmp_path / "years.txt", tmp_path / "split", *options, "--split_digits")
+
+    assert len(ids(load(tmp_path / "joined"), "1999")) <= 2
+    assert len(ids(load(tmp_path / "split"), "1999")) >= 4
+
+
+def test_normalization_is_that_of_the_option(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    train(corpus, tmp_path / "kept", "--vocab_size", "300")
+    train(corpus, tmp_path / "nfkc", "--vocab_size", "300", "--normalization", "nfkc")
+    sentencepiece = ["--library", "sentencepiece", "--normalization", "nmt_nfkc_cf"]
+    train(corpus, tmp_path / "folded", "--vocab_size", "300", *sentencepiece)
+
+    assert ids(load(tmp_path / "nfkc"), "\ufb01") == ids(load(tmp_path / "nfkc"), "fi")
+    assert ids(load(tmp_path / "kept"), "\ufb01") != ids(load(tmp_path / "kept"), "fi")
+    folded = load(tmp_path / "folded")
+    assert ids(folded, "  THE \n name ") == ids(folded, "the name")
+
+
+def test_the_summary_counts_documents_and_bytes(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(corpus, tmp_path / "out", "--vocab_size", "400")
+
+    megabytes = sum(len(text.encode()) for text in DOCUMENTS) / 1e6
+    said = error_of(capsys)
+    assert f"{len(DOCUMENTS)} documents, {megabytes:.1f} MB of text | 400 tokens, " in said
+    assert "bytes each on a sample" in said
+
+
+def test_a_sample_is_drawn_evenly_and_by_the_seed(corpus: Path) -> None:
+    def draw(seed: int) -> list[str]:
+        sources = text_sources([str(corpus)], text_column=None)
+        return list(TrainingTexts(sources, lines=False, max_sentences=40, seed=seed))
+
+    first, second = draw(1), draw(2)
+    assert len(first) == len(set(first)) == 40
+    assert set(first) <= set(DOCUMENTS)
+    assert first == draw(1)
+    assert first != second
+    half = set(DOCUMENTS[: len(DOCUMENTS) // 2])
+    assert 8 <= sum(text in half for text in first) <= 32
+
+
+def test_lines_are_cut_to_what_sentencepiece_takes(tmp_path: Path) -> None:
+    words = "\u2603\u2603\u2603\u2603 " * 3000
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": f"first\r\n\n{words}"}) + "\n" + json.dumps({"text": "x" * 2500})
+    )
+    sources = text_sources([str(tmp_path)], text_column=None)
+    lines = list(TrainingTexts(sources, lines=True, max_sentences=None, seed=0))
+
+    assert lines[0] == "first"
+    assert "".join(lines[1:]) == words + "x" * 2500
+    assert max(len(line.encode()) for line in lines) <= 4192
+    assert [len(line) for line in lines[-3:]] == [1000, 1000, 500]
+    # Cut at spaces where there are some.
+    assert all(line.endswith("\u2603") for line in lines[1:-4])
+
+
+def test_a_small_text_gives_a_smaller_vocabulary_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    assert train(tmp_path / "a.txt", tmp_path / "out", "--vocab_size", "1000") == 0
+
+    # The token <|endoftext|>, 256 bytes, and what stands there twice: "to", " b" and " be".
+    said = error_of(capsys)
+    assert "The text fills only 260 of the 1,000 tokens of --vocab_size." in said
+    assert "1 document, " in said
+    assert load(tmp_path / "out").size == 260
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_the_largest_vocabulary_that_a_text_can_fill_is_told(
+    model_type: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentencepiece")
+    options = ["--library", "sentencepiece", "--model_type", model_type]
+    assert train(corpus, tmp_path / "out", *options, "--vocab_size", "90000") == 2
+    said = error_of(capsys)
+    assert "--vocab_size 90000 is more than this text can fill: set it to" in said
+    assert not list(tmp_path.glob("*out*"))
+
+    largest = said.partition("set it to ")[2].split()[0]
+    assert train(corpus, tmp_path / "out", *options, "--vocab_size", largest) == 0
+    assert load(tmp_path / "out").size == int(largest)
+
+
+SP = ("--library", "sentencepiece")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--vocab_size", "256"], "--vocab_size 256 is too small: the 256 bytes and <|endoftext|>"),
+        ([*SP, "--vocab_size", "30"], "--vocab_size 30 is too small: the letters of this text"),
+        ([*SP, "--vocab_size", "200", "--byte_fallback"], "the bytes of --byte_fallback"),
+        ([*SP, "--pad_id", "1"], "--bos_id and --pad_id are both 1"),
+        ([*SP, "--unk_id", "-1"], "--unk_id -1 cannot work"),
+        ([*SP, "--eos_id", "32768"], "--eos_id 32768 is no id of a vocabulary of 32768"),
+        ([*SP, "--bos_id", "-2"], "--bos_id -2 is no id"),
+        ([*SP, "--normalization", "nfc"], "--library sentencepiece has no --normalization nfc"),
+        (["--normalization", "nmt_nfkc"], "--library huggingface has no --normalization nmt_nfkc"),
+        (["--byte_fallback"], "--byte_fallback is for --library sentencepiece alone"),
+        (["--eos_id", "0"], "--eos_id is for --library sentencepiece alone"),
+        (["--character_coverage", "0.5"], "--character_coverage must be at least 0.98"),
+        (["--json_key", "body"], "has no column 'body'"),
+        (["--library", "spacy"], "--library expects"),
+        (["--vocab_sise", "9"], "did you mean vocab_size"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_in_a_sentence(
+    options: list[str],
+    words: str,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("sentencepiece")
+    assert train(corpus, tmp_path / "out", *options) == 2
+
+    said = error_of(capsys)
+    assert words in said
+    assert said.startswith("error: ") or "\nerror: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--output_dir", "out"], "No text is named"),
+        (["--input", "*.nothing", "--output_dir", "out"], "--input *.nothing matches no file"),
+        (["--input", "missing.txt", "--output_dir", "out"], "missing.txt does not exist"),
+        (["--input", "missing.txt"], "No output is named"),
+    ],
+)
+def test_missing_input_and_output_are_named(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert words in error_of(capsys)
+
+
+@pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "good"}\n{"text": \n', "line 2"),
+        ('{"text": ""}\n{"text": null}\n', "There is no text in"),
+    ],
+)
+def test_text_that_cannot_be_read_is_told_as_by_every_program(
+    library: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.jsonl").write_text(content)
+    assert train(tmp_path / "a.jsonl", tmp_path / "out", "--library", library) == 2
+
+    assert words in error_of(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_existing_folder_is_replaced_only_on_demand(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(corpus, tmp_path / "out", "--vocab_size", "300")
+    before = load(tmp_path / "out").fingerprint
+
+    assert train(corpus, tmp_path / "out", "--vocab_size", "310") == 2
+    assert "exists already; pass --overwrite" in error_of(capsys)
+    assert load(tmp_path / "out").fingerprint == before
+
+    assert train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite") == 0
+    assert load(tmp_path / "out").size == 310
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]
+
+
+def test_a_folder_with_other_files_is_never_replaced(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(corpus, corpus, "--vocab_size", "300", "--overwrite") == 2
+
+    assert "holds more than a tokenizer from here (a.jsonl.gz)" in error_of(capsys)
+    assert sorted(path.name for path in corpus.iterdir()) == ["a.jsonl.gz", "b.jsonl"]
+
+
+def test_a_failure_leaves_the_old_folder_and_nothing_else(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(corpus, tmp_path / "out", "--vocab_size", "300")
+    before = load(tmp_path / "out").fingerprint
+
+    def fail(*arguments: Any) -> str:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(program, "_report", fail)
+    assert train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite") == 1
+    assert load(tmp_path / "out").fingerprint == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]
+
+
+def test_a_missing_package_is_named_with_its_pip_line(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    assert train(corpus, tmp_path / "out", *SENTENCEPIECE) == 2
+
+    assert "pip install sentencepiece" in error_of(capsys)
+
+
+def test_help_and_training_load_neither_torch_nor_transformers(
+    corpus: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from llm.data.train_tokenizer import main\n"
+        "try: print('code', main(sys.argv[1:]))\n"
+        "except SystemExit: pass\n"
+        "heavy = ('torch', 'transformers', 'datasets')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    training = ["--input", str(corpus), "--output_dir", str(tmp_path / "out"), "--vocab_size=300"]
+    for argv in (["--help"], training):
+        output = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True
+        ).stdout
+        assert output.splitlines()[-1] == "[]"
+    assert load(tmp_path / "out").size == 300

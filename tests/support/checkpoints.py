@@ -1,0 +1,76 @@
+"""Small training states, and checkpoints of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm import checkpoint
+from llm.checkpoint import name_of
+from llm.saving import Saver
+
+
+class Part:
+    """A part of a training state that is what it was given."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def filled(fill: float) -> Part:
+    """A state with tensors, nested values and numbers that all depend on one number."""
+    moments = {"exp_avg": torch.full((2,), fill), "lr": 0.1 * fill}
+    return Part(
+        {
+            "weight": torch.full((3, 2), fill),
+            "optimizer": {"layer.weight": moments},
+            "step": int(fill),
+            "best": None,
+        }
+    )
+
+
+def is_filled(part: Part, fill: float) -> bool:
+    """Whether a state is `filled(fill)` in every bit."""
+    moments = part.state["optimizer"]["layer.weight"]
+    return (
+        torch.equal(part.state["weight"], torch.full((3, 2), fill))
+        and torch.equal(moments["exp_avg"], torch.full((2,), fill))
+        and moments["lr"] == 0.1 * fill
+        and part.state["step"] == int(fill)
+        and part.state["best"] is None
+    )
+
+
+def saver_of(folder: Path, part: Part, **options: Any) -> Saver:
+    """A saver on one rank that writes before it returns, unless asked otherwise."""
+    defaults = {"facts": {}, "rank": 0, "world_size": 1, "background": False}
+    return Saver(folder, parts={"part": part}, **{**defaults, **options})
+
+
+def save(
+    folder: Path, step: int, *, fill: float | None = None, eval_loss: float | None = None
+) -> Path:
+    """Save a filled state (with the step, if with nothing else), and name its folder."""
+    part = filled(step if fill is None else fill)
+    saver_of(folder, part).save(step=step, eval_loss=eval_loss)
+    return folder / name_of(step)
+
+
+def load(found: checkpoint.Checkpoint | None) -> Part:
+    """The state that a checkpoint holds."""
+    assert found is not None
+    part = filled(-1)
+    checkpoint.load(found, {"part": part})
+    return part
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints."""
+    return [found.step for found in checkpoint.found(folder)]

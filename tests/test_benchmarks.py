@@ -1,0 +1,210 @@
+"""The benchmarks run at toy size, and measure what they say they measure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks.corpus import cut, make_corpus
+from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
+from llm.errors import DataError
+from tests.support.tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+
+def program(folder: Path, source: str, name: str = "program") -> Case:
+    return Case(name=name, command=[sys.executable, "-c", source], folder=folder / name)
+
+
+def measured_elsewhere(case: Case) -> dict[str, float]:
+    """`run` in a small process, as it asks to be: its own memory is handed on to the program."""
+    source = (
+        "import json, sys, dataclasses\n"
+        "from pathlib import Path\n"
+        "from benchmarks.measure import Case, run\n"
+        "case = Case(name='x', command=json.loads(sys.argv[1]), folder=Path(sys.argv[2]))\n"
+        "print(json.dumps(dataclasses.asdict(run(case))))\n"
+    )
+    command = [sys.executable, "-c", source, json.dumps(case.command), str(case.folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def reported(**figures: float) -> Usage:
+    return Usage(cpu_seconds=9, wall_seconds=9, peak_megabytes=9, reported=figures)
+
+
+def data_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.data", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+BURN = "import time\nwhile time.process_time() < {}: pass\n"
+
+
+def test_the_cpu_time_of_children_counts(tmp_path):
+    child = f"subprocess.run([sys.executable, '-c', {BURN.format(0.5)!r}])"
+    usage = measured_elsewhere(program(tmp_path, f"import subprocess, sys\n{child}"))
+    assert 0.5 <= usage["cpu_seconds"] < 1.5
+
+
+def test_the_cpu_time_of_a_process_that_outlives_its_parent_counts(tmp_path):
+    orphan = f"subprocess.Popen([sys.executable, '-c', {BURN.format(0.5)!r}])"
+    usage = measured_elsewhere(program(tmp_path, f"import subprocess, sys\n{orphan}"))
+    assert 0.5 <= usage["cpu_seconds"] < 1.5
+
+
+def test_the_peak_memory_is_that_of_all_processes_together(tmp_path):
+    hold = "import time; held = bytearray(100_000_000); time.sleep(1.5)"
+    source = (
+        "import subprocess, sys\n"
+        f"both = [subprocess.Popen([sys.executable, '-c', {hold!r}]) for _ in range(2)]\n"
+        "for one in both: one.wait()\n"
+    )
+    assert 200 < measured_elsewhere(program(tmp_path, source))["peak_megabytes"] < 280
+
+
+def test_a_program_reports_figures_of_its_own_in_its_last_line(tmp_path):
+    usage = run(program(tmp_path, "print('hello'); print('{\"tokens\": 7}')"))
+    assert usage.reported == {"tokens": 7}
+
+
+def test_a_folder_is_empty_before_every_run(tmp_path):
+    source = "import os; print('{\"files\": %d}' % len(os.listdir())); open('left', 'w')"
+    case = program(tmp_path, source)
+    assert run(case).reported == run(case).reported == {"files": 1}  # its own log
+
+
+def test_a_program_that_fails_says_its_last_words(tmp_path):
+    with pytest.raises(CaseFailed, match=r"exit code 3: \.\.\.no such token"):
+        run(program(tmp_path, "import sys; print('no such token'); sys.exit(3)"))
+
+
+def test_runs_are_interleaved_and_a_program_that_fails_is_left_out(tmp_path):
+    cases = [program(tmp_path, "", "a"), program(tmp_path, "raise SystemExit(1)", "b")]
+    said: list[str] = []
+    results = interleave([*cases, program(tmp_path, "", "c")], 2, said.append)
+    assert [line.split(":")[0] for line in said] == [
+        "1/2 a",
+        "b FAILED and is left out",
+        "1/2 c",
+        "2/2 a",
+        "2/2 c",
+    ]
+    assert {name: len(runs) for name, runs in results.items()} == {"a": 2, "b": 0, "c": 2}
+
+
+def test_a_reported_figure_comes_before_the_measured_one():
+    runs = [reported(cpu_seconds=seconds) for seconds in (1.0, 6.0, 2.0)]
+    assert median(runs, "cpu_seconds") == 2.0
+    assert report.spread(runs, "cpu_seconds") == "2.00 (1.00-6.00)"
+    assert report.spread(runs, "wall_seconds") == "9.00 (9.00-9.00)"
+
+
+def test_a_goal_that_was_missed_stands_out_in_the_report():
+    goals = [
+        report.at_least("speed", 7.9, 8),
+        report.at_most("memory", 146.0, 400, " MB"),
+    ]
+    text = report.render("Title", ["a fact"], [report.Section(title="Part", lines=[], goals=goals)])
+    assert "| speed: at least 8x | 7.90x | NO |" in text
+    assert "| memory: at most 400 MB | 146 MB | yes |" in text
+
+
+def test_a_program_that_failed_has_a_row_without_figures():
+    results = {"ours": [reported(speed=3.0)], "theirs": []}
+    lines = report.program_table(
+        ("Program", "speed", "note"), results, lambda name, runs: (report.spread(runs, "speed"), "")
+    )
+    assert lines[2:] == ["| ours | 3.00 |  |", "| theirs | FAILED, see the log |  |"]
+
+
+def test_a_corpus_does_not_depend_on_where_its_files_lie(tmp_path):
+    digests = []
+    for root in (tmp_path / "one", tmp_path / "two"):
+        for number in range(20):
+            file = root / f"folder{number % 3}" / f"module{number}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"x = {number}\n" * 100)
+        (root / "binary.py").write_bytes(b"\xff\xfe" * 200)
+        assert make_corpus(root / "corpus.jsonl", 1, roots=(root,)) == 20
+        digests.append(cut(root / "corpus.jsonl", tmp_path / "cut", 0.001).digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_short_corpus_is_repeated_without_the_lines_that_spell_out_the_special_token(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "abc"}\n{"text": "<|endoftext|>"}\n\n{"text": "def"}')
+    piece = cut(corpus, tmp_path / "cut.jsonl", 50e-6)
+    assert (tmp_path / "cut.jsonl").read_text() == '{"text": "abc"}\n{"text": "def"}\n' * 2
+    assert (piece.documents, piece.passes) == (4, 2)
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no line of text"):
+        cut(tmp_path / "corpus.jsonl", tmp_path / "cut.jsonl", 1)
+
+
+def test_help_loads_no_heavy_library():
+    source = (
+        "import sys, benchmarks.data\n"
+        "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--only", "prepare"), "Give one of --corpus FILE and --make_corpus MB."),
+        (("--make_corpus", "1"), "--vocab_file is missing: preparation is measured with GPT-2's."),
+        (("--only", "far", "--megatron", "nowhere"), "--megatron nowhere is no checkout"),
+        (("--only", "far", "--peer_python", "nowhere"), "--peer_python nowhere cannot be run."),
+        (("--only", "far", "--output", "/dev/null/x"), "--output /dev/null/x cannot be made"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
+    done = data_benchmark(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(complaint)
+    assert "Traceback" not in done.stderr
+
+
+def test_our_side_prepares_a_toy_corpus_the_same_with_one_worker_and_with_two(tmp_path):
+    tiny_tokenizer().backend_tokenizer.model.save(str(tmp_path))
+    text = "the quick brown fox jumps over the lazy dog. " * 20
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(f"{json.dumps({'text': text})}\n" * 100)
+    done = data_benchmark(
+        *("--only", "prepare", "start", "--corpus", str(corpus), "--sizes", "0.05"),
+        *("--vocab_file", str(tmp_path / "vocab.json")),
+        *("--merges_file", str(tmp_path / "merges.txt")),
+        *("--repeats", "1", "--output", str(tmp_path / "report.md")),
+    )
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "report.md").read_text()
+    assert "FAILED" not in text
+    assert text == done.stdout[:-1]
+    assert "Left out, as not asked for: Megatron-LM (--megatron), nanoGPT (--nanogpt)" in text
+    assert "- llm, 2 workers: `.bin` and `.idx` are byte for byte ours." in text
+    assert "our CPU for one line: at most 0.7 s" in text
+
+
+def test_our_side_reads_toy_batches_and_a_sample_far_away():
+    done = data_benchmark(
+        *("--only", "assembly", "far", "waiting", "--tokens", "100000", "--batches", "4"),
+        *("--repeats", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FAILED" not in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert any(row.startswith("| llm, gather only | ") for row in rows)
+    assert any(row.startswith("| llm, the training loader | ") for row in rows)
+    assert any(row.startswith("| sample 10^9 of a file of 10^12 tokens | ") for row in rows)
+    assert any(row.startswith("| the step sleeps | ") for row in rows)

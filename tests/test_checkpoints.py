@@ -1,0 +1,288 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm.checkpoints import main
+from tests.support.checkpoints import filled, save, saver_of
+from tests.support.training import Bench
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with the checkpoints of steps 10, 20 and 30, of which step 20 is the best."""
+    folder = tmp_path / "run"
+    saver = saver_of(folder / "checkpoints", filled(1.0), keep_newest=3, keep_best=1)
+    for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5)):
+        saver.save(step=step, eval_loss=loss)
+    return folder
+
+
+def flip_last_bit(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def rows(output: str) -> dict[str, str]:
+    """The lines of the listing by their step."""
+    words = [line.split() for line in output.splitlines()]
+    return {first: " ".join(rest) for first, *rest in words if first.isdigit()}
+
+
+def test_the_checkpoints_are_listed_with_the_newest_and_the_best(run, capsys):
+    assert main([str(run)]) == 0
+
+    output = capsys.readouterr().out
+    listed = rows(output)
+    assert list(listed) == ["10", "20", "30"]
+    year = time.strftime("%Y-")
+    assert listed["10"].startswith("3.0000 8")
+    assert f" B {year}" in listed["10"]
+    assert listed["10"].endswith(" 1 valid")
+    assert listed["20"].endswith(" 1 valid, best")
+    assert listed["30"].endswith(" 1 valid, latest")
+    assert "latest, from which training resumes: step_00000030" in output
+    assert "best, of the lowest validation loss: step_00000020" in output
+    assert "--verify reads every byte" in output
+
+
+def test_a_checkpoint_without_a_validation_loss_is_listed(tmp_path, capsys):
+    save(tmp_path / "checkpoints", 1)
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert rows(output)["1"].startswith("- ")
+    assert "best, of the lowest validation loss: no link (--save_top_k keeps one)" in output
+
+
+@pytest.mark.parametrize("words", [["{}/checkpoints"], ["--run", "{}"], ["--run={}/checkpoints"]])
+def test_the_run_may_be_named_by_its_folder_or_that_of_its_checkpoints(run, capsys, words):
+    assert main([word.format(run) for word in words]) == 0
+    assert list(rows(capsys.readouterr().out)) == ["10", "20", "30"]
+
+
+def test_what_is_not_valid_says_why_and_is_not_the_newest(run, capsys):
+    folder = run / "checkpoints"
+    shutil.copytree(folder / "step_00000030", folder / "step_00000040")
+    for step in (50, 60, 70):
+        save(folder, step)
+    (folder / "step_00000050" / "manifest.json").unlink()
+    (folder / "step_00000060" / "state.json").unlink()
+    (folder / "step_00000070" / SHARD).write_bytes(b"half")
+    shutil.copytree(folder / "step_00000030", folder / ".step_00000080.tmp")
+
+    assert main([str(run)]) == 0
+
+    output = capsys.readouterr().out
+    listed = rows(output)
+    assert "not valid: its manifest is that of step 30" in listed["40"]
+    assert "not valid: it has no manifest.json" in listed["50"]
+    assert listed["60"].endswith("not valid: state.json is missing")
+    assert f"not valid: {SHARD} has 4 bytes instead of" in listed["70"]
+    assert listed["30"].endswith("valid, latest")
+    assert ".step_00000080.tmp, 8" in output
+    assert "the next save clears it away" in output
+
+
+def test_verify_finds_what_sizes_do_not_show_and_exits_with_1(run, capsys):
+    shard = run / "checkpoints" / "step_00000030" / SHARD
+    assert main([str(run), "--verify"]) == 0
+    assert "Every byte was read: no damage." in capsys.readouterr().out
+
+    flip_last_bit(shard)
+
+    assert main([str(run)]) == 0
+    assert rows(capsys.readouterr().out)["30"].endswith("valid, latest")
+    assert main(["--verify", str(run)]) == 1
+    output = capsys.readouterr().out
+    assert rows(output)["30"].endswith(f"not valid: {SHARD} does not match its checksum")
+    assert rows(output)["20"].endswith("valid, latest, best")
+    assert "Every byte was read: 1 of 3 damaged." in output
+
+
+def test_a_best_that_is_gone_is_said(run, capsys):
+    shutil.rmtree(run / "checkpoints" / "step_00000020")
+    assert main([str(run)]) == 0
+    assert "a link to step_00000020, which is not there" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("seed = 1\n")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'checkpoints'} holds no checkpoint.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "No run is named: give its folder"),
+        (["{}/missing"], "--run {}/missing is no folder"),
+        (["{}"], "--run {} holds no run"),
+        (["{}/run", "--export", "30"], "--export expects a step and a folder"),
+        (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),
+        (["--export", "30", "{}/out", "{}/run"], "{}/run has no config.toml"),
+        (["{}/run", "--export", "30", "{}/run"], "{}/run is not empty; name a new folder"),
+        (["{}/run", "more"], "'more' stands without an option before it"),
+        (["{}/run", "--verfy"], "There is no option --verfy; did you mean verify?"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(run, capsys, words, said):
+    folder = run.parent
+    assert main([word.format(folder) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert said.format(folder) in error
+    assert error.count("\n") == 1
+    assert os.listdir(folder) == ["run"]
+
+
+def test_a_listing_imports_no_torch_and_takes_less_than_half_a_second(run):
+    code = (
+        "import sys, time; began = time.perf_counter()\n"
+        "from llm.checkpoints import main\n"
+        f"assert main([{str(run)!r}, '--verify']) == 0\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    began = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = os.times()
+    assert done.returncode == 0, done.stderr
+    used = ended.children_user + ended.children_system
+    assert used - began.children_user - began.children_system < 0.5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that has ended: tied weights, padded vocabulary, a checkpoint of its last step."""
+    bench = Bench(tmp_path_factory.mktemp("bench"), lines=60)
+    return bench.train_well(
+        max_train_steps=4, checkpointing_steps=2, save_top_k=2, pad_vocab_to_multiple_of=64
+    ).folder
+
+
+def test_an_export_is_what_the_end_of_training_leaves(trained, tmp_path, capsys):
+    assert main([str(trained), "--export", "latest", str(tmp_path / "out")]) == 0
+
+    assert "step_00000004 is exported" in capsys.readouterr().out
+    exported = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert exported == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in exported[1:]:
+        assert (tmp_path / "out" / name).read_bytes() == (trained / name).read_bytes()
+    assert "| steps | 4 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_any_step_can_be_exported(trained, tmp_path):
+    assert main([str(trained / "checkpoints"), "--export", "2", str(tmp_path / "2")]) == 0
+    assert main([str(trained), "--export", "best", str(tmp_path / "best")]) == 0
+
+    step2 = AutoModelForCausalLM.from_pretrained(tmp_path / "2")
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    end = AutoModelForCausalLM.from_pretrained(trained)
+    assert step2.get_input_embeddings().weight is step2.get_output_embeddings().weight
+    # Without the rows that pad it.
+    assert step2.get_input_embeddings().weight.shape[0] == step2.config.vocab_size == 320
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "2")) <= 320
+    differ = [
+        not torch.equal(parameter, end.get_parameter(name))
+        for name, parameter in step2.named_parameters()
+    ]
+    assert all(differ)
+    # The loss falls in so few steps.
+    assert os.readlink(trained / "checkpoints" / "best") == "step_00000004"
+    for name, parameter in best.named_parameters():
+        assert torch.equal(parameter, end.get_parameter(name))
+
+
+def test_a_run_that_began_with_weights_is_exported_with_their_generation_settings(
+    trained, tmp_path
+):
+    base = tmp_path / "base"
+    shutil.copytree(trained, base, ignore=shutil.ignore_patterns("checkpoints", ".*"))
+    settings = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**settings, "num_beams": 3}))
+    bench = Bench(tmp_path / "bench", lines=60)
+    run = bench.train_well(model_name_or_path=base, max_train_steps=1, checkpointing_steps=1)
+
+    assert main([str(run.folder), "--export", "1", str(tmp_path / "out")]) == 0
+
+    for path in (tmp_path / "out").iterdir():
+        if path.name != "README.md":
+            assert path.read_bytes() == (run.folder / path.name).read_bytes()
+    assert '"num_beams": 3' in (tmp_path / "out" / "generation_config.json").read_text()
+
+
+@pytest.fixture
+def damaged(trained, tmp_path):
+    """A copy of the run in which the last checkpoint has a flipped bit."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(trained, folder, symlinks=True)
+    flip_last_bit(folder / "checkpoints" / "step_00000004" / SHARD)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("4", f"step_00000004 is damaged: {SHARD} does not match its checksum."),
+        ("best", f"step_00000004 is damaged: {SHARD} does not match its checksum."),
+        ("3", "--export 3 names no checkpoint of"),
+        ("newest", "there are 2, 4, latest and best."),
+    ],
+)
+def test_a_damaged_or_missing_checkpoint_is_refused_before_anything_is_written(
+    damaged, tmp_path, capsys, step, said
+):
+    assert main([str(damaged), "--export", step, str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_newest_valid_one_is_exported_as_latest_and_the_damaged_one_named(
+    damaged, tmp_path, capsys
+):
+    assert main([str(damaged), "--export", "latest", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "A checkpoint is passed over." in said.err
+    assert "step_00000002 is exported" in said.out
+
+
+def test_a_checkpoint_of_another_model_than_the_configuration_says_is_refused(
+    damaged, tmp_path, capsys
+):
+    config = damaged / "config.toml"
+    text = config.read_text()
+    assert "# config_overrides is not set" in text
+    config.write_text(
+        text.replace("# config_overrides is not set", 'config_overrides = "n_layer=1"')
+    )
+    assert main([str(damaged), "--export", "2", str(tmp_path / "out")]) == 2
+    assert "does not fit this model or optimizer, which has no" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_ends_an_export_with_a_sentence(trained, tmp_path, capsys, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert main([str(trained), "--export", "2", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'out'} cannot be written: ")
+    assert "No space left on device" in error
+    assert os.listdir(tmp_path / "out") == []

@@ -1,0 +1,541 @@
+import errno
+import itertools
+import logging
+import math
+import os
+import resource
+import shutil
+import signal
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm import checkpoint, checkpoint_folder, saving
+from llm.errors import CheckpointError
+from llm.saving import NotFiniteError, Saver
+from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
+from tests.support.ranks import run_ranks, values
+
+
+def every_kind(scale: int) -> Part:
+    """A state of all that occurs in one: types, shapes, strides, nested plain values."""
+    return Part(
+        {
+            "float32": scale * torch.linspace(-1, 1, 1000).reshape(10, 100),
+            "transposed": scale * torch.arange(6.0).reshape(2, 3).t(),
+            "float64": scale * torch.tensor([1e300, -0.0, math.pi], dtype=torch.float64),
+            "bfloat16": (scale * torch.arange(5)).to(torch.bfloat16),
+            "float16": (scale * torch.arange(5)).to(torch.float16),
+            "int64": scale * torch.tensor([2**60 + 1, -(2**61)]),
+            "int32": scale * torch.arange(4, dtype=torch.int32),
+            "uint8": scale * torch.arange(4, dtype=torch.uint8),
+            "bool": torch.tensor([True, False, True]) & bool(scale),
+            "scalar": scale * torch.tensor(0.1),
+            "scalar count": scale * torch.tensor(7),
+            "empty": torch.empty(0),
+            "empty rows": torch.empty(3, 0, dtype=torch.int64),
+            "nested": {
+                "h.0.attn.weight": {"exp_avg": scale * torch.ones(3, 3), "step": scale * 2},
+                "plain": {"list": [1, None, 2.5, "caf\u00e9"], "none": None, "yes": True},
+                "nothing": {},
+            },
+            "large number": scale * 2**70,
+            "small number": scale * 0.1,
+        }
+    )
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two states are equal in every bit, type and shape."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one == other
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and bits(one) == bits(other)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def write_on_ranks(folder: Path) -> dict[str, object]:
+    """Saves on all ranks of a run; what each has held and written."""
+    rank, world_size = join()
+    part = every_kind(1)
+    saver = Saver(folder, parts={"part": part}, facts={"a": 1}, rank=rank, world_size=world_size)
+    saver.save(step=1, eval_loss=2.5)
+    # Training goes on: what was saved is what was there when `save` returned.
+    for tensor in checkpoint.split_state(part.state)[0].values():
+        tensor.zero_()
+    saver.finish()
+    return {"copied": sum(buffer.nbytes for buffer in saver._buffers.values())}
+
+
+def read_on_ranks(folders: list[Path]) -> list[bool]:
+    join()
+    return [same(read_every_kind(folder).state, every_kind(1).state) for folder in folders]
+
+
+def read_every_kind(folder: Path) -> Part:
+    part = every_kind(0)
+    checkpoint.load(checkpoint.newest_valid(folder), {"part": part})
+    return part
+
+
+def join() -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    saving._PAUSES = (0.0, 0.0)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
+    total = sum(t.nbytes for t in checkpoint.split_state(every_kind(1).state)[0].values())
+    largest = 4000  # bytes of the tensor that cannot be split
+    folders = [tmp_path / str(ranks) for ranks in (1, 2, 4)]
+    for folder, ranks in zip(folders, (1, 2, 4), strict=True):
+        written = values(run_ranks(write_on_ranks, ranks, folder))
+
+        found = checkpoint.newest_valid(folder)
+        assert found.world_size == ranks
+        assert found.facts == {"a": 1, "eval_loss": 2.5}
+        assert sum(name.startswith("shard-") for name in found.files) == ranks
+        copied = [rank["copied"] for rank in written]
+        assert sum(copied) == total
+        assert max(copied) <= max(largest, total / ranks + 100)
+        assert same(read_every_kind(folder).state, every_kind(1).state)
+    assert values(run_ranks(read_on_ranks, 2, folders)) == [[True] * 3] * 2
+
+
+def test_large_tensors_are_shared_out_evenly_and_spread_over_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_FILE_BYTES", 4000)
+    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    part = Part({f"layer.{i}": torch.full((1000 + i,), float(i)) for i in range(40)})
+    state, _ = checkpoint.split_state({"part": part.state})
+    shares = []
+    for rank in range(4):
+        saver = saver_of(tmp_path, part, rank=rank, world_size=4)
+        own, file_of = saver._share_out(state)
+        assert file_of.keys() == state.keys()
+        assert set(file_of.values()) == set(range(1, 11))
+        shares.append(own)
+
+    assert sorted(itertools.chain(*shares)) == sorted(state)
+    loads = [sum(tensor.nbytes for tensor in own.values()) for own in shares]
+    assert max(loads) - min(loads) <= 4 * 1040
+
+
+def test_the_files_of_a_rank_are_read_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_FILE_BYTES", 10)
+    part = every_kind(1)
+    saver_of(tmp_path, part).save(step=1, eval_loss=None)
+
+    assert len(list((tmp_path / "step_00000001").glob("*.safetensors"))) > 3
+    assert same(read_every_kind(tmp_path).state, part.state)
+
+
+class Held:
+    """Keeps the background thread from writing until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        check = Saver._check_finite
+
+        def wait_and_check(saver: Saver, snapshot: saving.Snapshot) -> None:
+            assert self.may_write.wait(20)
+            check(saver, snapshot)
+
+        monkeypatch.setattr(Saver, "_check_finite", wait_and_check)
+
+
+def test_training_goes_on_and_changes_its_tensors_while_a_checkpoint_is_written(
+    tmp_path, monkeypatch
+):
+    held = Held(monkeypatch)
+    part = filled(1.0)
+    saver = saver_of(tmp_path, part, background=True)
+
+    saver.save(step=1, eval_loss=None)
+    part.state["weight"].fill_(2.0)
+    part.state["optimizer"]["layer.weight"]["exp_avg"].mul_(5)
+    part.state["step"] = 2
+    assert steps(tmp_path) == []
+    held.may_write.set()
+    saver.finish()
+
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
+    held = Held(monkeypatch)
+    part = filled(1.0)
+    saver = saver_of(tmp_path, part, background=True)
+    saver.save(step=1, eval_loss=None)
+    part.load_state_dict(filled(2.0).state)
+    threading.Timer(0.3, held.may_write.set).start()
+
+    saver.save(step=2, eval_loss=None)
+
+    # Its copy is made in the memory of the first one's, which is on the disk by now.
+    assert steps(tmp_path)[0] == 1
+    assert saver.held_up > 0.2
+    saver.finish()
+    assert is_filled(load(checkpoint.read_valid(tmp_path / "step_00000001")), 1.0)
+    assert is_filled(load(checkpoint.read_valid(tmp_path / "step_00000002")), 2.0)
+
+
+def test_the_copy_in_host_memory_is_made_once(tmp_path):
+    saver = saver_of(tmp_path, filled(1.0))
+    saver.save(step=1, eval_loss=None)
+    first = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
+    saver.save(step=2, eval_loss=None)
+    assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == first
+
+
+class FailsAt:
+    """The disk is full when some files are synced, counted from 0."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls = set(calls)
+        self.count = itertools.count()
+
+    def __call__(self, descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and next(self.count) in self.calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(saving, "_PAUSES", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("call", range(4))  # twice the tensors, state.json, the manifest
+def test_a_save_that_fails_once_is_tried_again(tmp_path, monkeypatch, caplog, no_pauses, call):
+    monkeypatch.setattr(os, "fsync", FailsAt(call))
+    saver_of(tmp_path, filled(1.0)).save(step=1, eval_loss=None)
+
+    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
+    assert "No space left on device; trying again in 0 seconds." in caplog.text
+    assert os.listdir(tmp_path) == ["step_00000001"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_failed_save_is_reported_and_training_goes_on(
+    tmp_path, monkeypatch, caplog, no_pauses, background
+):
+    save(tmp_path, 1)
+    saver = saver_of(tmp_path, filled(2.0), background=background, max_failures=1)
+    monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
+    saver.save(step=2, eval_loss=None)
+    saver.finish()
+
+    said = caplog.records[-1].getMessage()
+    assert said.startswith("The checkpoint of step 2 could not be written to")
+    assert "(No space left on device); earlier checkpoints are untouched." in said
+    assert said.endswith("Training goes on.")
+    assert checkpoint.newest_valid(tmp_path).step == 1
+
+    monkeypatch.setattr(os, "fsync", FailsAt())
+    saver.save(step=3, eval_loss=None)
+    saver.finish()
+    assert steps(tmp_path) == [1, 3]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_training_stops_after_too_many_failures_in_a_row(tmp_path, monkeypatch, no_pauses):
+    saver = saver_of(tmp_path, filled(1.0), max_failures=2)
+    full = FailsAt(*range(1000))
+    monkeypatch.setattr(os, "fsync", full)
+    saver.save(step=1, eval_loss=None)
+    saver.save(step=2, eval_loss=None)
+    full.calls = set()
+    saver.save(step=3, eval_loss=None)  # so that they are no longer in a row
+    full.calls = set(range(1000))
+    saver.save(step=4, eval_loss=None)
+    saver.save(step=5, eval_loss=None)
+    with pytest.raises(CheckpointError, match="step 6 could not be written"):
+        saver.save(step=6, eval_loss=None)
+    assert steps(tmp_path) == [3]
+
+
+def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch, no_pauses):
+    monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
+    saver = saver_of(tmp_path, filled(1.0), background=True, max_failures=9)
+    saver.save(step=1, eval_loss=None)
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        saver.finish(last=True)
+
+
+def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 1)
+
+    def refuse(path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_folder, "remove", refuse)
+    saver_of(tmp_path, filled(2.0), keep_newest=1, max_failures=0).save(step=2, eval_loss=None)
+
+    assert steps(tmp_path) == [1, 2]
+    assert "Old checkpoints in" in caplog.text
+    assert "trying again" not in caplog.text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
+    save(tmp_path, 1)
+    part = Part({"weight": torch.zeros(5, dtype=dtype), "empty": torch.empty(0)})
+    part.state["weight"][3] = bad
+
+    with pytest.raises(NotFiniteError, match="step 2 is not saved, since part/weight is not fin"):
+        saver_of(tmp_path, part, max_failures=9).save(step=2, eval_loss=None)
+    assert os.listdir(tmp_path) == ["step_00000001"]
+
+
+def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    there = []
+    rmtree = shutil.rmtree
+
+    def note_and_remove(path):
+        there.append(checkpoint.newest_valid(tmp_path).step)
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", note_and_remove)
+    saver = saver_of(tmp_path, filled(2.0), keep_newest=1)
+    saver.save(step=2, eval_loss=None)
+    saver.save(step=3, eval_loss=None)
+
+    assert there == [2, 3]
+    assert steps(tmp_path) == [3]
+
+
+def test_the_best_is_kept_and_its_link_moves_by_a_rename(tmp_path, monkeypatch):
+    targets = []
+    replace = Path.replace
+
+    def note_and_replace(path, target):
+        targets.append((os.path.lexists(target), os.readlink(path)))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", note_and_replace)
+    saver = saver_of(tmp_path, filled(1.0), keep_newest=1, keep_best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+        saver.save(step=step, eval_loss=loss)
+
+    assert steps(tmp_path) == [2, 4]
+    assert os.readlink(tmp_path / "best") == "step_00000002"
+    # Never away in between: every new target was put in the old one's place.
+    assert targets[0] == (False, "step_00000001")
+    assert targets[1:] == [(True, "step_00000002")] * 3
+
+
+def test_all_is_on_the_disk_before_it_has_its_name_and_so_is_the_name_thereafter(
+    tmp_path, monkeypatch
+):
+    synced = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_and_sync(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check_and_rename(path, target):
+        named.append(target.name)
+        assert {file.stat().st_ino for file in (path, *path.iterdir())} <= set(synced)
+        synced.clear()
+        return rename(path, target)
+
+    named: list[str] = []
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    monkeypatch.setattr(Path, "rename", check_and_rename)
+    monkeypatch.setattr(saving, "_FILE_BYTES", 8)
+    save(tmp_path / "run" / "checkpoints", 1)
+
+    assert named == ["step_00000001"]
+    assert synced == [(tmp_path / "run" / "checkpoints").stat().st_ino]
+
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
+
+
+def die_at(moment: int) -> None:
+    """Kills this process just before its `moment`-th change to a file system, from 0.
+
+    Before a file is synced, half of it is lost, as in a power cut.
+    """
+    count = itertools.count()
+    fsync = os.fsync
+
+    def changes(event: str, args: tuple[object, ...]) -> None:
+        opens = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+        if (event in WRITES or opens) and next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sync(descriptor: int) -> None:
+        if next(count) == moment:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                os.truncate(f"/proc/self/fd/{descriptor}", status.st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = sync
+    sys.addaudithook(changes)
+
+
+def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:
+    """Saves `step` over and over, killed at each of its moments; how many, and what went wrong."""
+    torch.set_num_threads(1)
+    before = folder / "before"
+    for number, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        save(before, number, eval_loss=loss)
+    wrong = []
+    for moment in itertools.count():
+        run = folder / str(moment)
+        shutil.copytree(before, run, symlinks=True)
+        saver = saver_of(run, filled(9.0), background=True, keep_newest=2, keep_best=1)
+        child = os.fork()
+        if child == 0:
+            die_at(moment)
+            saver.save(step=step, eval_loss=4.0)
+            saver.finish()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        survived = os.WIFEXITED(status)
+        wrong += [f"moment {moment}: {what}" for what in check_after_kill(run, step, survived)]
+        if survived:
+            return moment, wrong
+
+
+def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
+    wrong = []
+    for found in checkpoint.found(run):
+        if found.problem(read=True) is not None:
+            wrong.append(f"{found.path.name} is partial and counts")
+    newest = checkpoint.newest_valid(run)
+    if newest is None or newest.step < 3:
+        wrong.append("an older checkpoint was lost")
+    else:
+        fills = {9.0} if survived else {float(newest.step), 9.0}
+        if newest.step == 4:
+            fills = {9.0}
+        if not any(is_filled(load(newest), fill) for fill in fills):
+            wrong.append("another state is loaded than was saved")
+    if 2 not in steps(run):
+        wrong.append("the best was lost")
+    saver_of(run, filled(5.0), keep_newest=2, keep_best=1).save(step=5, eval_loss=0.5)
+    if not is_filled(load(checkpoint.newest_valid(run)), 5.0):
+        wrong.append("the next save is not right")
+    # Nothing hidden, and of what is named as a checkpoint nothing that is none.
+    if list(run.glob(".*")) or len(steps(run)) != 2 or len(checkpoint.folders(run)) != 2:
+        wrong.append(f"left over: {sorted(os.listdir(run))}")
+    return wrong
+
+
+@pytest.mark.parametrize("step", [4, 3])
+def test_killed_at_any_moment_of_a_save_no_partial_state_counts_and_none_is_lost(tmp_path, step):
+    # Step 4 is a new one, upon which step 1 is removed; step 3 is saved a second time.
+    [(moments, wrong)] = values(run_ranks(kill_at_every_moment, 1, tmp_path, step))
+    assert wrong == []
+    assert moments > 20
+
+
+def refuse_on_one_rank(folder: Path) -> list[str]:
+    """What is said on this rank while the disk of rank 1 is full, then writable again."""
+    rank, world_size = join()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("llm").addHandler(handler)
+    logging.getLogger("llm").setLevel(logging.INFO)
+    part = Part({f"layer.{i}": torch.ones(500) for i in range(8)})
+    saver = Saver(
+        folder,
+        parts={"part": part},
+        facts={},
+        rank=rank,
+        world_size=world_size,
+        max_failures=1,
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver.save(step=1, eval_loss=None)
+    saver.finish()
+    fsync = os.fsync
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    saver.save(step=2, eval_loss=None)
+    saver.finish()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        os.fsync = FailsAt(0)
+    saver.save(step=3, eval_loss=None)
+    saver.finish()
+    if rank == 1:
+        os.fsync = FailsAt(*range(1000))
+    saver.save(step=4, eval_loss=None)
+    try:
+        saver.save(step=5, eval_loss=None)
+        saver.finish()
+    except CheckpointError as error:
+        said.append(f"raised: {error}")
+    os.fsync = fsync
+    # Ranks share the layers out in turn: this one is written by rank 1, and wrong there only.
+    part.state["layer.7"][0] = math.nan if rank == 1 else 1.0
+    try:
+        saver.save(step=6, eval_loss=None)
+        saver.finish()
+    except NotFiniteError as error:
+        said.append(f"raised: {error}")
+    return said
+
+
+def test_what_one_rank_cannot_write_all_ranks_report_and_survive(tmp_path):
+    both = values(run_ranks(refuse_on_one_rank, 2, tmp_path))
+
+    for said in both:
+        expected = [
+            f"Saved {tmp_path}/step_00000001 ",
+            "File too large; trying again in 0 seconds.",
+            "File too large; trying again in 0 seconds.",
+            f"The checkpoint of step 2 could not be written to {tmp_path} (File too large); ",
+            "No space left on device; trying again in 0 seconds.",
+            f"Saved {tmp_path}/step_00000003 ",
+            "No space left on device; trying again in 0 seconds.",
+            "No space left on device; trying again in 0 seconds.",
+            "The checkpoint of step 4 could not be written to ",
+            "No space left on device; trying again in 0 seconds.",
+            "No space left on device; trying again in 0 seconds.",
+            "raised: The checkpoint of step 5 could not be written to ",
+            "raised: The state of step 6 is not saved, since part/layer.7 is not finite",
+        ]
+        assert len(said) == len(expected)
+        assert all(line.startswith(start) for line, start in zip(said, expected, strict=True))
+    assert steps(tmp_path) == [1, 3]
+    assert checkpoint.newest_valid(tmp_path).step == 3
+
+
+def lose_a_rank(folder: Path) -> str:
+    rank, world_size = join()
+    saver = Saver(folder, parts={"part": filled(2.0)}, facts={}, rank=rank, world_size=world_size)
+    if rank == 1:
+        die_at(1)
+    saver.save(step=2, eval_loss=None)
+    saver.finish()
+    return "saved"
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoint(tmp_path):
+    save(tmp_path, 1)
+
+    outcomes = run_ranks(lose_a_rank, 2, tmp_path, timeout=60)
+
+    assert outcomes[1].error == "ended with code -9"
+    assert "The checkpoint of step 2 could not be written" in outcomes[0].output
+    assert steps(tmp_path) == [1]
+    assert checkpoint.newest_valid(tmp_path).step == 1

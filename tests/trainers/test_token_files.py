@@ -1,0 +1,280 @@
+"""Training from token files that were prepared before: alone, as blends, on any ranks."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm.config import GPTConfig
+from llm.data.sampler import WindowSampler
+from llm.runtime import World
+from llm.tokenizer import fingerprint
+from llm.trainers.gpt.inputs import read_inputs
+from llm.trainers.gpt.main import parse_args
+from tests.support.token_files import describe, random_documents, write_flat, write_pair
+from tests.support.tokenizers import tiny_tokenizer
+from tests.support.training import Bench, Run
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("bench"), lines=2, **NO_DROPOUT)
+    # Ids 1 to 100 and 150 to 249: what a source has taught shows in the loss on the other.
+    write_pair(bench.folder / "wiki_text_document", random_documents(200, seed=1))
+    write_pair(bench.folder / "code_text_document", random_documents(60, seed=2, first_id=150))
+    return bench
+
+
+def words(bench: Bench, *items: float | str) -> list[str]:
+    """Names in the bench's folder, and weights."""
+    return [str(bench.folder / item) if isinstance(item, str) else str(item) for item in items]
+
+
+def blend(bench: Bench) -> list[str]:
+    return words(bench, 0.7, "wiki_text_document", 0.3, "code_text_document")
+
+
+def train(bench: Bench, name: str, **options) -> Run:
+    return bench.train_well(name, train_file=None, **options)
+
+
+def without_times(run: Run) -> list[dict]:
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
+
+
+@pytest.fixture(scope="module")
+def blended(bench) -> Run:
+    return train(
+        bench, "blended", data_path=blend(bench), split="90,10,0", per_device_train_batch_size=8
+    )
+
+
+def test_a_blend_trains_and_says_what_each_source_gave(blended):
+    assert len(blended.losses) == 20
+    assert blended.losses[-1] < blended.losses[0]
+    for line in (
+        r"training data wiki_text_document \(70\.00%\): 180 documents, [\d,]+ tokens, \d+ windows",
+        r"training data code_text_document \(30\.00%\): 54 documents",
+        r"validation data code_text_document \(30\.00%\): 6 documents",
+        r"source wiki_text_document will serve 112 samples \(70\.00%\), [\d.]+ epochs of its own",
+        r"source code_text_document served 48 samples \(30\.00%\), [\d.]+ epochs of its own",
+    ):
+        assert re.search(line, blended.output), line
+
+
+def test_the_validation_loss_is_the_mean_of_the_sources_by_weight(blended):
+    last = blended.metrics[-1]
+    wiki, code = last["eval_loss/wiki_text_document"], last["eval_loss/code_text_document"]
+
+    assert wiki != code
+    assert last["eval_loss"] == pytest.approx(0.7 * wiki + 0.3 * code)
+    assert blended.read_json("all_results.json")["eval_loss/code_text_document"] == code
+
+
+def test_two_ranks_train_on_the_same_samples_as_one(bench, blended):
+    run = train(bench, "two", ranks=2, data_path=blend(bench), split="90,10,0")
+
+    assert run.losses == pytest.approx(blended.losses, rel=1e-5)
+    assert run.metrics[-1]["eval_loss"] == pytest.approx(blended.metrics[-1]["eval_loss"], rel=1e-5)
+
+
+def test_a_blend_goes_on_from_its_middle_bit_for_bit(bench):
+    options = {"data_path": blend(bench), "checkpointing_steps": 7, "max_train_steps": 14}
+    options |= {"reset_position_ids": True, "reset_attention_mask": True, "in_memory": True}
+    straight = train(bench, "straight", split="9,1", **options)
+    shutil.copytree(straight.folder, bench.folder / "resumed")
+    shutil.rmtree(bench.folder / "resumed" / "checkpoints" / "step_00000014")
+    (bench.folder / "resumed" / "model.safetensors").unlink()
+
+    resumed = train(bench, "resumed", split="9,1", resume_from_checkpoint=True, **options)
+
+    assert "at step 7" in resumed.output
+    assert "in memory:" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+
+
+def test_another_blend_is_no_resume(bench):
+    options = {"split": "9,1", "checkpointing_steps": 2, "max_train_steps": 2}
+    train(bench, "other", data_path=blend(bench), **options)
+    run = bench.train(
+        "other",
+        train_file=None,
+        data_path=words(bench, 0.5, "wiki_text_document", 0.5, "code_text_document"),
+        resume_from_checkpoint=True,
+        **options,
+    )
+    assert run.codes == [2]
+    assert "data_path was" in run.output
+
+
+def test_a_text_and_its_token_files_give_the_same_losses(bench):
+    """The files of the cache, taken by name."""
+    (bench.folder / "long.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    options = {"max_train_steps": 4, "train_file": bench.folder / "long.txt"}
+    text = bench.train_well("text", validation_split_percentage=0, **options)
+    (prefix,) = (bench.folder / "cache").glob("*/train.bin")
+
+    files = train(bench, "files", train_data_path=[prefix.with_suffix("")], max_train_steps=4)
+
+    assert files.losses == text.losses
+    assert "eval_loss" not in files.metrics[-1]
+
+
+def test_train_only_needs_no_validation(bench):
+    run = train(
+        bench,
+        "benchmark",
+        data_path=words(bench, "wiki_text_document"),
+        split="100,0,0",
+        max_train_steps=2,
+    )
+    assert "validation" not in run.output
+    assert "eval_loss" not in run.read_json("all_results.json")
+
+
+def test_flat_files_train_and_evaluate(bench):
+    tokens = [token for document in random_documents(100, seed=3) for token in document]
+    write_flat(bench.folder / "train.bin", tokens)
+    write_flat(bench.folder / "val.bin", tokens[:300])
+
+    run = train(
+        bench,
+        "flat",
+        train_data_path=words(bench, "train.bin"),
+        valid_data_path=words(bench, "val.bin"),
+        max_train_steps=2,
+        reset_attention_mask=True,
+    )
+
+    assert f"training data: {len(tokens):,} tokens" in run.output
+    assert len(run.losses) == 2
+
+
+def test_token_files_alone_can_be_evaluated(bench, blended):
+    run = train(
+        bench,
+        "evaluated",
+        model_name_or_path=blended.folder,
+        eval_only=True,
+        valid_data_path=words(bench, "code_text_document"),
+        max_eval_steps=3,
+    )
+    assert run.read_json("eval_results.json")["loss"] > 0
+
+
+def read(bench: Bench, **options):
+    config = parse_args(bench.command("unused", train_file=None, **options))
+    return read_inputs(config, World(rank=0, local_rank=0, world_size=1))
+
+
+def test_an_epoch_of_a_blend_is_as_many_samples_as_its_sources_hold(bench):
+    inputs = read(bench, data_path=blend(bench), max_train_steps=None, num_train_epochs=2)
+
+    windows = sum(part.stream.num_tokens // 32 for part in inputs.corpus.train)
+    assert inputs.plan.num_windows == windows
+    assert inputs.plan.total_samples == 2 * windows
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"data_path": ("data/wiki_v1.2",)}, "tiny-wiki_v1.2"),
+        ({"data_path": (0.7, "data/wiki", 0.2, "data/code", 0.1, "x")}, "tiny-wiki+2"),
+        ({"train_data_path": ("data/train.bin",)}, "tiny-train"),
+    ],
+)
+def test_a_run_is_named_after_its_first_source(options, name):
+    from llm.trainers.gpt.inputs import _default_output_dir
+
+    config = GPTConfig(model_name_or_path="models/tiny", **options)
+    assert Path(_default_output_dir(config)) == Path("runs") / name
+
+
+def refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
+    run = bench.train("refused", ranks=ranks, train_file=None, **options)
+    assert run.codes == [2] * ranks, run.output
+    assert len(re.findall(r"^(?:\[rank \d\] )?error: ", run.output, flags=re.MULTILINE)) == 1
+    for text in expected:
+        assert text in run.output
+    assert "Traceback" not in run.output
+    assert not run.folder.exists()
+
+
+def test_bad_weights_missing_files_and_empty_parts_are_refused_in_a_sentence(bench):
+    wiki, code = words(bench, "wiki_text_document", "code_text_document")
+    refused(bench, "--data_path gives the weight -1", data_path=["-1", wiki])
+    refused(bench, "must be a finite number, not nan", data_path=["nan", wiki])
+    refused(bench, "every source the weight 0", data_path=["0", wiki, "0", code])
+    refused(bench, f"{code} without a weight before it", data_path=["1", wiki, code])
+    refused(bench, "no token file nowhere", data_path=["nowhere"])
+    refused(bench, "--split 1,2,x is no split", data_path=[wiki], split="1,2,x")
+    refused(bench, "no documents for validation of", "60 doc", data_path=[code], split="999,1,0")
+    refused(bench, "--split 0,1,0 leaves nothing to train on", data_path=[wiki], split="0,1,0")
+    refused(
+        bench,
+        "--save_top_k has nothing",
+        data_path=[wiki],
+        split="1",
+        save_top_k=1,
+        checkpointing_steps=1,
+    )
+
+
+def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
+    prefix = write_pair(bench.folder / "theirs", random_documents(100, seed=4))
+    describe(prefix, fingerprint="theirs", largest_token=101)
+    refused(bench, "pass --force to train all the same", ranks=2, data_path=[prefix])
+
+    assert train(bench, "forced", data_path=[prefix], force=True, max_train_steps=2).losses
+    describe(prefix, fingerprint=fingerprint(tiny_tokenizer()), largest_token=101)
+    assert train(bench, "same", data_path=[prefix], max_train_steps=2).losses
+
+
+def test_an_id_beyond_the_vocabulary_ends_the_run_in_a_sentence(bench):
+    prefix = write_pair(bench.folder / "large", [[5] * 640, *[[400] * 64] * 2])
+
+    run = bench.train("large", train_file=None, data_path=[prefix], split="1")
+
+    assert run.codes == [2]
+    assert f"error: {prefix}.bin holds the token id 400" in run.output
+    assert "Traceback" not in run.output
+    assert run.read_json("status.json")["status"] == "failed"
+
+
+def test_an_id_that_only_the_second_rank_reads_is_said_by_that_rank(bench):
+    """Of the first step's two windows, one a rank, the second one holds the id."""
+    seed = 1
+    starts = WindowSampler(num_tokens=128, block_size=32, seed=seed).starts(np.array([0, 1]))
+    tokens = np.full(128, 5)
+    tokens[starts[1] + 5] = 400
+    prefix = write_pair(bench.folder / "second", [tokens.tolist()])
+    options = {"data_path": [prefix], "split": "1", "seed": seed, "max_train_steps": 1}
+
+    run = bench.train(
+        "second-rank", ranks=2, train_file=None, per_device_train_batch_size=1, **options
+    )
+
+    assert run.codes[1] == 2
+    assert f"[rank 1] error: {prefix}.bin holds the token id 400" in run.output
+
+
+def test_documents_that_cannot_be_kept_apart_are_refused(bench, tmp_path):
+    endless = write_pair(bench.folder / "endless", [[1, 2, 3] * 30] * 100)
+    refused(
+        bench,
+        "none of its first 100 documents ends with the id 0",
+        data_path=[endless],
+        reset_attention_mask=True,
+    )
+    falcon = Bench(tmp_path, lines=2, family="falcon")
+    refused(
+        falcon,
+        "--reset_attention_mask cannot keep documents apart in falcon",
+        data_path=words(bench, "wiki_text_document"),
+        reset_attention_mask=True,
+    )
