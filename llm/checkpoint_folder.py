@@ -4,15 +4,18 @@ All of it is done by renames, so that a kill at any moment leaves a checkpoint w
 sight. Only rank 0 acts here.
 """
 
+import logging
 import math
 import os
 import shutil
 from pathlib import Path
 
-from llm.checkpoint import REPLACED, Checkpoint, checksum, found
+from llm.checkpoint import REPLACED, Checkpoint, checksum, folders, found, step_of
 
 BEST = "best"
 """The link to the checkpoint of the lowest validation loss."""
+
+logger = logging.getLogger("llm")
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
@@ -57,6 +60,23 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:
             remove(checkpoint.path)
+
+
+def set_aside(folder: Path, *, after: int, saved: int) -> None:
+    """Rename the checkpoints of a branch that was left, so that no resume takes them for newest.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+        after: Step from which training went on; what is later is of that branch.
+        saved: Step of the first checkpoint of the new branch, which stays.
+    """
+    for path in folders(folder):
+        if (step_of(path) or 0) > after and step_of(path) != saved:
+            aside = path.with_name(f"{path.name}.superseded")
+            if aside.exists():
+                remove(aside)
+            path.rename(aside)
+            logger.info(f"{path.name} is of a branch that was left: it is {aside.name} now.")
 
 
 def _loss(checkpoint: Checkpoint) -> float:

@@ -40,6 +40,10 @@ class CheckpointError(LLMError):
     """A checkpoint that is absent, damaged or does not fit."""
 
 
+class NotFiniteError(CheckpointError):
+    """A state with an infinite or undefined number, which is never saved."""
+
+
 class DivergedError(LLMError):
     """A training that has no finite loss or gradient any more."""
 

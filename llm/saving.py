@@ -30,8 +30,15 @@ from llm.checkpoint import (
     seal,
     split_state,
 )
-from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, sync_file, sync_folder
-from llm.errors import CheckpointError
+from llm.checkpoint_folder import (
+    clear_leftovers,
+    prune,
+    put_in_place,
+    set_aside,
+    sync_file,
+    sync_folder,
+)
+from llm.errors import CheckpointError, NotFiniteError
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
@@ -74,6 +81,8 @@ class Saver:
         keep_newest: How many of the newest to keep; None keeps all.
         keep_best: How many of the lowest validation loss to keep besides.
         max_failures: Saves in a row that may fail before training stops.
+        resumed_at: Step from which training goes on: later checkpoints are of a branch that it
+            leaves.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class Saver:
         keep_newest: int | None = None,
         keep_best: int = 0,
         max_failures: int = 3,
+        resumed_at: int | None = None,
     ) -> None:
         self.held_up = 0.0
         self._folder = folder
@@ -99,6 +109,7 @@ class Saver:
         self._keep_newest = keep_newest
         self._keep_best = keep_best
         self._max_failures = max_failures
+        self._resumed_at = resumed_at
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -191,7 +202,7 @@ class Saver:
                 # Contiguous, as a file has it, whatever the tensor's own strides are.
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[name] = buffer
-            buffer.copy_(tensor.detach(), non_blocking=True)
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if on_cuda:
             torch.cuda.current_stream().synchronize()
         return {name: self._buffers[name] for name in tensors}
@@ -301,6 +312,9 @@ class Saver:
         sync_file(temporary / MANIFEST)
         put_in_place(temporary, final)
         try:
+            if self._resumed_at is not None:
+                set_aside(self._folder, after=self._resumed_at, saved=snapshot.step)
+                self._resumed_at = None
             prune(
                 self._folder,
                 saved=snapshot.step,
@@ -327,10 +341,6 @@ class Saver:
         values: list[Any] = [None] * self._world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-class NotFiniteError(CheckpointError):
-    """A state with an infinite or undefined number, which is never saved."""
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ EXIT_PEER_LOST = 76
 Phase = Literal["start", "step", "evaluation", "save"]
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
+_CONNECT_SECONDS = 20.0
 _ALIVE = "."  # what rank 0 says as long as there is nothing to say
 
 logger = logging.getLogger("llm")
@@ -92,7 +93,14 @@ class Watchdog:
                 target=self._serve, args=(server, world_size), name="watchdog-hub", daemon=True
             )
             self._hub.start()
-        self._connection = _connect(self._host, port)
+        connection = _connect(self._host, port)
+        if connection is None:
+            logger.warning(
+                f"Rank {rank} does not reach rank 0 on {self._host}, port {port}: if it hangs, "
+                "nobody will say so."
+            )
+            return
+        self._connection = connection
         self._send(left=False)  # at once: who has not said its name cannot be missed
         for number, target in enumerate((self._beat, self._listen)):
             threading.Thread(target=target, name=f"watchdog-{number}", daemon=True).start()
@@ -180,10 +188,10 @@ class Watchdog:
         self._end(f"rank 0 on {self._host} {what}")
 
     def _end(self, verdict: str) -> None:
-        self.verdict = verdict
         logger.error(f"error: {verdict}; this rank {self._rank} ends too.")
         with contextlib.suppress(OSError):  # nothing shall keep this process from ending
             self._on_loss(verdict)
+        self.verdict = verdict  # from here on the thread that trains may end this process
         # Long enough for the thread that trains to end by itself if it can.
         if not self._ended.wait(3 * _BEAT_SECONDS):
             os._exit(EXIT_PEER_LOST)
@@ -235,13 +243,22 @@ class Watchdog:
         )
 
 
-def _connect(host: str, port: int) -> socket.socket:
-    try:
-        connection = socket.create_connection((host, port), timeout=60)
-    except OSError:  # the name of a host may mean nothing to itself
-        connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    connection.settimeout(None)
-    return connection
+def _connect(host: str, port: int) -> socket.socket | None:
+    """A connection to rank 0, by the address that the launcher knows or by the host's own name."""
+    # The name of a host may mean nothing to others, and even nothing to itself.
+    names = [os.environ.get("MASTER_ADDR"), host]
+    if host == socket.gethostname():
+        names.insert(0, "127.0.0.1")
+    for name in names:
+        if name is None:
+            continue
+        try:
+            connection = socket.create_connection((name, port), timeout=_CONNECT_SECONDS)
+        except OSError:
+            continue
+        connection.settimeout(None)
+        return connection
+    return None
 
 
 def _hear(connection: socket.socket, peer: _Peer) -> str | None:
@@ -256,7 +273,8 @@ def _hear(connection: socket.socket, peer: _Peer) -> str | None:
     for line in lines:
         try:
             beat = json.loads(line)
-            peer.rank, peer.host, peer.left = beat["rank"], beat["host"], beat["left"]
+            peer.rank, peer.host = beat["rank"], beat["host"]
+            peer.left = peer.left or beat["left"]  # a beat may come in after the farewell
         except (ValueError, KeyError, TypeError):
             continue  # no rank of ours
         peer.step, peer.phase = beat["step"], beat["phase"]

@@ -146,14 +146,23 @@ def publish(output: Output) -> None:
         output.prefix.mkdir(exist_ok=True)
     for prefix in output.names:
         made = folder / (f"out.{prefix.name}" if output.nanogpt else "out")
-        if output.overwrite:
-            for suffix in SUFFIXES:
-                prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
+        # Whatever else may lie there, from now on nothing looks whole until the new one is.
+        for suffix in reversed(SUFFIXES):
+            prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
         for suffix in SUFFIXES:
             if output.nanogpt and suffix == ".idx":
                 continue
             made.with_name(made.name + suffix).replace(prefix.with_name(prefix.name + suffix))
         _sync_folder(prefix.parent)
+
+
+def is_of_plan(prefix: Path, plan: str) -> bool:
+    """Whether what lies there was named by just this plan, before a kill came."""
+    try:
+        sidecar = read_sidecar(prefix)
+    except DataError:
+        return False
+    return sidecar is not None and sidecar.plan == plan
 
 
 def is_published(output: Output, plan: str) -> bool:
@@ -163,8 +172,11 @@ def is_published(output: Output, plan: str) -> bool:
             sidecar = read_sidecar(prefix)
         except DataError:
             return False
-        there = prefix.with_name(f"{prefix.name}.bin").exists()
-        if not there or sidecar is None or sidecar.plan != plan:
+        if sidecar is None or sidecar.plan != plan:
+            return False
+        binary = prefix.with_name(f"{prefix.name}.bin")
+        size = sidecar.tokens * np.dtype(sidecar.dtype).itemsize
+        if not binary.exists() or binary.stat().st_size != size:
             return False
     return True
 

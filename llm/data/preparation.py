@@ -1,7 +1,7 @@
 """One token file from many sources: resumable, and under its name only when it is whole.
 
 PREFIX.parts/plan.json     what is made; another plan begins anew
-PREFIX.parts/lock          held by the program at work
+PREFIX.parts.lock          held by the program at work
 PREFIX.parts/000000.ids .. the parts that are done
 PREFIX.parts/out.*         the result, before it is renamed
 """
@@ -20,10 +20,18 @@ from typing import Any
 
 import xxhash
 
-from llm.data.output_files import SUFFIXES, Output, assemble_output, is_published, publish
+from llm.data.output_files import (
+    SUFFIXES,
+    Output,
+    assemble_output,
+    is_of_plan,
+    is_published,
+    publish,
+)
 from llm.data.parts import PartFacts
 from llm.data.preparation_log import log_summary, progress_log
 from llm.data.sources import Source
+from llm.data.token_cache import NO_LOCKS
 from llm.data.tokenize_parts import Encoding, tokenize_parts
 from llm.errors import DataError
 
@@ -31,7 +39,7 @@ PART_BYTES = 1 << 26
 """Of a file on the disk that one worker takes at once; a killed run repeats at most so many."""
 
 _FORMAT = 1  # of the parts
-_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|plan\.|lock$|reference-encoder$")
+_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|plan\.|reference-encoder$")
 
 log = logging.getLogger("llm.data")
 
@@ -99,7 +107,7 @@ def _prepare_file(
                 plan=_digest(plan),
             )
             publish(output)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # the files are there, whatever is left
     except OSError as error:
         raise DataError(
             f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
@@ -143,9 +151,11 @@ def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str
 
 
 def _refuse_to_overwrite(output: Output, plan: dict[str, Any]) -> None:
-    if output.overwrite or _read_plan(output.folder) == plan:
+    if output.overwrite:
         return
     for prefix in output.names:
+        if is_of_plan(prefix, _digest(plan)):
+            continue
         for suffix in SUFFIXES:
             path = prefix.with_name(prefix.name + suffix)
             if path.exists():
@@ -164,9 +174,10 @@ def _read_plan(folder: Path) -> Any:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    # Beside the folder, which can then be removed while it is held, on any file system.
+    lock = folder.with_name(f"{folder.name}.lock")
     while True:
-        folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -175,17 +186,19 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"Another program is at work in {folder}; wait for it, or choose another "
                 "--output_prefix."
             ) from error
-        except OSError as error:  # some network file systems have no locks
-            log.warning(f"{folder} cannot be locked ({error.strerror}): start no second program")
-        # Whoever held it may have removed the folder in between.
-        if (folder / "lock").exists() and os.path.samestat(
-            os.fstat(descriptor), os.stat(folder / "lock")
-        ):
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning(f"{lock} cannot be locked ({error.strerror}): start no second program")
+        # Whoever held it may have removed it in between.
+        if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
         os.close(descriptor)
     try:
+        folder.mkdir(exist_ok=True)
         yield
     finally:
+        lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -209,8 +222,7 @@ def _begin(folder: Path, plan: dict[str, Any], num_parts: int) -> int:
     if found is not None:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")
     for path in folder.iterdir():
-        if path.name != "lock":
-            path.unlink()
+        path.unlink()
     temporary = folder / "plan.tmp"
     temporary.write_text(json.dumps(plan), encoding="utf-8")
     temporary.replace(folder / "plan.json")

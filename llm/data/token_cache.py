@@ -27,7 +27,8 @@ from llm.errors import DataError, LLMError
 
 T = TypeVar("T")
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What a file system without locks answers."""
 
 log = logging.getLogger("llm.data")
 
@@ -123,7 +124,7 @@ def _lock(path: Path) -> Iterator[None]:
         except OSError as error:
             # Some network file systems have no locks. Then the work may be done twice, each time
             # in a folder of its own, and the rename decides: slower, but as right.
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
         yield
     finally:

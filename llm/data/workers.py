@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -101,4 +103,13 @@ def _serve(
     except BrokenPipeError:
         os._exit(1)
     except BaseException as error:
-        sender.send((None, error))
+        sender.send((None, _sendable(error)))
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or what it says where it cannot travel between processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

@@ -205,6 +205,13 @@ class AcceleratedStrategy:
             dist.broadcast_object_list(values, src=0, group=self._host_group)
         return values[0]
 
+    def gather_facts(self, value: Any) -> list[Any]:
+        """What each rank gives, as plain values, on every rank; every rank must call it."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self._host_group)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.accelerator.wait_for_everyone()

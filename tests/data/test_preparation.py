@@ -118,7 +118,7 @@ def test_nothing_has_the_final_name_before_all_is_done(tmp_path):
 
     prepare(tmp_path / "wiki", [WatchingSource(["a"]), WatchingSource(["b"])])
 
-    assert seen == [["wiki.parts"]] * 2
+    assert seen == [["wiki.parts", "wiki.parts.lock"]] * 2
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -176,7 +176,7 @@ def test_a_source_that_fails_at_once_leaves_nothing_behind(tmp_path):
 def test_two_programs_at_once_do_not_share_a_folder(tmp_path):
     folder = tmp_path / "wiki.parts"
     folder.mkdir()
-    with open(folder / "lock", "w") as lock:
+    with open(tmp_path / "wiki.parts.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         with pytest.raises(DataError, match=r"Another program is at work in .*wiki\.parts; wait"):

@@ -3,10 +3,15 @@
 import hashlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
+from llm.errors import ParallelError
+from llm.trainers.gpt.build import check_same_start
+from tests.parallel.test_accelerated import make_strategy
+from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, Run
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -150,6 +155,35 @@ def test_resume_without_a_checkpoint_starts_afresh_and_says_so(plain):
     run = plain.train_well("fresh", max_train_steps=2, resume_from_checkpoint=True)
     assert "the run starts afresh" in run.output
     assert len(run.losses) == 2
+
+
+def refusal_of_different_starts() -> str:
+    strategy = make_strategy()
+    inputs = SimpleNamespace(resume_from=None, init_from=None, seed=strategy.rank, samples=None)
+    try:
+        check_same_start(inputs, strategy)
+    except ParallelError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_start_differently_are_refused_on_all_of_them():
+    sentences = values(run_ranks(refusal_of_different_starts, 2))
+    assert sentences[0] == sentences[1]
+    assert "'seed': 0" in sentences[0]
+    assert "but rank 1 from" in sentences[0]
+
+
+def test_checkpoints_that_cannot_be_used_are_not_trained_over(plain):
+    run = plain.train_well("broken", max_train_steps=2, checkpointing_steps=1)
+    for manifest in run.folder.glob("checkpoints/*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"format"', '"forma"'))
+
+    again = plain.train("broken", max_train_steps=2, resume_from_checkpoint=True)
+
+    assert again.codes == [2]
+    assert "none of the 2 checkpoints" in again.output
+    assert len(list(run.folder.glob("checkpoints/step_*"))) == 2
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(plain):

@@ -15,6 +15,7 @@ from llm import checkpoint, options
 from llm.checkpoint import Stateful
 from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
+from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
@@ -84,6 +85,28 @@ def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrat
         ),
     )
     return strategy
+
+
+def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
+    """Refuse to train where ranks have found different checkpoints, seeds or data.
+
+    Raises:
+        ParallelError: On all ranks, with what two of them have found.
+    """
+    start = inputs.resume_from or inputs.init_from
+    own = {
+        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
+        "seed": inputs.seed,
+        "windows": None if inputs.samples is None else inputs.samples.num_windows,
+    }
+    found = strategy.gather_facts(own)
+    for rank, facts in enumerate(found):
+        if facts != found[0]:
+            raise ParallelError(
+                f"Rank 0 starts from {found[0]}, but rank {rank} from {facts}: a folder is not the "
+                "same on all nodes, or shows an older state there; start again, and if that does "
+                "not help, move --output_dir and the data to a file system that all nodes share."
+            )
 
 
 def load_weights(inputs: Inputs, strategy: Strategy) -> None:
@@ -270,4 +293,5 @@ def _make_saver(
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
         max_failures=config.max_failed_saves,
+        resumed_at=inputs.resume_from.step if inputs.resume_from else None,
     )

@@ -92,6 +92,7 @@ class Trainer:
         self.max_skipped_steps = max_skipped_steps
         self.evaluate_before_save = evaluate_before_save
         self.results: dict[str, float] = {}
+        self.saved_at: int | None = None
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train; returns early, with everything saved, when asked to stop."""
@@ -128,6 +129,7 @@ class Trainer:
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.agree(asked)
         stop = stop and not last
+        overdue = overdue and self.saved_at != step - 1  # it was asked before that save
         if last or step % self.logging_steps == 0:
             self.log()
         at_end = last and self.saves
@@ -145,6 +147,7 @@ class Trainer:
                 self.report_skipped()  # what is saved is not reported again after a resume
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
+                self.saved_at = step
             self.watchdog.got_on(step=step, phase="step")
         return "preempted" if stop else "training"
 
@@ -186,6 +189,7 @@ class Trainer:
                 f"{stop - 1:,})"
             )
         if self.meter.skipped_in_a_row >= self.max_skipped_steps:
+            self.saver.finish()  # the one under way is sound, and may be the one to go on from
             raise DivergedError(
                 f"The last {self.meter.skipped_in_a_row} steps were skipped since loss or gradient "
                 "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "

@@ -2,9 +2,12 @@
 
 Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
 75 stopped by a signal or --exit_after with everything saved (run the same command again),
-76 another rank has died or hangs.
+76 another rank has died or hangs. A signal before training begins, when there is nothing to save
+yet, and a second one seconds after the first end the process at once: 128 plus its number, as a
+shell counts it.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -91,14 +94,16 @@ def _refuse(error: LLMError, world: World) -> None:
         logger.error(f"error: {error}")
     if world.world_size > 1 and not (world.is_main or error.found_here):
         # A launcher ends all ranks as soon as one has ended: leave the speaker its time.
-        time.sleep(3)
+        time.sleep(PEER_SECONDS)
+        if not error.reported:  # still alive, so nobody else has found it: it is this rank's own
+            logger.error(f"error: {error}")
 
 
 def run(config: GPTConfig, world: World) -> int:
     """Train or evaluate as configured; returns the exit code."""
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
-    from llm.trainers.gpt.build import make_model, make_strategy
+    from llm.trainers.gpt.build import check_same_start, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
 
     quiet_libraries()
@@ -107,6 +112,7 @@ def run(config: GPTConfig, world: World) -> int:
     if world.is_main and not config.eval_only:
         inputs.run.lock()
     strategy = make_strategy(config, model)
+    check_same_start(inputs, strategy)
     if config.eval_only:
         code = _evaluate(config, inputs, model, strategy)
     else:
@@ -125,13 +131,13 @@ def _train_and_tell(
         if strategy.rank == watchdog.speaker:
             inputs.run.say("failed", reason=verdict)
 
-    if strategy.rank == 0:
-        resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
-        inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
-        inputs.run.say("running")
-        log_to_file(inputs.run.log)
     watchdog = make_watchdog(config, strategy, on_loss=tell)
     try:
+        if strategy.rank == 0:
+            resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
+            inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
+            inputs.run.say("running")
+            log_to_file(inputs.run.log)
         code = _train(config, inputs, model, strategy, watchdog)
         watchdog.close()
         return code
@@ -140,7 +146,8 @@ def _train_and_tell(
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         if not foreseen and watchdog.wait_for_verdict(PEER_SECONDS) is not None:
             return EXIT_PEER_LOST
-        tell(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # the disk may be what is wrong
+            tell(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -29,6 +29,7 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     else:
         newest = checkpoint.newest_valid(run.checkpoints)
         if newest is None:
+            _refuse_unreadable(run)
             run.check_unfinished()
             logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
             return None
@@ -39,6 +40,17 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     allowed = (*config.change_on_resume, *_lengthened(config, found))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return found
+
+
+def _refuse_unreadable(run: RunFolder) -> None:
+    """Never start afresh over checkpoints, not even over ones that cannot be used."""
+    there = checkpoint.folders(run.checkpoints)
+    if there:
+        raise CheckpointError(
+            f"--resume_from_checkpoint: none of the {len(there)} checkpoints in {run.checkpoints} "
+            "can be used (the lines above say why), and a fresh start would replace them; name a "
+            "sound one, or start in another --output_dir."
+        )
 
 
 def _lengthened(config: GPTConfig, found: Checkpoint) -> list[str]:
@@ -81,7 +93,7 @@ def find_init(config: GPTConfig) -> Checkpoint | None:
             if newest is not None:
                 return newest
         else:
-            step = f"step_{int(name):08d}" if name.isdigit() else name
+            step = checkpoint.name_of(int(name)) if name.isdigit() else name
             return checkpoint.read_valid(folder / step)
     raise CheckpointError(
         f"--init_from {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
