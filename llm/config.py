@@ -99,6 +99,7 @@ class GPTConfig:
         None,
         "GPT-2 style merges.txt; goes with vocab_file.",
         group=TOKENIZER,
+        aliases=("merge_file",),
         resume="fixed",
     )
     use_slow_tokenizer: bool = option(

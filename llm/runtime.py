@@ -176,6 +176,7 @@ def set_up_logging(*, rank: int) -> None:
 
     Lines are kept in memory too, until `log_to_file` knows where the run's folder is.
     """
+    logging.raiseExceptions = False  # a log file on a full disk is no reason for tracebacks
     logger = logging.getLogger("llm")
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "

@@ -1,12 +1,13 @@
 """Splits of a corpus as flat streams of tokens."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from llm.data.flat_file import FlatTokenFile
@@ -17,9 +18,7 @@ from llm.data.tokenizing import PreparedData, prepare
 from llm.errors import DataError
 from llm.text_tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    pass
-
+_DIGEST_TOKENS = 1 << 16
 
 log = logging.getLogger("llm.data")
 
@@ -118,6 +117,17 @@ class CorpusPart:
     name: str
     weight: float
     stream: TokenStream
+
+
+def digest_of(parts: Sequence[CorpusPart]) -> str:
+    """Tells a split from what it was before: sizes, and the tokens at both ends of each part."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        tokens = part.stream.tokens
+        state.update(str(part.stream.num_tokens).encode())
+        for end in (tokens[:_DIGEST_TOKENS], tokens[-_DIGEST_TOKENS:]):
+            state.update(np.ascontiguousarray(end).tobytes())
+    return str(state.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

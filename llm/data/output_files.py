@@ -144,6 +144,10 @@ def publish(output: Output) -> None:
     folder = output.folder
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
+    if output.nanogpt and not output.validation_percentage:
+        # What an earlier cut has put aside would be in the training text now.
+        for suffix in SUFFIXES:
+            (output.prefix / f"val{suffix}").unlink(missing_ok=True)
     for prefix in output.names:
         made = folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # Whatever else may lie there, from now on nothing looks whole until the new one is.

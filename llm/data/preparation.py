@@ -6,6 +6,7 @@ PREFIX.parts/000000.ids .. the parts that are done
 PREFIX.parts/out.*         the result, before it is renamed
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -109,10 +110,16 @@ def _prepare_file(
             publish(output)
             shutil.rmtree(folder, ignore_errors=True)  # the files are there, whatever is left
     except OSError as error:
-        raise DataError(
-            f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = (
             "free some space or choose another --output_prefix. What is done is kept: the same "
             "command goes on from there."
+            if full
+            else "check the path and its permissions, or choose another --output_prefix."
+        )
+        raise DataError(
+            f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
+            f"{remedy}"
         ) from error
     log_summary(facts, seconds=time.monotonic() - began, resumed=done > 0)
     for prefix in output.names:

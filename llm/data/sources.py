@@ -28,6 +28,7 @@ _READERS: dict[str, Reader] = {
     ".csv": csv_records,
     ".json": json_records,
     ".jsonl": json_lines,
+    ".ndjson": json_lines,
     ".parquet": parquet_records,
 }
 KINDS = (".txt", *_READERS)
@@ -95,8 +96,10 @@ def file_source(
     """
     path = Path(path)
     kind = kind_of(path)
-    if not path.exists():
-        raise DataError(f"{option} {path} does not exist; check the path.")
+    if not os.path.exists(path):
+        raise DataError(
+            f"{option} {path} does not exist, or its folder may not be read; check the path."
+        )
     if not path.is_file():
         raise DataError(f"{option} {path} is no file; for a folder of files use --dataset_name.")
     if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
@@ -134,20 +137,23 @@ def text_sources(
     """
     paths: list[Path] = []
     for name in inputs:
-        if Path(name).is_dir():
-            found = [path for path in sorted(Path(name).rglob("*")) if _is_text(path, Path(name))]
+        if os.path.isdir(name):
+            found = [path for path in _walk(Path(name), option) if _is_text(path, Path(name))]
             if not found:
                 raise DataError(
                     f"{option} {name} is a folder without any file of a known kind: "
                     f"{', '.join(KINDS)}, plain or packed as {', '.join(COMPRESSIONS)}."
                 )
-        elif Path(name).exists() or not glob.has_magic(name):
+        elif os.path.exists(name) or not glob.has_magic(name):
             found = [Path(name)]
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-            found = [path for path in found if path.is_file()]
+            found = [path for path in found if os.path.isfile(path)]
             if not found:
-                raise DataError(f"{option} {name} matches no file; check the pattern.")
+                raise DataError(
+                    f"{option} {name} matches no file that can be read; check the pattern, and the "
+                    "permissions of its folders."
+                )
         paths += found
     seen: set[Path] = set()
     for path in paths:
@@ -158,6 +164,33 @@ def text_sources(
         file_source(path, text_column=text_column, text_unit=text_unit, option=option)
         for path in paths
     ]
+
+
+def _walk(folder: Path, option: str) -> list[Path]:
+    """All that lies in a folder at any depth, behind links too; what cannot be read is an error."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"{option} {folder}: {error.filename} cannot be read ({error.strerror}); mend that, or "
+            "name what is to be read."
+        ) from error
+
+    found: list[Path] = []
+    entered: set[str] = set()
+    for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(name)
+        if real in entered:  # a link that leads back
+            folders.clear()
+            continue
+        entered.add(real)
+        found += [Path(name) / file for file in files]
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"{option} {folder}: {path} is a link to nothing; remove it, or name what is to be "
+                "read."
+            )
+    return sorted(found)
 
 
 def _is_text(path: Path, folder: Path) -> bool:
@@ -240,7 +273,7 @@ class _RecordFile(_File):
         return {**super().identity(), "text_column": self._text_column}
 
     def split(self, num_bytes: int) -> list[Source]:
-        if self._kind == ".jsonl":
+        if self._reader is json_lines:
             return _split_lines(self, num_bytes)
         if self._kind == ".parquet":
             return _split_row_groups(self, num_bytes)

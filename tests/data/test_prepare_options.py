@@ -50,7 +50,7 @@ GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix"
         ([*GOOD, "--log_seconds", "0"], "--log_seconds must be greater than 0"),
         ([*GOOD, "--validation_split_percentage", "100"], "must be smaller than 100, not 100"),
         ([*GOOD, "--worker", "2"], "did you mean workers?"),
-        ([*GOOD, "--input", "none.jsonl"], "--input none.jsonl does not exist; check the path."),
+        ([*GOOD, "--input", "none.jsonl"], "--input none.jsonl does not exist, or its folder may not be read; check the path."),
         ([*GOOD, "--input", "*.csv"], "--input *.csv matches no file; check the pattern."),
         ([*GOOD, "--input", "a.jsonl", "a.jsonl"], "--input names a.jsonl twice"),
         ([*GOOD, "--input", "a.pdf"], "--input a.pdf is of an unknown kind"),

@@ -39,7 +39,7 @@ def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path)
     for path, message in {
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
         tmp_path: "is no file; for a folder of files use --dataset_name",
-        tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, \.json, \.jsonl, \.parquet",
+        tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
         tmp_path / "a.parquet.gz": r"one of the first four packed as \.gz, \.xz, \.bz2, \.zst",
         tmp_path / "empty.txt": r"empty\.txt is empty",
     }.items():
@@ -176,8 +176,8 @@ def test_what_gives_no_file_is_refused(tmp_path):
     write(tmp_path / "empty" / "a.pdf", "x")
 
     for name, message in {
-        tmp_path / "none.txt": r"--input .*none\.txt does not exist; check the path",
-        tmp_path / "*.jsonl": r"--input .*\*\.jsonl matches no file; check the pattern",
+        tmp_path / "none.txt": r"--input .*none\.txt does not exist, or its folder",
+        tmp_path / "*.jsonl": r"--input .*\*\.jsonl matches no file that can be read; check",
         tmp_path / "empty": r"is a folder without any file of a known kind: \.txt, \.csv",
     }.items():
         with pytest.raises(DataError, match=message):

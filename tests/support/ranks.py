@@ -9,9 +9,11 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,25 @@ class Outcome:
     output: str
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    environment: dict[str, str] | None = None,
-    timeout: float = 120,
-) -> list[Outcome]:
-    """Call `function(*args)` on every rank; a rank that raises does not fail the caller."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
+class Ranks:
+    """Ranks that were started: processes to signal, kill and wait for.
+
+    Attributes:
+        processes: By rank.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()
+        self.processes = []
         for rank in range(world_size):
             variables = {
                 "RANK": str(rank),
@@ -54,23 +62,49 @@ def run_ranks(
                 **(environment or {}),
             }
             process = CONTEXT.Process(
-                target=_work, args=(rank, variables, Path(folder), function, args)
+                target=_work, args=(rank, variables, Path(self._folder.name), function, args)
             )
             process.start()
-            processes.append(process)
-        outcomes = []
-        for rank, process in enumerate(processes):
+            self.processes.append(process)
+
+    def wait_for_death(self, timeout: float = 120) -> float:
+        """Wait until one of the ranks has ended; returns `time.monotonic` of then."""
+        assert wait([process.sentinel for process in self.processes], timeout), "none has ended"
+        return time.monotonic()
+
+    def kill(self) -> None:
+        """Kill what is left of them, stopped ones too."""
+        for process in self.processes:
+            process.kill()
+
+    def outcomes(self, timeout: float = 120) -> list[Outcome]:
+        """Wait for all ranks; one that takes longer is killed."""
+        found = []
+        for rank, process in enumerate(self.processes):
             process.join(timeout)
             if process.is_alive():
                 process.kill()
                 process.join()
-            result = Path(folder) / f"{rank}.result"
+            result = Path(self._folder.name) / f"{rank}.result"
             value, error = None, f"ended with code {process.exitcode}"
             if result.exists():
                 value, error = pickle.loads(result.read_bytes())
-            output = (Path(folder) / str(rank)).read_text(encoding="utf-8", errors="replace")
-            outcomes.append(Outcome(value, error, output))
-        return outcomes
+            output = Path(self._folder.name) / str(rank)
+            text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+            found.append(Outcome(value, error, text))
+        self._folder.cleanup()
+        return found
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    environment: dict[str, str] | None = None,
+    timeout: float = 120,
+) -> list[Outcome]:
+    """Call `function(*args)` on every rank; a rank that raises does not fail the caller."""
+    return Ranks(function, world_size, *args, environment=environment).outcomes(timeout)
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:

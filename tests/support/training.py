@@ -2,12 +2,14 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.faults import Fault, install
 from tests.support.models import tiny_config
-from tests.support.ranks import Outcome, run_ranks
+from tests.support.ranks import Outcome, Ranks
 from tests.support.tokenizers import tiny_tokenizer
 
 WORDS = ["the", "king", "said", "to", "a", "queen", "and", "walked", "into", "old", "house", "rain"]
@@ -104,12 +106,24 @@ class Bench:
                 argv += [f"--{key}", str(value)]
         return argv
 
+    def start(
+        self, name: str = "run", *, ranks: int = 1, faults: Sequence[Fault] = (), **options: Any
+    ) -> Ranks:
+        """Start the trainer on some ranks, to which something shall happen."""
+        return Ranks(_main, ranks, self.command(name, **options), faults)
+
     def train(
-        self, name: str = "run", *, ranks: int = 1, timeout: float = 120, **options: Any
+        self,
+        name: str = "run",
+        *,
+        ranks: int = 1,
+        timeout: float = 120,
+        faults: Sequence[Fault] = (),
+        **options: Any,
     ) -> Run:
         """Run the trainer on some ranks."""
-        outcomes = run_ranks(_main, ranks, self.command(name, **options), timeout=timeout)
-        return Run(self.folder / name, outcomes)
+        started = self.start(name, ranks=ranks, faults=faults, **options)
+        return Run(self.folder / name, started.outcomes(timeout))
 
     def train_well(self, name: str = "run", **options: Any) -> Run:
         """Run the trainer and expect it to end well on every rank."""
@@ -120,9 +134,10 @@ class Bench:
         return run
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], faults: Sequence[Fault]) -> int:
     from llm.trainers.gpt.main import main
 
+    install(faults)
     return main(argv)
 
 

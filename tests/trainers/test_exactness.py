@@ -238,3 +238,28 @@ def test_a_checkpoint_can_be_evaluated_alone(plain):
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[2], rel=1e-6)
     plain.train_well("saved", eval_only=True, resume_from_checkpoint=True, **options)
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[4], rel=1e-6)
+
+
+def test_other_data_under_the_same_name_are_refused_on_resume(plain, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox\n" * 200)
+    options = {"train_file": text, "checkpointing_steps": 1, "max_train_steps": 2}
+    plain.train_well("changed", **options)
+    text.write_text("a lazy dog sleeps on\n" * 300)
+
+    again = plain.train("changed", resume_from_checkpoint=True, **options)
+
+    assert again.codes == [2]
+    assert "The training data are no longer those" in again.output
+
+
+def test_a_run_is_not_written_over_what_it_starts_from(plain):
+    run = plain.train_well("source", max_train_steps=1, checkpointing_steps=1)
+
+    again = plain.train(
+        "source", init_from=run.folder, overwrite_output_dir=True, max_train_steps=1
+    )
+
+    assert again.codes == [2]
+    assert "which this run would replace" in again.output
+    assert (run.folder / "checkpoints/step_00000001/manifest.json").exists()

@@ -198,7 +198,8 @@ def test_a_run_is_named_after_its_first_source(options, name):
 def refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
     run = bench.train("refused", ranks=ranks, train_file=None, **options)
     assert run.codes == [2] * ranks, run.output
-    assert len(re.findall(r"^(?:\[rank \d\] )?error: ", run.output, flags=re.MULTILINE)) == 1
+    # A rank that is still alive seconds later, as none is under a launcher, repeats it.
+    assert len(set(re.findall(r"^(?:\[rank \d\] )?(error: .*)", run.output, re.MULTILINE))) == 1
     for text in expected:
         assert text in run.output
     assert "Traceback" not in run.output

@@ -109,6 +109,17 @@ def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
             )
 
 
+def load_init(inputs: Inputs, strategy: Strategy) -> None:
+    """Take the weights of the checkpoint that `init_from` names, if any; writes nothing.
+
+    Raises:
+        CheckpointError: They are of another model.
+    """
+    if inputs.init_from is not None:
+        checkpoint.load(inputs.init_from, {"strategy": _Weights(strategy)})
+        logger.info(f"Weights of {inputs.init_from.path}.")
+
+
 def load_weights(inputs: Inputs, strategy: Strategy) -> None:
     """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
     if inputs.resume_from is not None:
@@ -245,9 +256,6 @@ def make_trainer(
     if inputs.resume_from is not None:
         checkpoint.load(inputs.resume_from, parts)
         logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
-    elif inputs.init_from is not None:
-        checkpoint.load(inputs.init_from, {"strategy": _Weights(strategy)})
-        logger.info(f"Weights of {inputs.init_from.path}.")
     loader = TrainLoader(
         samples=inputs.samples,
         plan=plan,
@@ -286,7 +294,11 @@ def _make_saver(
     return Saver(
         inputs.run.checkpoints,
         parts=parts,
-        facts={"fixed": fixed, "global_batch_size": inputs.plan.global_batch_size},
+        facts={
+            "fixed": fixed,
+            "global_batch_size": inputs.plan.global_batch_size,
+            "data": inputs.data_digest,
+        },
         rank=strategy.rank,
         world_size=strategy.world_size,
         background=config.async_checkpoint,

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import Corpus, open_corpus
+from llm.data.corpus import Corpus, digest_of, open_corpus
 from llm.data.documents import DocumentEnds
 from llm.data.memory import hold_in_memory
 from llm.data.samples import Samples
@@ -30,7 +30,14 @@ from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import World, device_of, launch_id
 from llm.text_tokenizer import from_transformers
 from llm.tokenizer import fingerprint, load_tokenizer
-from llm.trainers.gpt.start import choose_seed, find_init, find_resume, find_weights
+from llm.trainers.gpt.start import (
+    check_apart,
+    check_same_data,
+    choose_seed,
+    find_init,
+    find_resume,
+    find_weights,
+)
 
 logger = logging.getLogger("llm")
 
@@ -49,6 +56,7 @@ class Inputs:
         weights_from: Where pretrained weights come from, or None to start from scratch.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
+        data_digest: Tells the training tokens from others; None when only evaluating.
         samples: The training samples; None when only evaluating.
         ends: How to keep the documents of a sample apart; None lets samples run over them.
         plan: Batch arithmetic; None when only evaluating.
@@ -65,6 +73,7 @@ class Inputs:
     weights_from: str | None
     block_size: int
     corpus: Corpus
+    data_digest: str | None
     samples: Samples | None
     ends: DocumentEnds | None
     plan: BatchPlan | None
@@ -81,10 +90,9 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     check_precision(config.mixed_precision, device_of(world))
     _check_trackers(config)
     run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
-    resume_from = None
-    if config.resume_from_checkpoint:
-        resume_from = find_resume(config, run)
+    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
     if not config.eval_only:
+        check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(
@@ -107,10 +115,12 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     seed = choose_seed(config, resume_from)
     init_from = find_init(config) if resume_from is None else None
     weights_from = find_weights(config, resume_from or init_from)
-    samples = plan = schedule = None
+    samples = plan = schedule = data_digest = None
     if not config.eval_only:
         if not corpus.train:
             raise DataError(f"--split {config.split} leaves nothing to train on.")
+        data_digest = digest_of(corpus.train)
+        check_same_data(config, resume_from, data_digest)
         samples = Samples(corpus.train, block_size=block_size, seed=seed)
         plan = _plan(config, samples.num_windows, world.world_size, resume_from)
         schedule = _schedule(config, plan)
@@ -129,6 +139,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         weights_from=weights_from,
         block_size=block_size,
         corpus=corpus,
+        data_digest=data_digest,
         samples=samples,
         ends=ends,
         plan=plan,

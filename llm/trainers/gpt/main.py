@@ -9,6 +9,7 @@ shell counts it.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -61,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         logger.error("Interrupted before training began.")
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            logger.exception("The run failed.")
+            return 1
+        where = error.filename or "the run's folder"
+        logger.error(f"error: {where} cannot be written ({error.strerror}); free some space.")
+        return 2
     except Exception:
         # Into the run's log as well as onto the console.
         logger.exception("The run failed.")
@@ -103,7 +111,7 @@ def run(config: GPTConfig, world: World) -> int:
     """Train or evaluate as configured; returns the exit code."""
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
-    from llm.trainers.gpt.build import check_same_start, make_model, make_strategy
+    from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
 
     quiet_libraries()
@@ -113,6 +121,7 @@ def run(config: GPTConfig, world: World) -> int:
         inputs.run.lock()
     strategy = make_strategy(config, model)
     check_same_start(inputs, strategy)
+    load_init(inputs, strategy)
     if config.eval_only:
         code = _evaluate(config, inputs, model, strategy)
     else:

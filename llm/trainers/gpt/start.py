@@ -7,11 +7,12 @@ from typing import Any
 from llm import checkpoint, options
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, ConfigError
 from llm.models.configuration import has_weights
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import draw_seed
 
+DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
 LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 
 logger = logging.getLogger("llm")
@@ -40,6 +41,46 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     allowed = (*config.change_on_resume, *_lengthened(config, found))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return found
+
+
+def check_apart(config: GPTConfig, run: RunFolder, *, resumed: bool) -> None:
+    """Refuse to write a run over what it is made from, unless it goes on.
+
+    Raises:
+        ConfigError: An input lies in the run's folder, or is that folder.
+    """
+    if resumed:
+        return
+    target = run.path.resolve()
+    for name in ("init_from", "tokenizer_name", "config_name", "model_name_or_path"):
+        value = getattr(config, name)
+        if value is None or not Path(value).exists():
+            continue
+        source = Path(value).resolve()
+        inside = name == "init_from" and target in source.parents
+        if source == target or inside:
+            raise ConfigError(
+                f"--{name} {value} lies in --output_dir {run.path}, which this run would replace; "
+                "name another --output_dir."
+            )
+
+
+def check_same_data(config: GPTConfig, found: Checkpoint | None, digest: str) -> None:
+    """Refuse to go on with other training data than before.
+
+    Raises:
+        CheckpointError: The tokens have changed since the checkpoint was written.
+    """
+    if found is None:
+        return
+    before = found.facts.get("data")
+    allowed = set(DATA) & set(config.change_on_resume)
+    if before is not None and before != digest and not allowed:
+        raise CheckpointError(
+            f"The training data are no longer those with which {found.path} was reached, although "
+            "the options that name them are the same; restore them, allow the change with "
+            "--change_on_resume and the option's name, or start in another --output_dir."
+        )
 
 
 def _refuse_unreadable(run: RunFolder) -> None:

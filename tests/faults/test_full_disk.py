@@ -1,0 +1,100 @@
+"""A disk that has no room for a checkpoint: training goes on, and older checkpoints load."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.faults import Fault, install
+from tests.support.ranks import run_ranks
+from tests.support.recovery import last_hash, saved_hash, without_times
+from tests.support.training import Bench, Run
+
+pytestmark = pytest.mark.faults
+
+OPTIONS = {"max_train_steps": 16, "checkpointing_steps": 4}
+ROOM = 100_000  # bytes; more than a log takes, less than the tensors of a rank
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench) -> Run:
+    return bench.train_well("straight", ranks=2, **OPTIONS)
+
+
+def train_impatiently(argv: list[str], faults: Sequence[Fault]) -> int:
+    """The trainer, with short pauses before a save is tried again."""
+    from llm import saving
+    from llm.trainers.gpt import main
+
+    saving._PAUSES = (0.05, 0.1)
+    install(faults)
+    return main.main(argv)
+
+
+def train(bench: Bench, name: str, faults: Sequence[Fault], **options) -> Run:
+    argv = bench.command(name, **{**OPTIONS, **options})
+    return Run(bench.folder / name, run_ranks(train_impatiently, 2, argv, faults))
+
+
+def checkpoints(run: Run) -> list[str]:
+    return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("rank", [None, 1], ids=["all ranks", "one rank"])
+def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_without(
+    bench, straight, rank
+):
+    name = f"two-left-out-{rank}"
+    faults = [
+        Fault(at="llm.saving:Saver._save", what="small files", call=2, amount=ROOM, rank=rank),
+        Fault(at="llm.saving:Saver._save", what="large files", call=4, rank=rank),
+    ]
+
+    run = train(bench, name, faults)
+
+    assert run.codes == [0, 0], run.output
+    for step in (8, 12):
+        assert f"The checkpoint of step {step} could not be written" in run.output
+    assert "File too large" in run.output
+    assert "trying again in 0.05 seconds" in run.output
+    assert checkpoints(run) == ["step_00000004", "step_00000016"]
+    assert last_hash(run) == last_hash(straight)
+    first = "checkpoints/step_00000004"
+    assert saved_hash(run.folder / first) == saved_hash(straight.folder / first)
+    assert without_times(run) == without_times(straight)
+    model = "model.safetensors"
+    assert (run.folder / model).read_bytes() == (straight.folder / model).read_bytes()
+
+
+def test_where_there_is_never_room_again_the_run_ends_with_a_sentence_and_goes_on_from_the_old_one(
+    bench, straight
+):
+    save = "llm.saving:Saver._save"
+    full = Fault(at=save, what="small files", call=2, amount=ROOM)
+
+    run = train(bench, "full", [full])
+
+    assert run.codes == [2, 2]
+    assert (
+        run.outcomes[0].output.count("error: The checkpoint of step 16 could not be written") == 1
+    )
+    assert "Traceback" not in run.output
+    assert run.read_json("status.json")["status"] == "failed"
+    resumed = train(bench, "full", [], resume_from_checkpoint=True)
+    assert resumed.codes == [0, 0]
+    assert "at step 4" in resumed.output
+    assert last_hash(resumed) == last_hash(straight)
+
+
+def test_training_stops_after_max_failed_saves_in_a_row(bench):
+    full = Fault(at="llm.saving:Saver._save", what="small files", call=1, amount=ROOM)
+
+    run = train(bench, "impatient", [full], max_failed_saves=1, checkpointing_steps=2)
+
+    assert run.codes == [2, 2]
+    assert "error: The checkpoint of step 4 could not be written" in run.output
+    assert run.metrics[-1]["step"] < 16

@@ -1,0 +1,89 @@
+"""Twenty seeded kills by SIGKILL, at moments anywhere in a run of two ranks."""
+
+import random
+
+import pytest
+
+from tests.support.faults import Fault
+from tests.support.recovery import check_same, kill_and_go_on
+from tests.support.training import Bench, Run
+
+pytestmark = pytest.mark.faults
+
+STEPS = 24
+OPTIONS = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_train_steps": STEPS,
+    "checkpointing_steps": 4,
+    "keep_checkpoints": 2,
+    "eval_steps": 5,
+    "logging_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "report_to": "tensorboard",
+}
+
+# Function, the calls of it among which to choose, and the rank that can be in it.
+IN_A_SAVE = [
+    ("llm.saving:Saver._make_folder", (1, 5), None),
+    ("llm.saving:Saver._write_tensors", (1, 5), None),
+    ("llm.saving:sync_file", (1, 5), 1),
+    ("llm.saving:Saver._commit", (2, 5), 0),
+    ("llm.saving:put_in_place", (1, 5), 0),
+    ("llm.checkpoint_folder:sync_folder", (2, 8), 0),
+    ("llm.checkpoint_folder:remove", (1, 3), 0),
+]
+IN_AN_EVALUATION = [("llm.parallel.accelerated:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
+WHILE_TOKENISING = [
+    ("llm.data.tokenize_parts:write_part", (1, 1), None),
+    ("llm.data.tokenizing:assemble", (1, 1), None),
+    ("llm.data.token_cache:_sync_folder", (1, 2), None),
+]
+AT_THE_EDGES = [
+    ("llm.trainers.gpt.build:make_tracker", (1, 1), None),
+    ("llm.trainers.gpt.results:export_model", (1, 1), 0),
+]
+IN_A_STEP = [("llm.trainers.gpt.loop:Trainer.train_step", (1, STEPS - 6), None)] * 6
+PLACES = [*IN_A_SAVE, *IN_AN_EVALUATION, *WHILE_TOKENISING, *AT_THE_EDGES, *IN_A_STEP]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench) -> Run:
+    return bench.train_well("straight", ranks=2, **OPTIONS)
+
+
+def kills_of(seed: int) -> list[Fault]:
+    """A kill at the place of this seed, and for every third seed another one in the next start."""
+    draw = random.Random(seed)
+    at, calls, rank = PLACES[seed]
+    # Only a step goes on for a while after the call that the clock is started by.
+    delay = draw.uniform(0, 0.1) if PLACES[seed] in IN_A_STEP else 0.0
+    # Of all ranks, the one that tokenises is whichever comes first.
+    anyone = draw.randrange(2) if PLACES[seed] not in WHILE_TOKENISING else None
+    rank = anyone if rank is None else rank
+    kills = [Fault(at=at, what="SIGKILL", call=draw.randint(*calls), rank=rank, amount=delay)]
+    if seed % 3 == 2:
+        again = draw.randint(1, 3)
+        step = "llm.trainers.gpt.loop:Trainer.train_step"
+        kills.append(Fault(at=step, what="SIGKILL", call=again, rank=1, amount=0.02))
+    return kills
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, seed):
+    kills = kills_of(seed)
+    options = {}
+    if PLACES[seed] in WHILE_TOKENISING:
+        options["data_cache_dir"] = bench.folder / f"cache-{seed}"
+
+    # A rank that dies before the ranks know one another is missed by the launcher alone.
+    together = seed % 2 == 0 or PLACES[seed] in WHILE_TOKENISING
+
+    run = kill_and_go_on(bench, f"killed-{seed}", kills, together=together, **OPTIONS, **options)
+
+    check_same(run, straight)

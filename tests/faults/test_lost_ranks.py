@@ -1,0 +1,119 @@
+"""A rank that dies or stops is named, the others end at once, and a launcher's restart goes on."""
+
+import socket
+import time
+
+import pytest
+
+from tests.support.faults import Fault
+from tests.support.launch import Launch
+from tests.support.recovery import last_hash, without_times
+from tests.support.training import Bench, Run
+
+pytestmark = pytest.mark.faults
+
+STEP = "llm.trainers.gpt.loop:Trainer.train_step"
+SAVE = "llm.saving:Saver._write_tensors"
+EVALUATION = "llm.parallel.accelerated:AcceleratedStrategy.evaluate"
+CALLS = {STEP: 9, SAVE: 2, EVALUATION: 3}
+OPTIONS = {"max_train_steps": 16, "checkpointing_steps": 4, "eval_steps": 6}
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("lost"))
+
+
+@pytest.mark.parametrize("place", [STEP, SAVE, EVALUATION], ids=["step", "save", "evaluation"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_is_named_and_the_others_end_within_ten_seconds(bench, victim, place):
+    name = f"killed-{victim}-{place.rpartition('.')[2]}"
+    fault = Fault(at=place, what="SIGKILL", call=CALLS[place], rank=victim)
+    started = bench.start(name, ranks=3, faults=[fault], **OPTIONS)
+    died = started.wait_for_death()
+    run = Run(bench.folder / name, started.outcomes(timeout=30))
+
+    assert time.monotonic() - died < 10
+    verdict = f"rank {victim} on {HOST} has died, about step "
+    for rank, outcome in enumerate(run.outcomes):
+        if rank == victim:
+            assert outcome.error == "ended with code -9"
+        else:
+            assert outcome.value == 76 or outcome.error == "ended with code 76"
+            assert verdict in outcome.output
+            assert "Traceback" not in outcome.output
+    status = run.read_json("status.json")
+    assert status["status"] == "failed"
+    assert verdict in status["reason"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_is_named_within_its_limit_and_five_seconds(bench, victim, tmp_path):
+    stopped = tmp_path / "stopped"
+    fault = Fault(at=STEP, what="SIGSTOP", call=6, rank=victim, file=stopped)
+    name = f"stopped-{victim}"
+    started = bench.start(name, ranks=3, faults=[fault], step_timeout=4, **OPTIONS)
+    started.wait_for_death()
+    seconds = time.time() - stopped.stat().st_mtime
+    others = [process for rank, process in enumerate(started.processes) if rank != victim]
+    for process in others:
+        process.join(timeout=10)
+    started.kill()
+    run = Run(bench.folder / name, started.outcomes())
+
+    assert 2 < seconds < 4 + 5
+    assert [process.exitcode for process in others] in ([76, 76], [0, 0])
+    status = run.read_json("status.json")
+    assert status["status"] == "failed"
+    assert f"rank {victim} on {HOST} hangs" in status["reason"]
+    assert "limit 4 s" in status["reason"]
+
+
+def test_torchrun_starts_the_ranks_again_and_the_run_ends_with_the_same_bits(bench):
+    # Each save is done before the next step, so that it is known where the run goes on.
+    options = {**OPTIONS, "resume_from_checkpoint": True, "async_checkpoint": False}
+    straight = bench.train_well("straight", ranks=2, **options)
+    kills = [
+        Fault(at=STEP, what="SIGKILL", call=7, rank=1),
+        Fault(at=STEP, what="SIGKILL", call=7, rank=0, restart=1),
+    ]
+    command = bench.command("restarted", **options)
+
+    launch = Launch(command, faults=kills, launcher=["--max_restarts", "2"])
+    output = launch.end()
+
+    assert launch.process.returncode == 0, output
+    assert [output.count(f"at step {step}.") for step in (4, 8)] == [1, 1]
+    assert launch.left == []
+    run = Run(bench.folder / "restarted", [])
+    assert last_hash(run) == last_hash(straight)
+    assert without_times(run) == without_times(straight)
+    assert run.read_json("status.json")["status"] == "finished"
+
+
+def test_torchrun_alone_ends_soon_when_a_rank_is_killed_and_the_status_names_it(bench):
+    kill = Fault(at=STEP, what="SIGKILL", call=7, rank=1, file=bench.folder / "killed")
+
+    launch = Launch(bench.command("launched", **OPTIONS), ranks=3, faults=[kill])
+    output = launch.end()
+
+    assert time.time() - (bench.folder / "killed").stat().st_mtime < 10
+    assert launch.process.returncode != 0
+    assert launch.left == []
+    assert launch.port_is_free()
+    status = Run(bench.folder / "launched", []).read_json("status.json")
+    assert status["status"] == "failed", output
+    assert f"rank 1 on {HOST} has died" in status["reason"]
+
+
+def test_no_stopped_process_is_left_behind_by_torchrun(bench):
+    stop = Fault(at=STEP, what="SIGSTOP", call=6, rank=1)
+
+    launch = Launch(bench.command("held", step_timeout=3, **OPTIONS), faults=[stop])
+    launch.end()
+
+    assert launch.process.returncode != 0
+    assert launch.left == []
+    status = Run(bench.folder / "held", []).read_json("status.json")
+    assert f"rank 1 on {HOST} hangs" in status["reason"]

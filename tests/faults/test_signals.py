@@ -1,0 +1,209 @@
+"""A request to stop in any phase of a run, to its ranks or to the launcher."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig
+
+from tests.support.faults import Fault
+from tests.support.launch import Launch, wait_until_there
+from tests.support.recovery import without_times
+from tests.support.training import Bench, Run
+
+pytestmark = pytest.mark.faults
+
+OPTIONS = {
+    "max_train_steps": 12,
+    "checkpointing_steps": 4,
+    "eval_steps": 3,
+    "resume_from_checkpoint": True,
+}
+BEFORE_TRAINING = {
+    "start-up": ("llm.trainers.gpt.build:make_strategy", 1),
+    "tokenising": ("llm.data.tokenizing:assemble", 1),
+}
+IN_TRAINING = {
+    "step": ("llm.parallel.accelerated:AcceleratedStrategy.forward_backward", 6),
+    "evaluation": ("llm.parallel.accelerated:AcceleratedStrategy.evaluate", 4),
+    "save": ("llm.saving:Saver._write_tensors", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("signals"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench) -> Run:
+    return bench.train_well("straight", ranks=2, **OPTIONS)
+
+
+def waiting(place: tuple[str, int], file: Path, seconds: float) -> Fault:
+    """Lets a rank linger in a phase, and says that it is there."""
+    at, call = place
+    return Fault(at=at, what="wait", call=call, amount=seconds, file=file)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+def check_nothing_is_lost(folder: Path, reason: str) -> int:
+    """The last step done is saved, and said; returns it."""
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("preempted", reason)
+    done = Run(folder, []).metrics[-1]["step"]
+    assert status["step"] == done
+    assert saved_steps(folder)[-1] == done
+    assert not list((folder / "checkpoints").glob(".*"))
+    return done
+
+
+def of_training(run: Run) -> list[dict]:
+    """The metrics without evaluations: that of the step at which a run stops is left out."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith("eval_")}
+        for record in without_times(run)
+    ]
+
+
+def check_goes_on(bench: Bench, straight: Run, name: str) -> None:
+    resumed = bench.train_well(name, ranks=2, **OPTIONS)
+    assert of_training(resumed) == of_training(straight)
+    model = "model.safetensors"
+    assert (resumed.folder / model).read_bytes() == (straight.folder / model).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("phase", BEFORE_TRAINING)
+def test_before_training_a_signal_ends_the_process_and_the_next_start_begins_afresh(
+    bench, straight, tmp_path, phase, number
+):
+    name = f"{phase}-{number}"
+    options = {**OPTIONS, "data_cache_dir": tmp_path / "cache"}
+    there = tmp_path / "there"
+    started = bench.start(
+        name, ranks=2, faults=[waiting(BEFORE_TRAINING[phase], there, 20)], **options
+    )
+    wait_until_there(there)
+    began = time.monotonic()
+    for process in started.processes:
+        os.kill(process.pid, number)
+    outcomes = started.outcomes(timeout=10)
+
+    assert time.monotonic() - began < 5
+    for outcome in outcomes:
+        if number == signal.SIGINT:
+            assert outcome.value == 130
+        else:
+            assert outcome.error == f"ended with code {-number}"
+        assert "Traceback" not in outcome.output
+    run = bench.train_well(name, ranks=2, **options)
+    assert without_times(run) == without_times(straight)
+
+
+@pytest.mark.parametrize("ranks_told", [[0, 1], [1]], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("phase", IN_TRAINING)
+def test_in_training_a_signal_saves_the_last_step_and_ends_with_code_75(
+    bench, straight, tmp_path, phase, ranks_told
+):
+    name = f"{phase}-{len(ranks_told)}"
+    there = tmp_path / "there"
+    fault = waiting(IN_TRAINING[phase], there, 0.5)
+    started = bench.start(name, ranks=2, faults=[fault], **OPTIONS)
+    wait_until_there(there)
+    for rank in ranks_told:
+        os.kill(started.processes[rank].pid, signal.SIGTERM)
+    outcomes = started.outcomes(timeout=30)
+
+    assert [outcome.value for outcome in outcomes] == [75, 75]
+    reason = "SIGTERM" if 0 in ranks_told else "a signal to another rank"
+    done = check_nothing_is_lost(bench.folder / name, reason)
+    # The sixth step; the ranks agree during the next, or after an evaluation the one after that.
+    # Beside a save that lingers in the background, training goes on.
+    assert done in {"step": [6, 7], "evaluation": [6, 7, 8], "save": range(4, 12)}[phase]
+    check_goes_on(bench, straight, name)
+
+
+def test_a_second_signal_ends_at_once_and_leaves_what_was_valid(bench, straight, tmp_path):
+    there = tmp_path / "there"
+    fault = waiting(IN_TRAINING["step"], there, 60)
+    started = bench.start("twice", faults=[fault], **OPTIONS)
+    wait_until_there(there)
+    process = started.processes[0]
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)  # the same request, by way of a launcher
+    time.sleep(3.5)
+    assert process.is_alive()
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    (outcome,) = started.outcomes(timeout=10)
+
+    assert time.monotonic() - began < 2
+    assert outcome.error == f"ended with code {128 + signal.SIGTERM}"
+    assert saved_steps(bench.folder / "twice") == [4]
+    bench.train_well("twice", **OPTIONS)
+
+
+HEARD = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def hear_user_signal() -> dict:
+    """How torchrun is told not to die of SIGUSR1; newer versions overwrite the variable."""
+    launcher = ["--signals_to_handle", HEARD] if hasattr(LaunchConfig, "signals_to_handle") else []
+    return {"launcher": launcher, "environment": {"TORCHELASTIC_SIGNALS_TO_HANDLE": HEARD}}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_torchrun_passes_a_signal_on_and_leaves_nothing_behind(bench, straight, tmp_path, number):
+    name = f"torchrun-{number}"
+    there = tmp_path / "there"
+    launch = Launch(
+        bench.command(name, **OPTIONS),
+        faults=[waiting(IN_TRAINING["step"], there, 3)],
+        **hear_user_signal(),
+    )
+    wait_until_there(there)
+    launch.send(number)
+    output = launch.end()
+
+    assert launch.process.returncode != 0
+    assert launch.left == [], output
+    assert launch.port_is_free()
+    check_nothing_is_lost(bench.folder / name, number.name)
+    check_goes_on(bench, straight, name)
+
+
+def test_torchrun_that_is_told_to_stop_while_it_starts_leaves_nothing_behind(bench, tmp_path):
+    there = tmp_path / "there"
+    launch = Launch(
+        bench.command("torchrun-start", **OPTIONS),
+        faults=[waiting(BEFORE_TRAINING["start-up"], there, 60)],
+    )
+    wait_until_there(there)
+    launch.send(signal.SIGTERM)
+    began = time.monotonic()
+    output = launch.end()
+
+    assert time.monotonic() - began < 10
+    assert launch.process.returncode != 0
+    assert launch.left == [], output
+    assert launch.port_is_free()
+    assert not (bench.folder / "torchrun-start" / "status.json").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="a stop leaves out the evaluation that is due at its step")
+def test_the_evaluation_that_is_due_at_the_step_of_a_stop_is_made_up_for(bench, straight):
+    step = "llm.trainers.gpt.loop:Trainer.train_step"
+    options = {**OPTIONS, "per_device_train_batch_size": 8}
+    asked = Fault(at=step, what="SIGTERM", call=3)
+    assert bench.train("due", faults=[asked], **options).codes == [75]
+
+    run = bench.train_well("due", **options)
+
+    assert [record["step"] for record in run.metrics if "eval_loss" in record] == [3, 6, 9, 12]

@@ -1,0 +1,74 @@
+"""A sample of what `tests/faults` does to training runs: kills, lost ranks, undefined numbers."""
+
+import pytest
+
+from tests.support.faults import Fault
+from tests.support.recovery import check_same, kill_and_go_on, last_hash
+from tests.support.training import Bench, Run
+
+OPTIONS = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_train_steps": 12,
+    "checkpointing_steps": 4,
+    "eval_steps": 5,
+    "report_to": "tensorboard",
+}
+STEP = "llm.trainers.gpt.loop:Trainer.train_step"
+KILLS = {
+    "between two steps": Fault(at=STEP, what="SIGKILL", call=8, rank=1),
+    "in a save": Fault(at="llm.saving:put_in_place", what="SIGKILL", call=2, rank=0),
+    "in an evaluation": Fault(
+        at="llm.parallel.accelerated:AcceleratedStrategy.evaluate", what="SIGKILL", call=4, rank=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench) -> Run:
+    return bench.train_well("straight", ranks=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, moment):
+    run = kill_and_go_on(bench, moment, [KILLS[moment]], together=True, **OPTIONS)
+
+    check_same(run, straight)
+
+
+def test_writing_while_training_goes_on_saves_the_same_bits(bench, straight):
+    run = bench.train_well("waiting", ranks=2, async_checkpoint=False, **OPTIONS)
+
+    check_same(run, straight)
+
+
+def test_a_gradient_that_is_undefined_on_one_rank_skips_the_step_on_all(bench):
+    fault = Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=5, rank=1)
+    run = bench.train_well("nan", ranks=2, faults=[fault], **OPTIONS)
+
+    # Two micro-batches a step: the fifth forward is the third step's.
+    assert "step 3 was skipped: its gradient is not finite (samples 16 to 23)" in run.output
+    assert [record["skipped_steps"] for record in run.metrics] == [0, 0] + [1] * 10
+    assert run.losses[-1] < run.losses[0] - 0.1
+
+
+def test_undefined_gradients_for_ever_stop_the_run_and_leave_the_last_good_checkpoint(bench):
+    options = {**OPTIONS, "ranks": 2, "max_skipped_steps": 3}
+    good = bench.train_well("good", **{**options, "max_train_steps": 4})
+    fault = Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=0, rank=1)
+
+    run = bench.train(
+        "good", faults=[fault], resume_from_checkpoint=True, **options,
+    )  # fmt: skip
+
+    assert run.codes == [2, 2]
+    assert run.outcomes[0].output.count("error: The last 3 steps were skipped") == 1
+    assert "Traceback" not in run.output
+    assert run.read_json("status.json")["status"] == "failed"
+    assert last_hash(run) == last_hash(good)
+    assert last_hash(run).startswith("step 4:")
