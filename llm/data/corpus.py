@@ -61,6 +61,7 @@ class TokenStream:
         self.num_documents = num_documents
         self.num_bytes = num_bytes
         self._vocab_size = vocab_size
+        self._views: dict[int, NDArray[Any]] = {}
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         """Copies windows out of the ring.
@@ -85,7 +86,9 @@ class TokenStream:
         windows = np.empty((starts.size, length), self.tokens.dtype)
         inside = starts + length <= self.num_tokens
         if inside.any():
-            whole = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
+            if length not in self._views:  # making one takes as long as a small batch
+                self._views[length] = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
+            whole = self._views[length]
             if inside.all():
                 return whole[starts]
             windows[inside] = whole[starts[inside]]
