@@ -13,7 +13,7 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-def refused(bench: Bench, *, ranks: int = 1, words: list[str], **options) -> None:
+def assert_refused(bench: Bench, *, ranks: int = 1, words: list[str], **options) -> None:
     """Expect exit code 2, one sentence with the words, no traceback, no run folder."""
     run = bench.train("refused", ranks=ranks, **options)
     assert run.codes == [2] * ranks, run.output
@@ -30,31 +30,31 @@ def refused(bench: Bench, *, ranks: int = 1, words: list[str], **options) -> Non
 
 
 def test_no_data(bench):
-    refused(bench, train_file=None, words=["--dataset_name or --train_file"])
+    assert_refused(bench, train_file=None, words=["--dataset_name or --train_file"])
 
 
 def test_a_missing_file(bench):
-    refused(bench, train_file="nowhere.txt", words=["nowhere.txt"])
+    assert_refused(bench, train_file="nowhere.txt", words=["nowhere.txt"])
 
 
 def test_an_empty_file(bench, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    refused(bench, train_file=tmp_path / "empty.txt", words=["empty.txt"])
+    assert_refused(bench, train_file=tmp_path / "empty.txt", words=["empty.txt"])
 
 
 def test_a_file_that_is_not_utf8_names_the_line(bench, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"fine\nfine\ncaf\xe9\n")
-    refused(bench, train_file=tmp_path / "latin.txt", words=["latin.txt", "line 3", "UTF-8"])
+    assert_refused(bench, train_file=tmp_path / "latin.txt", words=["latin.txt", "line 3", "UTF-8"])
 
 
 def test_a_file_of_an_unknown_kind_lists_the_kinds(bench, tmp_path):
     (tmp_path / "text.docx").write_text("text")
-    refused(bench, train_file=tmp_path / "text.docx", words=["docx", "jsonl", "parquet"])
+    assert_refused(bench, train_file=tmp_path / "text.docx", words=["docx", "jsonl", "parquet"])
 
 
 def test_a_missing_text_column_lists_the_columns(bench, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"title": "a", "body": "b"}\n')
-    refused(
+    assert_refused(
         bench,
         train_file=tmp_path / "rows.jsonl",
         text_column="content",
@@ -64,11 +64,11 @@ def test_a_missing_text_column_lists_the_columns(bench, tmp_path):
 
 def test_broken_json_names_the_line(bench, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    refused(bench, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 2"])
+    assert_refused(bench, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 2"])
 
 
 def test_a_model_folder_that_is_none(bench, tmp_path):
-    refused(
+    assert_refused(
         bench, model_name_or_path=tmp_path, words=["--model_name_or_path", "without a config.json"]
     )
 
@@ -76,16 +76,16 @@ def test_a_model_folder_that_is_none(bench, tmp_path):
 def test_a_missing_tokenizer(bench, tmp_path):
     config = json.loads((bench.model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(bench, model_name_or_path=tmp_path, words=["tokenizer", "--tokenizer_name"])
+    assert_refused(bench, model_name_or_path=tmp_path, words=["tokenizer", "--tokenizer_name"])
 
 
 def test_a_block_longer_than_the_models_positions(bench):
-    refused(bench, block_size=65, words=["--block_size 65", "64 positions"])
+    assert_refused(bench, block_size=65, words=["--block_size 65", "64 positions"])
 
 
 def test_a_text_too_short_for_one_window(bench, tmp_path):
     (tmp_path / "short.txt").write_text("a few words\n" * 2)
-    refused(
+    assert_refused(
         bench,
         train_file=tmp_path / "short.txt",
         validation_split_percentage=0,
@@ -95,7 +95,7 @@ def test_a_text_too_short_for_one_window(bench, tmp_path):
 
 def test_a_text_too_short_for_the_validation_split(bench, tmp_path):
     (tmp_path / "short.txt").write_text("a line of text\n" * 5)
-    refused(
+    assert_refused(
         bench,
         train_file=tmp_path / "short.txt",
         words=["--validation_split_percentage 5", "5 rows"],
@@ -103,15 +103,15 @@ def test_a_text_too_short_for_the_validation_split(bench, tmp_path):
 
 
 def test_batch_sizes_that_do_not_divide(bench):
-    refused(bench, global_batch_size=6, words=["--global_batch_size 6", "no multiple"])
+    assert_refused(bench, global_batch_size=6, words=["--global_batch_size 6", "no multiple"])
 
 
 def test_an_unknown_override_names_its_neighbours(bench):
-    refused(bench, config_overrides="n_layers=2", words=["n_layers", "n_layer"])
+    assert_refused(bench, config_overrides="n_layers=2", words=["n_layers", "n_layer"])
 
 
 def test_an_unknown_architecture_names_its_neighbours(bench):
-    refused(
+    assert_refused(
         bench,
         model_name_or_path=None,
         model_type="gtp2",
@@ -121,7 +121,7 @@ def test_an_unknown_architecture_names_its_neighbours(bench):
 
 
 def test_an_attention_kernel_that_is_not_there(bench):
-    refused(
+    assert_refused(
         bench,
         attention_implementation="flash_attention_2",
         words=["--attention_implementation flash_attention_2"],
@@ -129,23 +129,23 @@ def test_an_attention_kernel_that_is_not_there(bench):
 
 
 def test_an_evaluation_of_random_weights(bench):
-    refused(bench, eval_only=True, words=["--eval_only has no trained weights"])
+    assert_refused(bench, eval_only=True, words=["--eval_only has no trained weights"])
 
 
 def test_fp8_on_a_cpu(bench):
-    refused(bench, mixed_precision="fp8", words=["--mixed_precision fp8", "bf16"])
+    assert_refused(bench, mixed_precision="fp8", words=["--mixed_precision fp8", "bf16"])
 
 
 def test_an_unknown_tracker(bench):
-    refused(bench, report_to="tensorbord", words=["--report_to tensorbord", "tensorboard"])
+    assert_refused(bench, report_to="tensorbord", words=["--report_to tensorbord", "tensorboard"])
 
 
 def test_a_tracker_that_is_not_installed_prints_its_pip_line(bench):
-    refused(bench, report_to="wandb", words=["--report_to wandb", "pip install"])
+    assert_refused(bench, report_to="wandb", words=["--report_to wandb", "pip install"])
 
 
 def test_phases_longer_than_the_run(bench):
-    refused(
+    assert_refused(
         bench,
         lr_scheduler_type="warmup_stable_decay",
         num_warmup_steps=19,
@@ -155,12 +155,12 @@ def test_phases_longer_than_the_run(bench):
 
 
 def test_a_damaged_checkpoint_that_was_named(bench, tmp_path):
-    refused(bench, resume_from_checkpoint=tmp_path, words=["no checkpoint", "manifest.json"])
+    assert_refused(bench, resume_from_checkpoint=tmp_path, words=["no checkpoint", "manifest.json"])
 
 
 def test_a_cache_folder_that_cannot_be_written(bench, tmp_path):
     (tmp_path / "file").write_text("")
-    refused(bench, data_cache_dir=tmp_path / "file", words=["--data_cache_dir", "file"])
+    assert_refused(bench, data_cache_dir=tmp_path / "file", words=["--data_cache_dir", "file"])
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,14 @@ def test_a_cache_folder_that_cannot_be_written(bench, tmp_path):
     ],
 )
 def test_two_ranks_say_it_once(bench, options, words):
-    refused(bench, ranks=2, words=words, **options)
+    assert_refused(bench, ranks=2, words=words, **options)
 
 
 def test_two_ranks_say_what_one_of_them_found_while_tokenising_once(bench, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 50 + '{"text": \n')
-    refused(bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"])
+    assert_refused(
+        bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"]
+    )
 
 
 def test_a_folder_that_holds_another_run_is_left_as_it_is(bench):

@@ -195,7 +195,7 @@ def test_a_run_is_named_after_its_first_source(options, name):
     assert Path(_default_output_dir(config)) == Path("runs") / name
 
 
-def refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
+def assert_refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
     run = bench.train("refused", ranks=ranks, train_file=None, **options)
     assert run.codes == [2] * ranks, run.output
     # A rank that is still alive seconds later, as none is under a launcher, repeats it.
@@ -208,15 +208,19 @@ def refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
 
 def test_bad_weights_missing_files_and_empty_parts_are_refused_in_a_sentence(bench):
     wiki, code = words(bench, "wiki_text_document", "code_text_document")
-    refused(bench, "--data_path gives the weight -1", data_path=["-1", wiki])
-    refused(bench, "must be a finite number, not nan", data_path=["nan", wiki])
-    refused(bench, "every source the weight 0", data_path=["0", wiki, "0", code])
-    refused(bench, f"{code} without a weight before it", data_path=["1", wiki, code])
-    refused(bench, "no token file nowhere", data_path=["nowhere"])
-    refused(bench, "--split 1,2,x is no split", data_path=[wiki], split="1,2,x")
-    refused(bench, "no documents for validation of", "60 doc", data_path=[code], split="999,1,0")
-    refused(bench, "--split 0,1,0 leaves nothing to train on", data_path=[wiki], split="0,1,0")
-    refused(
+    assert_refused(bench, "--data_path gives the weight -1", data_path=["-1", wiki])
+    assert_refused(bench, "must be a finite number, not nan", data_path=["nan", wiki])
+    assert_refused(bench, "every source the weight 0", data_path=["0", wiki, "0", code])
+    assert_refused(bench, f"{code} without a weight before it", data_path=["1", wiki, code])
+    assert_refused(bench, "no token file nowhere", data_path=["nowhere"])
+    assert_refused(bench, "--split 1,2,x is no split", data_path=[wiki], split="1,2,x")
+    assert_refused(
+        bench, "no documents for validation of", "60 doc", data_path=[code], split="999,1,0"
+    )
+    assert_refused(
+        bench, "--split 0,1,0 leaves nothing to train on", data_path=[wiki], split="0,1,0"
+    )
+    assert_refused(
         bench,
         "--save_top_k has nothing",
         data_path=[wiki],
@@ -229,7 +233,7 @@ def test_bad_weights_missing_files_and_empty_parts_are_refused_in_a_sentence(ben
 def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
     prefix = write_pair(bench.folder / "theirs", random_documents(100, seed=4))
     describe(prefix, fingerprint="theirs", largest_token=101)
-    refused(bench, "pass --force to train all the same", ranks=2, data_path=[prefix])
+    assert_refused(bench, "pass --force to train all the same", ranks=2, data_path=[prefix])
 
     assert train(bench, "forced", data_path=[prefix], force=True, max_train_steps=2).losses
     describe(prefix, fingerprint=fingerprint(tiny_tokenizer()), largest_token=101)
@@ -266,14 +270,14 @@ def test_an_id_that_only_the_second_rank_reads_is_said_by_that_rank(bench):
 
 def test_documents_that_cannot_be_kept_apart_are_refused(bench, tmp_path):
     endless = write_pair(bench.folder / "endless", [[1, 2, 3] * 30] * 100)
-    refused(
+    assert_refused(
         bench,
         "none of its first 100 documents ends with the id 0",
         data_path=[endless],
         reset_attention_mask=True,
     )
     falcon = Bench(tmp_path, lines=2, family="falcon")
-    refused(
+    assert_refused(
         falcon,
         "--reset_attention_mask cannot keep documents apart in falcon",
         data_path=words(bench, "wiki_text_document"),
