@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from llm.errors import CheckpointError
+from llm.files import checksum
 from llm.state import model_tensors
 
 if TYPE_CHECKING:
@@ -317,12 +318,3 @@ def _merge(plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str) ->
             node = node.setdefault(key, {})
         node[keys[-1]] = tensor
     return tree
-
-
-def checksum(path: Path) -> str:
-    """The xxh3_128 of a file: as fast as the disk, and no two states of it share one by chance."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            state.update(chunk)
-    return str(state.hexdigest())

@@ -10,7 +10,8 @@ import os
 import shutil
 from pathlib import Path
 
-from llm.checkpoint import REPLACED, Checkpoint, checksum, folders, found, step_of
+from llm.checkpoint import REPLACED, Checkpoint, folders, found, step_of
+from llm.files import checksum, sync_folder
 
 BEST = "best"
 """The link to the checkpoint of the lowest validation loss."""
@@ -97,15 +98,6 @@ def _point(link: Path, target: str) -> None:
     temporary.symlink_to(target)
     temporary.replace(link)
     sync_folder(link.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_file(path: Path) -> tuple[int, str]:

@@ -1,7 +1,5 @@
 """The folder of a run: whose it is, what state the run is in, how to repeat it."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from llm.errors import CheckpointError, ConfigError, DataError
+from llm.files import try_lock, write_whole
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
@@ -84,16 +83,14 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(self._lock.fileno())
         except BlockingIOError as error:
             raise ConfigError(
                 f"--output_dir {self.path} is in use by another process; wait for it, or name "
                 "another folder."
             ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise self._unwritable(error) from error
-            # This file system has no locks: nothing can be known about other processes.
+            raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
@@ -143,16 +140,6 @@ class RunFolder:
             except ValueError:
                 break
         write_whole(self.metrics, "".join(kept))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def check_unchanged(

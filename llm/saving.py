@@ -30,15 +30,9 @@ from llm.checkpoint import (
     seal,
     split_state,
 )
-from llm.checkpoint_folder import (
-    clear_leftovers,
-    prune,
-    put_in_place,
-    set_aside,
-    sync_file,
-    sync_folder,
-)
+from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, set_aside, sync_file
 from llm.errors import CheckpointError, NotFiniteError
+from llm.files import sync_folder
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written

@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A module imports lower floors, or its own room (folder) on its own floor.
 FLOORS = [
     {"errors", "", "trainers", "trainers.gpt", "data", "models", "optim", "parallel"},
-    {"options"},
+    {"options", "files"},
     {"command_line"},
     {"config"},
     {"rules"},

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from llm.data.parts import PartFacts, each_row, read_array
 from llm.data.sampler import permute
 from llm.data.token_file import write_index
+from llm.files import sync
 
 _BLOCK = 1 << 20  # numbers of an index that are computed at once
 _SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
@@ -58,8 +59,7 @@ def _join(stems: list[Path], path: Path) -> None:
         for stem in stems:
             with open(stem.with_suffix(".ids"), "rb") as part:
                 _append(part, target)
-        target.flush()
-        os.fsync(target.fileno())
+        sync(target)
 
 
 def _append(part: BinaryIO, target: BinaryIO) -> None:
@@ -112,8 +112,7 @@ def assemble_shuffled(
             ends = starts[documents] + lengths[documents]
             pieces = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(pieces).tobytes())
-        target.flush()
-        os.fsync(target.fileno())
+        sync(target)
     write_index(
         Path(f"{prefix}.idx"),
         dtype,

@@ -1,7 +1,6 @@
 """The files that prepared parts become: a `.bin`/`.idx` pair, or nanoGPT's two."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from llm.data.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.token_file import TokenFile
 from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
+from llm.files import sync, sync_folder
 
 SUFFIXES = (".json", ".idx", ".bin")
 """Of the files of a prefix, in the order of their renaming."""
@@ -125,8 +125,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
         path = folder / f"out.{name}.bin"
         with open(path, "wb") as file:
             tokens.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         rows = whole.documents[[first, stop]]
         sidecar = Sidecar(
             documents=stop - first,
@@ -157,7 +156,7 @@ def publish(output: Output) -> None:
             if output.nanogpt and suffix == ".idx":
                 continue
             made.with_name(made.name + suffix).replace(prefix.with_name(prefix.name + suffix))
-        _sync_folder(prefix.parent)
+        sync_folder(prefix.parent)
 
 
 def is_of_plan(prefix: Path, plan: str) -> bool:
@@ -183,11 +182,3 @@ def is_published(output: Output, plan: str) -> bool:
         if not binary.exists() or binary.stat().st_size != size:
             return False
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

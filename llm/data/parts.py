@@ -23,9 +23,9 @@ from llm.data.encoder import Encoder
 from llm.data.readers import Faults
 from llm.data.sources import Source
 from llm.errors import DataError
+from llm.files import checksum
 
 _FILES = (".ids", ".rows", ".bytes")
-_CHUNK = 1 << 24
 _MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
 
 
@@ -138,6 +138,7 @@ def write_part(
         largest_token=largest,
         checksums={writer.suffix: writer.digest() for writer in writers},
     )
+    # Not synced, for speed: a restart compares every byte with the checksums.
     temporary = stem.with_suffix(".json.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
     temporary.replace(stem.with_suffix(".json"))
@@ -153,7 +154,7 @@ def read_part(stem: Path, *, verify: bool) -> PartFacts | None:
     try:
         facts = PartFacts(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
         for suffix in _FILES if verify else ():
-            if _checksum(stem.with_suffix(suffix)) != facts.checksums[suffix]:
+            if checksum(stem.with_suffix(suffix)) != facts.checksums[suffix]:
                 return None
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -176,14 +177,6 @@ def remove_part(stem: Path) -> None:
 
 def _utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def _checksum(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
 
 
 class _HashedFile:

@@ -7,7 +7,6 @@ PREFIX.parts/out.*         the result, before it is renamed
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -32,15 +31,15 @@ from llm.data.output_files import (
 from llm.data.parts import PartFacts
 from llm.data.preparation_log import log_summary, progress_log
 from llm.data.sources import Source
-from llm.data.token_cache import NO_LOCKS
 from llm.data.tokenize_parts import Encoding, tokenize_parts
 from llm.errors import DataError
+from llm.files import try_lock, write_whole
 
 PART_BYTES = 1 << 26
 """Of a file on the disk that one worker takes at once; a killed run repeats at most so many."""
 
 _FORMAT = 1  # of the parts
-_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|plan\.|reference-encoder$")
+_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
 
 log = logging.getLogger("llm.data")
 
@@ -186,17 +185,15 @@ def _locked(folder: Path) -> Iterator[None]:
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = try_lock(descriptor)
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(
                 f"Another program is at work in {folder}; wait for it, or choose another "
                 "--output_prefix."
             ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.warning(f"{lock} cannot be locked ({error.strerror}): start no second program")
+        if not locked:
+            log.warning(f"{lock} cannot be locked on this file system: start no second program")
         # Whoever held it may have removed it in between.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
@@ -230,7 +227,5 @@ def _begin(folder: Path, plan: dict[str, Any], num_parts: int) -> int:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")
     for path in folder.iterdir():
         path.unlink()
-    temporary = folder / "plan.tmp"
-    temporary.write_text(json.dumps(plan), encoding="utf-8")
-    temporary.replace(folder / "plan.json")
+    write_whole(folder / "plan.json", json.dumps(plan))
     return 0

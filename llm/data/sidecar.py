@@ -16,6 +16,7 @@ from llm.data.token_check import check, id_faults, id_range
 from llm.data.token_file import TokenFile, open_token_file
 from llm.data.token_paths import beside, locate
 from llm.errors import DataError
+from llm.files import write_whole
 
 FORMAT = 1
 CHUNK_BYTES = 64 << 20
@@ -75,17 +76,9 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
         DataError: The file system refuses it.
     """
     path = beside(prefix, ".json")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = json.dumps(dataclasses.asdict(sidecar), indent=1, ensure_ascii=True) + "\n"
     try:
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, text)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 

@@ -9,8 +9,7 @@ The folder is written under its temporary name, synced and renamed. What has the
 therefore whole, however its writer ended, and is read without a lock.
 """
 
-import errno
-import fcntl
+import contextlib
 import json
 import logging
 import os
@@ -24,11 +23,9 @@ from typing import Any, TypeVar
 
 from llm import errors
 from llm.errors import DataError, LLMError
+from llm.files import sync_folder, try_lock, write_whole
 
 T = TypeVar("T")
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What a file system without locks answers."""
 
 log = logging.getLogger("llm.data")
 
@@ -116,16 +113,13 @@ def _lock(path: Path) -> Iterator[None]:
     # deleted it would split those who wait from those who come.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        # On a file system without locks the work may be done twice, each time in a folder of its
+        # own, and the rename decides: slower, but as right.
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(descriptor)
         except BlockingIOError:
             log.info("waiting for another process that tokenises the same text")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            # Some network file systems have no locks. Then the work may be done twice, each time
-            # in a folder of its own, and the rename decides: slower, but as right.
-            if error.errno not in NO_LOCKS:
-                raise
+            try_lock(descriptor, wait=True)
         yield
     finally:
         os.close(descriptor)
@@ -150,7 +144,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         temporary.mkdir()
         build(temporary)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         replaced = _beside(temporary, ".old")
         if folder.exists():
             folder.rename(replaced)  # who has it mapped keeps it
@@ -160,7 +154,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
             # Without locks, somebody else may have been faster; theirs is as good.
             if not folder.exists():
                 raise
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -190,12 +184,8 @@ def _is_alive(pid: int) -> bool:
 
 def _write_note(note: Path, launch: str, error: LLMError) -> None:
     content = {**launch_mark(launch), "class": type(error).__name__, "message": str(error)}
-    temporary = _beside(note, f".{socket.gethostname()}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(note)
-    except OSError:  # then the others find out for themselves
-        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # then the others find out for themselves
+        write_whole(note, json.dumps(content))
 
 
 def _raise_noted(note: Path, launch: str | None) -> None:
@@ -220,11 +210,3 @@ def _temporary(folder: Path, pid: int) -> Path:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@
     i8[S]     optional: a mode for each sequence (multimodal sets); not read here
 """
 
-import os
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from llm.data.flat_file import FlatTokenFile
 from llm.data.token_paths import beside, locate, map_file
 from llm.errors import DataError
+from llm.files import sync
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -133,7 +133,7 @@ class TokenFileWriter:
         if self.in_document:
             self.end_document()
         with self._bin:
-            _sync(self._bin)
+            sync(self._bin)
         lengths = np.asarray(self._lengths, dtype="<i4")
         documents = np.asarray(self._documents, dtype="<i8")
         write_index(
@@ -178,7 +178,7 @@ def write_index(
             offset = int(ends[-1]) if block.size else offset
         for block in documents:
             idx.write(block.astype("<i8").tobytes())
-        _sync(idx)
+        sync(idx)
 
 
 class TokenFile:
@@ -337,8 +337,3 @@ def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
     """
     prefix, is_flat = locate(path)
     return FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

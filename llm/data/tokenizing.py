@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from llm.data.token_cache import is_marked, launch_mark, open_or_build
 from llm.data.token_file import TokenFile, token_dtype
 from llm.data.tokenize_parts import Encoding, Totals, num_cores, tokenize_parts
 from llm.errors import ConfigError, DataError
+from llm.files import sync, write_whole
 from llm.text_tokenizer import TextTokenizer
 
 _FORMAT = 3  # of the cache; counts up when the same text shall give other files
@@ -111,10 +111,7 @@ def prepare(
                     threads=num_workers or num_cores(),
                     progress=progress,
                 )
-        with open(folder / "info.json", "w", encoding="utf-8") as file:
-            json.dump(info, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(folder / "info.json", json.dumps(info, indent=1))
 
     prepared = open_or_build(
         cache_dir / _key(facts, sources),
@@ -208,8 +205,7 @@ def _write_split(
     assemble(stems, parts, prefix, dtype=encoding.dtype)
     with open(_row_bytes(prefix), "wb") as file:
         np.save(file, read_array(stems[0], ".bytes", "<u4"))
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     shutil.rmtree(folder)
     dropped = f"; {facts.empty:,} empty rows dropped" if facts.empty else ""
     log.info(f"tokenised {facts.texts:,} rows into {facts.tokens:,} tokens{dropped}")

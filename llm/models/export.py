@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from llm.files import write_whole
+
 _SHARD_SIZE = "5GB"
 
 
@@ -95,10 +97,7 @@ def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
         *rows,
         "",
     ]
-    target = Path(folder) / "README.md"
-    partial = target.with_name(".README.md.partial")
-    partial.write_text("\n".join(lines), encoding="utf-8")
-    os.replace(partial, target)
+    write_whole(Path(folder) / "README.md", "\n".join(lines))
 
 
 def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -195,7 +195,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
 
     prepare(tmp_path / "wiki", [ListSource(["a"])])
 
-    assert "cannot be locked (Operation not supported): start no second program" in caplog.text
+    assert "cannot be locked on this file system: start no second program" in caplog.text
     assert names(tmp_path) == THREE
 
 

@@ -37,7 +37,7 @@ IN_AN_EVALUATION = [("llm.parallel.accelerated:AcceleratedStrategy.evaluate", (1
 WHILE_TOKENISING = [
     ("llm.data.tokenize_parts:write_part", (1, 1), None),
     ("llm.data.tokenizing:assemble", (1, 1), None),
-    ("llm.data.token_cache:_sync_folder", (1, 2), None),
+    ("llm.data.token_cache:sync_folder", (1, 2), None),
 ]
 AT_THE_EDGES = [
     ("llm.trainers.gpt.build:make_tracker", (1, 1), None),

@@ -23,8 +23,8 @@ from llm import options
 from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import LLMError
+from llm.files import write_whole
 from llm.rules import check
-from llm.run_folder import write_whole
 from llm.runtime import (
     EXIT_PREEMPTED,
     Interruption,

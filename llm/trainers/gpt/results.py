@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.config import GPTConfig
 from llm.data.corpus import CorpusPart
+from llm.files import write_whole
 from llm.models.export import export_model, write_model_card
 from llm.models.gpt import parameter_counts, sample_text
-from llm.run_folder import write_whole
 from llm.strategy import Strategy
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
