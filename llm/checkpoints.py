@@ -17,7 +17,7 @@ from llm.checkpoint import Checkpoint
 from llm.checkpoint_folder import BEST
 from llm.command_line import parse
 from llm.errors import CheckpointError, ConfigError, LLMError
-from llm.options import fields, option, read_toml
+from llm.options import option, read_toml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(
             CheckpointOptions,
-            _with_run_named(sys.argv[1:] if argv is None else argv),
+            sys.argv[1:] if argv is None else argv,
             prog="python -m llm.checkpoints",
             description="Show a run's checkpoints, verify them, or export a model from one.",
+            positional="run",
         )
         run, folder = _places(options)
         if options.export:
@@ -89,30 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _with_run_named(argv: Sequence[str]) -> list[str]:
-    """Puts `--run` before the first word that is neither an option nor an option's value."""
-    declared = fields(CheckpointOptions)
-    switches = {"h", "help"}.union(
-        *((*field.names, *field.opposites) for field in declared if field.is_switch)
-    )
-    values = 0
-    for number, word in enumerate(argv):
-        name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
-        if not word.startswith("-"):
-            if not values:
-                return [*argv[:number], "--run", *argv[number:]]
-            values -= 1
-        elif name == "run":
-            break
-        else:
-            values = 0 if name in switches else (2 if name == "export" else 1) - len(equals)
-    return list(argv)
-
-
 def _places(options: CheckpointOptions) -> tuple[Path, Path]:
     """The run's folder and that of its checkpoints, which need not be there yet."""
     if not options.run:
-        raise ConfigError("No run is named: give its folder, as in llm.checkpoints runs/wiki.")
+        raise ConfigError("No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify.")
     if options.verify and options.export:
         raise ConfigError("--export verifies what it exports; leave out --verify.")
     if options.export and len(options.export) != 2:

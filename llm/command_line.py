@@ -26,7 +26,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.rstrip('.')}. See --help.")
 
 
-def parse(cls: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
+def parse(
+    cls: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    positional: str | None = None,
+) -> ConfigT:
     """Read options: default < TOML file (`--config`) < command line.
 
     Args:
@@ -34,6 +41,8 @@ def parse(cls: type[ConfigT], argv: Sequence[str], *, prog: str, description: st
         argv: Arguments without the program's name.
         prog: Name of the program for `--help`.
         description: What the program does, for `--help`.
+        positional: Option of text whose name can be left out: a word that belongs to no other
+            option is its value.
 
     Returns:
         The options.
@@ -45,9 +54,14 @@ def parse(cls: type[ConfigT], argv: Sequence[str], *, prog: str, description: st
     declared = fields(cls)
     parser = _parser(declared, prog=prog, description=description)
     known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    given = vars(known)
+    if positional is not None and positional not in given:
+        bare = next((word for word in unknown if not word.startswith("-")), None)
+        if bare is not None:
+            given[positional] = bare
+            unknown.remove(bare)
     if unknown:
         raise ConfigError(_unknown_option(unknown[0], declared))
-    given = vars(known)
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
     values.update({k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})

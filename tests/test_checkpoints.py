@@ -122,12 +122,12 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "No run is named: give its folder"),
+        ([], "No run is named: give its folder first"),
         (["{}/missing"], "--run {}/missing is no folder"),
         (["{}"], "--run {} holds no run"),
         (["{}/run", "--export", "30"], "--export expects a step and a folder"),
         (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),
-        (["--export", "30", "{}/out", "{}/run"], "{}/run has no config.toml"),
+        (["--export", "30", "{}/out", "{}/run"], "No run is named: give its folder first"),
         (["{}/run", "--export", "30", "{}/run"], "{}/run is not empty; name a new folder"),
         (["{}/run", "more"], "'more' stands without an option before it"),
         (["{}/run", "--verfy"], "There is no option --verfy; did you mean verify?"),

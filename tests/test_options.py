@@ -145,3 +145,12 @@ def test_the_markdown_page_has_a_row_for_every_option():
     assert "## Numbers" in page
     assert "| `name`, `title` |  | Name. |" in page
     assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page
+
+
+def test_the_name_of_one_option_can_be_left_out():
+    def named(*argv: str) -> str | None:
+        return parse(Settings, argv, prog="program", description="", positional="name").name
+
+    assert named("wiki") == named("--no_bias", "wiki") == named("--name", "wiki") == "wiki"
+    with pytest.raises(ConfigError, match="'two' stands without an option before it"):
+        named("--name", "one", "two")

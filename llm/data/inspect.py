@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import fields, option
+from llm.options import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(
             InspectOptions,
-            _with_path_named(sys.argv[1:] if argv is None else argv),
+            sys.argv[1:] if argv is None else argv,
             prog="python -m llm.data.inspect",
             description="Show what is in token files, or look for damage in them.",
+            positional="path",
         )
         if not options.path:
             raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
@@ -77,25 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     return code
-
-
-def _with_path_named(argv: Sequence[str]) -> list[str]:
-    """Puts `--path` before the first word that is neither an option nor an option's value."""
-    declared = fields(InspectOptions)
-    switches = {"h", "help"}.union(
-        *((*field.names, *field.opposites) for field in declared if field.is_switch)
-    )
-    is_value = False
-    for number, word in enumerate(argv):
-        if is_value:
-            is_value = False
-        elif word.partition("=")[0] == "--path":
-            break
-        elif word.startswith("-"):
-            is_value = "=" not in word and word.lstrip("-").replace("-", "_") not in switches
-        else:
-            return [*argv[:number], "--path", *argv[number:]]
-    return list(argv)
 
 
 def _verify(options: InspectOptions) -> tuple[list[str], int]:
