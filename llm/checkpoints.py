@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _places(options: CheckpointOptions) -> tuple[Path, Path]:
     """The run's folder and that of its checkpoints, which need not be there yet."""
     if not options.run:
-        raise ConfigError("No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify.")
+        raise ConfigError(
+            "No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify."
+        )
     if options.verify and options.export:
         raise ConfigError("--export verifies what it exports; leave out --verify.")
     if options.export and len(options.export) != 2:
