@@ -1,72 +1,30 @@
-import logging
 import multiprocessing
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from llm.data import preparation
 from llm.data.output_files import Output
-from llm.data.preparation import prepare_files
 from llm.data.sidecar import verify
-from llm.data.token_file import TokenFile
-from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
+from tests.support.preparation import (
+    THREE,
+    FailingSource,
+    ReadSource,
+    content,
+    ids,
+    names,
+    prepare,
+    prepare_all,
+    tokens,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
-UINT16 = np.dtype("<u2")
 
 
-class ReadSource(ListSource):
-    """Notes that it is read."""
-
-    reads: ClassVar[list[str]] = []
-
-    def batches(self, faults=None):
-        self.reads.append(self.name)
-        yield from super().batches(faults)
-
-
-class FailingSource(ListSource):
-    def batches(self, faults=None):
-        yield from super().batches(faults)
-        raise DataError("line 9 is broken")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch, caplog):
-    monkeypatch.setattr(ReadSource, "reads", [])
-    caplog.set_level(logging.INFO, "llm.data")
-
-
-def prepare(prefix, sources, *, workers=1, encoding=None, **output):
-    prepare_all([(sources, Output(prefix=prefix, **output))], workers=workers, **(encoding or {}))
-
-
-def prepare_all(jobs, *, workers=1, **encoding):
-    settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **encoding}
-    prepare_files(jobs, encoding=Encoding(**settings), workers=workers, log_seconds=10.0)
-
-
-def ids(text):
-    return [byte + 1 for byte in text.encode()]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def tokens(prefix):
-    return TokenFile(prefix).tokens.tolist()
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-THREE = ["wiki.bin", "wiki.idx", "wiki.json"]
+pytestmark = pytest.mark.usefixtures("fresh_reads")
 
 
 class Killed(BaseException):

@@ -1,7 +1,6 @@
 import bz2
 import gzip
 import json
-import logging
 import lzma
 import sys
 from pathlib import Path
@@ -19,9 +18,10 @@ from llm.data import preparation, tokenize_parts
 from llm.data.flat_file import FlatTokenFile
 from llm.data.prepare import main
 from llm.data.sidecar import read_sidecar, verify
-from llm.data.token_file import TokenFile, TokenFileWriter
+from llm.data.token_file import TokenFile
 from tests.support.corpora import write
-from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
+from tests.support.preparation import expected_pair, json_lines, names, pair
+from tests.support.tokenizers import tiny_tokenizer
 
 TEXTS = [
     "the quick brown fox",
@@ -33,42 +33,12 @@ TEXTS = [
 
 
 @pytest.fixture(autouse=True)
-def at_home(tmp_path, monkeypatch):
-    """A folder of its own, and a log that is as it was before."""
-    monkeypatch.chdir(tmp_path)
+def library_cache(at_home, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    logger = logging.getLogger("llm")
-    before = logger.handlers, logger.level, logger.propagate
-    save_tiny_tokenizer(tmp_path / "tokenizer")
-    yield
-    logger.handlers, logger.level, logger.propagate = before
-
-
-def json_lines(texts):
-    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
 
 
 def prepare(*argv, tokenizer=("--tokenizer_name", "tokenizer")):
     return main([str(word) for word in [*argv, *tokenizer]])
-
-
-def expected_pair(folder, texts=TEXTS):
-    """What one writer makes of the ids of transformers, document by document."""
-    folder.mkdir(exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    with TokenFileWriter(folder / "expected", np.dtype("<u2")) as writer:
-        for text in filter(None, texts):
-            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            writer.add(np.array([*ids, 0]), ends_document=True)
-    return [(folder / f"expected.{kind}").read_bytes() for kind in ("bin", "idx")]
-
-
-def pair(prefix):
-    return [Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")]
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys):
@@ -76,7 +46,7 @@ def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys)
 
     assert prepare("--input", "a.jsonl", "--output_prefix", "out/wiki", "--workers", 1) == 0
 
-    assert pair("out/wiki_text_document") == expected_pair(tmp_path / "e")
+    assert pair("out/wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
     assert names("out") == [f"wiki_text_document.{kind}" for kind in ("bin", "idx", "json")]
     assert verify(tmp_path / "out" / "wiki_text_document") == []
     sidecar = read_sidecar(tmp_path / "out" / "wiki_text_document")
@@ -99,7 +69,7 @@ def test_the_bytes_are_the_same_for_any_workers_parts_and_encoder(
 
     assert prepare("--input", "a.jsonl", "--output_prefix", "wiki", "--workers", workers) == 0
 
-    assert pair("wiki_text_document") == expected_pair(tmp_path / "e")
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
 
 
 def write_inputs(folder):
@@ -124,7 +94,7 @@ def write_inputs(folder):
 
 def test_the_bytes_are_the_same_for_any_kind_of_file(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "PART_BYTES", 500)
-    expected = expected_pair(tmp_path / "e")
+    expected = expected_pair(tmp_path / "e", TEXTS)
 
     for name in write_inputs(tmp_path):
         assert prepare("--input", name, "--output_prefix", name, "--workers", 2) == 0
@@ -141,7 +111,7 @@ def test_a_data_set_gives_the_same_bytes_streamed_or_not(tmp_path, streaming):
     argv = ["--dataset_name", "./set", "--output_prefix", "wiki", "--workers", 2, *streaming]
 
     assert prepare(*argv) == 0
-    assert pair("wiki_text_document") == expected_pair(tmp_path / "e")
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
 
 
 def test_folders_patterns_and_columns_can_be_named(tmp_path):
@@ -254,7 +224,7 @@ def test_documents_are_shuffled_by_the_seed_alone(tmp_path, monkeypatch, workers
     assert prepare(*argv, "c", "--seed", 2, "--workers", 2) == 0
 
     assert pair("a_text_document") == pair("b_text_document") != pair("c_text_document")
-    plain = expected_pair(tmp_path / "e")
+    plain = expected_pair(tmp_path / "e", TEXTS)
     assert sorted(pair("a_text_document")[0]) == sorted(plain[0])
     assert pair("a_text_document")[0] != plain[0]
 
@@ -266,7 +236,7 @@ def test_nanogpt_gets_its_two_files(tmp_path):
     assert prepare(*argv, "--validation_split_percentage", 10) == 0
 
     assert names("data/wiki") == ["train.bin", "train.json", "val.bin", "val.json"]
-    (binary, _) = expected_pair(tmp_path / "e")
+    (binary, _) = expected_pair(tmp_path / "e", TEXTS)
     val, train = (Path(f"data/wiki/{name}.bin").read_bytes() for name in ("val", "train"))
     assert val + train == binary
     assert np.count_nonzero(FlatTokenFile(Path("data/wiki/val.bin")).tokens == 0) == 5  # of 43

@@ -1,7 +1,5 @@
 """What is left, and what goes on, when processes of a preparation are killed."""
 
-import json
-import logging
 import os
 import random
 import signal
@@ -10,51 +8,18 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llm.data.prepare import main
 from llm.data.sidecar import verify
-from llm.data.token_file import TokenFileWriter
 from tests.support.corpora import write
-from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
+from tests.support.preparation import expected_pair, json_lines, names, pair
 
 TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]
 GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]
 
 
-@pytest.fixture(autouse=True)
-def at_home(tmp_path, monkeypatch):
-    """A folder of its own, and a log that is as it was before."""
-    monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger("llm")
-    before = logger.handlers, logger.level, logger.propagate
-    save_tiny_tokenizer(tmp_path / "tokenizer")
-    yield
-    logger.handlers, logger.level, logger.propagate = before
-
-
-def json_lines(texts):
-    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
-
-
-def expected_pair(folder, texts=TEXTS):
-    """What one writer makes of the ids of transformers, document by document."""
-    folder.mkdir(exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    with TokenFileWriter(folder / "expected", np.dtype("<u2")) as writer:
-        for text in filter(None, texts):
-            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            writer.add(np.array([*ids, 0]), ends_document=True)
-    return [(folder / f"expected.{kind}").read_bytes() for kind in ("bin", "idx")]
-
-
-def pair(prefix):
-    return [Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")]
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
+pytestmark = pytest.mark.usefixtures("at_home")
 
 
 # Each part of the work takes a twentieth of a second, and leaves a line in a file.
@@ -138,7 +103,7 @@ def check_killed(tmp_path, kills, workers):
     assert process.returncode == 0
     assert f"going on in out_text_document.parts: {len(done)} of " in output
     assert done.isdisjoint(part for _, part in begun())
-    assert pair("out_text_document") == expected_pair(tmp_path / "e")
+    assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)
     assert not Path("out_text_document.parts").exists()
 
 
@@ -174,7 +139,7 @@ def test_a_run_killed_at_any_time_goes_on_to_the_same_bytes(tmp_path):
 
     assert kills > 0
     assert process.returncode == 0 or "exists already" in output
-    assert pair("out_text_document") == expected_pair(tmp_path / "e")
+    assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)
     assert verify(Path("out_text_document")) == []
 
 
@@ -220,4 +185,4 @@ def test_a_second_program_at_the_same_output_is_refused(tmp_path, capsys):
     )
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert pair("out_text_document") == expected_pair(tmp_path / "e")
+    assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)

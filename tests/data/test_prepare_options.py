@@ -1,8 +1,6 @@
 """Options that cannot work, text that cannot be used, and what is loaded to say so."""
 
 import gzip
-import json
-import logging
 import subprocess
 import sys
 
@@ -10,27 +8,13 @@ import pytest
 
 from llm.data.prepare import main
 from tests.support.corpora import write
-from tests.support.tokenizers import save_tiny_tokenizer
+from tests.support.preparation import json_lines
 
 TEXTS = ["the quick brown fox", "", "the dog sleeps, " * 20]
 
 
-@pytest.fixture(autouse=True)
-def at_home(tmp_path, monkeypatch):
-    """A folder of its own, and a log that is as it was before."""
-    monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger("llm")
-    before = logger.handlers, logger.level, logger.propagate
-    save_tiny_tokenizer(tmp_path / "tokenizer")
-    yield
-    logger.handlers, logger.level, logger.propagate = before
-
-
-def json_lines(texts):
-    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
-
-
 GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]
+pytestmark = pytest.mark.usefixtures("at_home")
 
 
 @pytest.mark.parametrize(
