@@ -264,36 +264,19 @@ def _build(config: "GPTConfig") -> tuple["PreTrainedModel", "PreTrainedTokenizer
     import torch
     from transformers import GenerationConfig
 
-    from llm.models.configuration import has_weights, load_config
-    from llm.models.gpt import build_model
-    from llm.tokenizer import load_tokenizer
+    from llm.models.configuration import has_weights
+    from llm.trainers.gpt.build import model_of
+    from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
 
     name = config.model_name_or_path
-    tokenizer = load_tokenizer(
-        name=config.tokenizer_name or (None if config.vocab_file else name),
-        vocab_file=config.vocab_file,
-        merges_file=config.merges_file,
-        use_fast=not config.use_slow_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
-    model_config = load_config(
-        model_name_or_path=name,
-        config_name=config.config_name,
-        model_type=config.model_type,
-        config_overrides=config.config_overrides,
-        trust_remote_code=config.trust_remote_code,
-    )
-    model = build_model(
-        config=model_config,
+    tokenizer = open_tokenizer(config)
+    model = model_of(
+        dataclasses.replace(config, attention_implementation=None, gradient_checkpointing=False),
+        open_model_config(config),
         weights_from=None,
         seed=config.seed or 0,
         device=torch.device("cpu"),
         vocab_size=len(tokenizer),
-        attention_implementation=None,
-        gradient_checkpointing=False,
-        no_bias=False,
-        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
-        trust_remote_code=config.trust_remote_code,
     )
     if name is not None and not config.low_cpu_mem_usage and has_weights(name):
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm import checkpoint, options
 from llm.checkpoint import Stateful
@@ -45,23 +45,43 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    model = build_model(
-        config=inputs.model_config,
+    model = model_of(
+        config,
+        inputs.model_config,
         weights_from=inputs.weights_from,
         seed=inputs.seed,
         device=device,
         vocab_size=len(inputs.tokenizer),
-        attention_implementation=config.attention_implementation,
-        gradient_checkpointing=config.gradient_checkpointing,
-        no_bias=config.no_bias,
-        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
-        trust_remote_code=config.trust_remote_code,
     )
     if inputs.ends is not None:
         check_documents_apart(
             model, positions=inputs.ends.positions, attention=inputs.ends.attention
         )
     return model
+
+
+def model_of(
+    config: GPTConfig,
+    model_config: PreTrainedConfig,
+    *,
+    weights_from: str | None,
+    seed: int,
+    device: torch.device,
+    vocab_size: int,
+) -> PreTrainedModel:
+    """Build the model that the options describe; see `models.gpt.build_model`."""
+    return build_model(
+        config=model_config,
+        weights_from=weights_from,
+        seed=seed,
+        device=device,
+        vocab_size=vocab_size,
+        attention_implementation=config.attention_implementation,
+        gradient_checkpointing=config.gradient_checkpointing,
+        no_bias=config.no_bias,
+        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:

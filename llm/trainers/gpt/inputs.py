@@ -95,21 +95,9 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
     metrics = load_metrics(config.eval_metrics)
-    model_config = load_config(
-        model_name_or_path=config.model_name_or_path,
-        config_name=config.config_name,
-        model_type=config.model_type,
-        config_overrides=config.config_overrides,
-        trust_remote_code=config.trust_remote_code,
-    )
+    model_config = open_model_config(config)
     block_size = _block_size(config, model_config)
-    tokenizer = load_tokenizer(
-        name=config.tokenizer_name or (None if config.vocab_file else config.model_name_or_path),
-        vocab_file=config.vocab_file,
-        merges_file=config.merges_file,
-        use_fast=not config.use_slow_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
+    tokenizer = open_tokenizer(config)
     ends = _document_ends(config, tokenizer)
     corpus = _open_corpus(config, model_config, tokenizer, ends)
     seed = choose_seed(config, resume_from)
@@ -126,9 +114,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         schedule = _schedule(config, plan)
     _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
     if config.in_memory and world.local_rank == 0:
-        for part in (*(() if config.eval_only else corpus.train), *corpus.validation):
-            if part.weight > 0:
-                hold_in_memory(part.stream)
+        _hold_in_memory(corpus, training=not config.eval_only)
     return Inputs(
         run=run,
         resume_from=resume_from,
@@ -146,6 +132,42 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         schedule=schedule,
         metrics=metrics,
     )
+
+
+def open_model_config(config: GPTConfig) -> PreTrainedConfig:
+    """The configuration of the model that the options name.
+
+    Raises:
+        ConfigError: There is none, or it cannot be changed as asked.
+    """
+    return load_config(
+        model_name_or_path=config.model_name_or_path,
+        config_name=config.config_name,
+        model_type=config.model_type,
+        config_overrides=config.config_overrides,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that the options name.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    return load_tokenizer(
+        name=config.tokenizer_name or (None if config.vocab_file else config.model_name_or_path),
+        vocab_file=config.vocab_file,
+        merges_file=config.merges_file,
+        use_fast=not config.use_slow_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _hold_in_memory(corpus: Corpus, *, training: bool) -> None:
+    for part in (*(corpus.train if training else ()), *corpus.validation):
+        if part.weight > 0:
+            hold_in_memory(part.stream)
 
 
 def _check_evaluation(config: GPTConfig, corpus: Corpus, *, has_weights: bool) -> None:
