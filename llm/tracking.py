@@ -242,28 +242,30 @@ class Tracker:
         if self._peak_flops is not None:
             record["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
         self._add(step, record, group="train")
-        logger.info(
-            " | ".join(
-                [
-                    f"step {step:8d}/{self._total_steps:8d}",
-                    f"consumed samples: {samples:12d}",
-                    f"ms per step: {ms_per_step:.1f}",
-                    f"tokens/s: {tokens_per_second:.0f}",
-                    f"learning rate: {learning_rate:.6E}",
-                    f"global batch size: {global_batch_size:5d}",
-                    f"lm loss: {values['loss']:.6E}",
-                    f"loss scale: {loss_scale:.1f}",
-                    f"grad norm: {values['grad_norm']:.3f}",
-                    f"skipped steps: {record['skipped_steps']:3d}",
-                    f"nan steps: {record['nan_steps']:3d}",
-                ]
-            )
-        )
+        logger.info(self._console_line(record, step=step, global_batch_size=global_batch_size))
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
+
+    def _console_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
+        """What Megatron-LM's log says of a step, in its words."""
+        return " | ".join(
+            [
+                f"step {step:8d}/{self._total_steps:8d}",
+                f"consumed samples: {record['samples']:12d}",
+                f"ms per step: {record['ms_per_step']:.1f}",
+                f"tokens/s: {record['tokens_per_second']:.0f}",
+                f"learning rate: {record['learning_rate']:.6E}",
+                f"global batch size: {global_batch_size:5d}",
+                f"lm loss: {record['loss']:.6E}",
+                f"loss scale: {record['loss_scale']:.1f}",
+                f"grad norm: {record['grad_norm']:.3f}",
+                f"skipped steps: {record['skipped_steps']:3d}",
+                f"nan steps: {record['nan_steps']:3d}",
+            ]
+        )
 
     def log_evaluation(self, results: dict[str, float], *, step: int) -> None:
         """Report the results of an evaluation."""

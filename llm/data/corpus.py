@@ -264,33 +264,20 @@ def open_corpus(
         DataError: The text or the cache folder is missing, broken or too small.
         ConfigError: `append_eos` with a tokenizer that has no such token.
     """
-    for file in (train_file, validation_file):
-        if text_column is not None and file is not None and ".txt" in file.suffixes:
-            log.warning(
-                f"--text_column {text_column} has no effect on {file}: a text has no columns"
-            )
-    train: Source | None = None
-    validation: Source | None = None
+    sources: dict[str, Source] = {}
     if dataset_name is not None:
-        splits = dataset_sources(
+        sources = dataset_sources(
             dataset_name,
             dataset_config_name,
             text_column=text_column,
             trust_remote_code=trust_remote_code,
         )
-        train, validation = splits["train"], splits["validation"]
-    if train_file is not None:
-        train = file_source(train_file, text_column=text_column, keep_linebreaks=keep_linebreaks)
-    if validation_file is not None:
-        validation = file_source(
-            validation_file,
-            text_column=text_column,
-            keep_linebreaks=keep_linebreaks,
-            option="--validation_file",
-        )
+    for split, file in (("train", train_file), ("validation", validation_file)):
+        if file is not None:
+            sources[split] = _file_source(f"--{split}_file", file, text_column, keep_linebreaks)
     prepared = prepare(
-        train=train,
-        validation=validation,
+        train=sources.get("train"),
+        validation=sources.get("validation"),
         tokenizer=tokenizer,
         append_eos=append_eos,
         vocab_size=vocab_size,
@@ -301,6 +288,14 @@ def open_corpus(
         progress=progress,
     )
     return _split_text(prepared, validation_split_percentage)
+
+
+def _file_source(option: str, file: Path, text_column: str | None, keep_linebreaks: bool) -> Source:
+    if text_column is not None and ".txt" in file.suffixes:
+        log.warning(f"--text_column {text_column} has no effect on {file}: a text has no columns")
+    return file_source(
+        file, text_column=text_column, keep_linebreaks=keep_linebreaks, option=option
+    )
 
 
 def _split_text(prepared: PreparedData, validation_split_percentage: float) -> Corpus:

@@ -96,52 +96,71 @@ def write_part(
         OSError: The file system refused a write.
     """
     faults = Faults(on_error)
-    progress = Progress()
-    empty = largest = 0
-    writers = [_HashedFile(stem, suffix) for suffix in _FILES]
-    ids_file, rows_file, bytes_file = writers
+    writer = _PartWriter(source, stem)
     try:
         for texts in source.batches(faults):
-            ids, counts = encoder.encode(texts)
-            if counts.size and counts.max() > _MOST_TOKENS:
-                raise DataError(
-                    f"{source.name} holds a text of {counts.max():,} tokens, and a token file "
-                    f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
-                )
-            filled = counts > 0
-            sizes = np.fromiter(map(_utf8_bytes, texts), np.uint32, len(texts))
-            ids_file.write(ids)
-            rows_file.write(counts[filled].astype("<i4"))
-            bytes_file.write(sizes[filled].astype("<u4"))
-            largest = max(largest, int(ids.max(initial=0)))
-            empty += len(texts) - int(filled.sum())
-            progress.texts += int(filled.sum())
-            progress.tokens += int(ids.size)
-            progress.text_bytes += int(sizes[filled].sum(dtype=np.int64))
-            progress.consumed = source.consumed
-            report(progress)
-        if source.one_document and progress.texts and end_token is not None:
-            ids_file.write(np.array([end_token], dtype))
-            rows_file.add_to_last(1)
-            progress.tokens += 1
-            largest = max(largest, end_token)
+            writer.add(texts, *encoder.encode(texts))
+            report(writer.progress)
+        if source.one_document and end_token is not None:
+            writer.end_document(np.array([end_token], dtype))
     finally:
-        for writer in writers:
-            writer.close()
-    facts = PartFacts(
-        one_document=source.one_document,
-        texts=progress.texts,
-        empty=empty,
-        skipped=faults.skipped,
-        tokens=progress.tokens,
-        text_bytes=progress.text_bytes,
-        largest_token=largest,
-        checksums={writer.suffix: writer.digest() for writer in writers},
-    )
+        writer.close()
     # Not synced, for speed: a restart compares every byte with the checksums.
     temporary = stem.with_suffix(".json.tmp")
+    facts = writer.facts(skipped=faults.skipped)
     temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
     temporary.replace(stem.with_suffix(".json"))
+
+
+class _PartWriter:
+    """The three files of a part, and what they hold so far."""
+
+    def __init__(self, source: Source, stem: Path) -> None:
+        self.progress = Progress()
+        self._source = source
+        self._files = {suffix: _HashedFile(stem, suffix) for suffix in _FILES}
+        self._empty = self._largest = 0
+
+    def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        if counts.size and counts.max() > _MOST_TOKENS:
+            raise DataError(
+                f"{self._source.name} holds a text of {counts.max():,} tokens, and a token file "
+                f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
+            )
+        filled = counts > 0
+        sizes = np.fromiter(map(_utf8_bytes, texts), np.uint32, len(texts))[filled]
+        self._files[".ids"].write(ids)
+        self._files[".rows"].write(counts[filled].astype("<i4"))
+        self._files[".bytes"].write(sizes.astype("<u4"))
+        self._largest = max(self._largest, int(ids.max(initial=0)))
+        self._empty += len(texts) - sizes.size
+        self.progress.texts += sizes.size
+        self.progress.tokens += int(ids.size)
+        self.progress.text_bytes += int(sizes.sum(dtype=np.int64))
+        self.progress.consumed = self._source.consumed
+
+    def end_document(self, end: NDArray[Any]) -> None:
+        if self.progress.texts:
+            self._files[".ids"].write(end)
+            self._files[".rows"].add_to_last(1)
+            self.progress.tokens += 1
+            self._largest = max(self._largest, int(end[0]))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def facts(self, *, skipped: int) -> PartFacts:
+        return PartFacts(
+            one_document=self._source.one_document,
+            texts=self.progress.texts,
+            empty=self._empty,
+            skipped=skipped,
+            tokens=self.progress.tokens,
+            text_bytes=self.progress.text_bytes,
+            largest_token=self._largest,
+            checksums={suffix: file.digest() for suffix, file in self._files.items()},
+        )
 
 
 def read_part(stem: Path, *, verify: bool) -> PartFacts | None:

@@ -99,16 +99,16 @@ def prepare(
             end_token=end_token(tokenizer, append_eos),
             dtype=token_dtype(max(vocab_size, tokenizer.size)),
         )
+        threads = num_workers or num_cores()
         for split, source in sources.items():
-            present = source is not None and (split == "train" or source.exists())
             info[split] = None
-            if source is not None and present:
+            if source is not None and (split == "train" or source.exists()):
                 info[split] = _write_split(
                     source,
                     folder / split,
                     encoding=encoding,
                     vocab_size=vocab_size,
-                    threads=num_workers or num_cores(),
+                    threads=threads,
                     progress=progress,
                 )
         write_whole(folder / "info.json", json.dumps(info, indent=1))
