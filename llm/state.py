@@ -17,6 +17,7 @@ class TrainState:
         tokens: Tokens predicted by all ranks.
         seconds: Time spent training, over all starts of the run.
         best_loss: Lowest validation loss so far.
+        evaluated_at: Step of the last evaluation.
     """
 
     step: int = 0
@@ -24,6 +25,7 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0
     best_loss: float | None = None
+    evaluated_at: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one optimizer step."""

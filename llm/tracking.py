@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from llm.files import sync, write_whole
 
 logger = logging.getLogger("llm")
 
@@ -155,12 +156,14 @@ class Tracker:
         flops_per_token: float,
         peak_flops: float | None,
     ) -> None:
+        self._path = metrics_path
         self._file = None if metrics_path is None else metrics_path.open("a", encoding="utf-8")
         self._log_to_trackers = log_to_trackers
         self._total_steps = total_steps
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._record: dict[str, Any] = {}
+        self._before: str | None = None  # all lines but the one that is written anew
         self._bar: Any = None
 
     def start(self, *, step: int, tokens: int, seconds: float) -> None:
@@ -278,13 +281,25 @@ class Tracker:
         scalars = {f"{group}/{name.removeprefix('eval_')}": v for name, v in record.items()}
         self._log_to_trackers(scalars, step)
 
+    def join(self, step: int) -> None:
+        """Let what is reported next join the line of a step that an earlier start has written."""
+        lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
+        if lines and json.loads(lines[-1])["step"] == step:
+            self._record = json.loads(lines.pop())
+            self._before = "".join(f"{line}\n" for line in lines)
+
     def commit(self, step: int) -> None:
         """Write what was reported for a step as one line, and see it on disk."""
-        if self._record and self._file is not None:
-            record = {"step": step, **{k: _json_safe(v) for k, v in self._record.items()}}
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        if self._record and self._path is not None and self._file is not None:
+            values = {name: _json_safe(value) for name, value in self._record.items()}
+            line = json.dumps({"step": step} | values) + "\n"
+            if self._before is None:
+                self._file.write(line)
+                sync(self._file)
+            else:
+                self._file.close()
+                write_whole(self._path, self._before + line)
+                self._file, self._before = self._path.open("a", encoding="utf-8"), None
         self._record = {}
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ class Watchdog:
         self._ended = threading.Event()
         self.verdict: str | None = None
         self.speaker = 0
+        self._connection: socket.socket | None = None
         if world_size == 1:
             return
         server = None
@@ -93,17 +94,18 @@ class Watchdog:
                 target=self._serve, args=(server, world_size), name="watchdog-hub", daemon=True
             )
             self._hub.start()
-        connection = _connect(self._host, port)
-        if connection is None:
+        self._connection = _connect(self._host, port)
+        if self._connection is None:
             logger.warning(
                 f"Rank {rank} does not reach rank 0 on {self._host}, port {port}: if it hangs, "
                 "nobody will say so."
             )
             return
-        self._connection = connection
         self._send(left=False)  # at once: who has not said its name cannot be missed
-        for number, target in enumerate((self._beat, self._listen)):
-            threading.Thread(target=target, name=f"watchdog-{number}", daemon=True).start()
+        threading.Thread(target=self._beat, name="watchdog-beat", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(self._connection,), name="watchdog-ear", daemon=True
+        ).start()
 
     def got_on(self, *, step: int, phase: Phase) -> None:
         """Say that this rank makes progress.
@@ -120,7 +122,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Leave in good order: the others go on."""
-        if self._ended.is_set() or not hasattr(self, "_connection"):
+        if self._ended.is_set() or self._connection is None:
             return
         self._ended.set()
         self._send(left=True)
@@ -130,7 +132,7 @@ class Watchdog:
 
     def wait_for_verdict(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (0.0 if self._connection is None else seconds)
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.1)
         return self.verdict
@@ -148,13 +150,14 @@ class Watchdog:
             "age": time.monotonic() - self._since,
             "left": left,
         }
+        assert self._connection is not None  # else nobody beats
         with contextlib.suppress(OSError):  # `_listen` finds out why
             self._connection.sendall(json.dumps(beat).encode() + b"\n")
 
-    def _listen(self) -> None:
+    def _listen(self, connection: socket.socket) -> None:
         """Hears what rank 0 says; its silence is that of a rank that is lost itself."""
         selector = selectors.DefaultSelector()
-        selector.register(self._connection, selectors.EVENT_READ)
+        selector.register(connection, selectors.EVENT_READ)
         received = b""
         heard = time.monotonic()
         while not self._ended.is_set():
@@ -168,7 +171,7 @@ class Watchdog:
                     return
                 continue
             try:
-                chunk = self._connection.recv(4096)
+                chunk = connection.recv(4096)
             except OSError:
                 chunk = b""
             if not chunk:

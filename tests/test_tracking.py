@@ -176,3 +176,28 @@ def test_the_peak_is_that_of_the_device(name, tflops):
 
 def test_the_peak_of_an_unknown_device_is_unknown():
     assert peak_flops("Abacus 2000") is None
+
+
+def test_what_is_reported_after_a_resume_joins_the_line_of_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n')
+    tracker = Tracker(
+        metrics_path=path,
+        log_to_trackers=lambda values, step: None,
+        total_steps=4,
+        flops_per_token=1.0,
+        peak_flops=None,
+    )
+
+    tracker.join(3)
+    tracker.log_evaluation({"loss": 1.5}, step=3)
+    tracker.commit(3)
+    tracker.log_evaluation({"loss": 1.25}, step=4)
+    tracker.commit(4)
+    tracker.close()
+
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 1.0, "eval_loss": 1.5},
+        {"step": 4, "eval_loss": 1.25},
+    ]

@@ -98,6 +98,7 @@ class Trainer:
         """Train; returns early, with everything saved, when asked to stop."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
+        self.make_up_for_evaluation()
         waiting_since = time.perf_counter()
         with closing(self.loader.steps(self.state.step)) as batches:
             for batch in batches:
@@ -109,6 +110,18 @@ class Trainer:
         self.watchdog.got_on(step=state.step, phase="save")
         self.saver.finish(last=True)
         return "finished" if state.step == self.plan.total_steps else "preempted"
+
+    def make_up_for_evaluation(self) -> None:
+        """Do what an earlier start, asked to stop at this very step, had no time for."""
+        step = self.state.step
+        if step == 0 or self.evaluate is None or self.state.evaluated_at == step:
+            return
+        if self.is_due(self.eval_every, or_last=True):
+            with self.tracker.paused():
+                self.tracker.join(step)
+                self.run_evaluation()
+                self.tracker.commit(step)
+            self.watchdog.got_on(step=step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""
@@ -202,6 +215,7 @@ class Trainer:
         self.watchdog.got_on(step=self.state.step, phase="evaluation")
         self.results = self.evaluate()
         self.tracker.log_evaluation(self.results, step=self.state.step)
+        self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
         best = self.state.best_loss
         self.state.best_loss = loss if best is None else min(best, loss)
