@@ -10,19 +10,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llm import checkpoint
 from llm.checkpoint import Checkpoint
 from llm.checkpoint_folder import BEST
 from llm.command_line import parse
 from llm.errors import CheckpointError, ConfigError, LLMError
-from llm.options import option, read_toml
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from llm.config import GPTConfig
+from llm.options import option
+from llm.trainers.gpt.trained_model import (
+    choose_checkpoint,
+    follow_best,
+    load_trained,
+    read_config,
+)
 
 _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
@@ -121,7 +121,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         return [f"{folder} holds no checkpoint."], 0
     valid = [entry.path for entry in entries if entry.problem is None]
     latest = valid[-1] if valid else None
-    best, remark = _best(folder)
+    best, remark = follow_best(folder)
     lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
         marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
@@ -152,17 +152,6 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
             problem = problem.removeprefix(said)
         return Entry(path=path, found=None, problem=problem)
     return Entry(path=path, found=found, problem=found.problem(read=verify))
-
-
-def _best(folder: Path) -> tuple[Path | None, str]:
-    """Where the link `best` points to, if there is one, and what to say of it."""
-    link = folder / BEST
-    if not link.is_symlink():
-        return None, "no link (--save_top_k keeps one)"
-    target = link.readlink()
-    if not link.exists():
-        return None, f"a link to {target}, which is not there"
-    return folder / target, str(target)
 
 
 def _row(entry: Entry, marks: list[str]) -> str:
@@ -202,21 +191,17 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
     step, target = words[0], Path(words[1])
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
-    chosen = _chosen(folder, step)
-    from llm.config import GPTConfig
+    config = read_config(run)
+    chosen = choose_checkpoint(folder, step, option="--export")
     from llm.runtime import calm_threads, quiet_libraries
 
-    config = GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
     calm_threads()
     quiet_libraries()
     from safetensors import SafetensorError
 
     from llm.models.export import export_model, write_model_card
 
-    model, tokenizer = _build(config)
-    checkpoint.load_model(chosen, model)
+    model, tokenizer = load_trained(config, chosen)
     loss = chosen.facts.get("eval_loss")
     try:
         export_model(
@@ -233,56 +218,6 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
-
-
-def _chosen(folder: Path, step: str) -> Checkpoint:
-    """The checkpoint that a step names, every byte of it read."""
-    if step == "latest":
-        for path in reversed(checkpoint.folders(folder)):
-            try:
-                return checkpoint.read_valid(path)
-            except CheckpointError as error:
-                sys.stderr.write(f"A checkpoint is passed over. {error}\n")
-        raise CheckpointError(f"{folder} holds no valid checkpoint.")
-    if step == BEST:
-        best, remark = _best(folder)
-        if best is None:
-            raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
-        return checkpoint.read_valid(best)
-    there = [path for path in checkpoint.folders(folder) if str(checkpoint.step_of(path)) == step]
-    if not there:
-        steps = ", ".join(str(checkpoint.step_of(path)) for path in checkpoint.folders(folder))
-        raise ConfigError(
-            f"--export {step} names no checkpoint of {folder}; there are {steps or 'none'}, "
-            "latest and best."
-        )
-    return checkpoint.read_valid(there[-1])
-
-
-def _build(config: "GPTConfig") -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """The model of a run as its training built it, on the CPU, and its tokenizer."""
-    import torch
-    from transformers import GenerationConfig
-
-    from llm.models.configuration import has_weights
-    from llm.trainers.gpt.build import model_of
-    from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
-
-    name = config.model_name_or_path
-    tokenizer = open_tokenizer(config)
-    model = model_of(
-        dataclasses.replace(config, attention_implementation=None, gradient_checkpointing=False),
-        open_model_config(config),
-        weights_from=None,
-        seed=config.seed or 0,
-        device=torch.device("cpu"),
-        vocab_size=len(tokenizer),
-    )
-    if name is not None and not config.low_cpu_mem_usage and has_weights(name):
-        with contextlib.suppress(OSError):
-            # It came along with the weights that training began with.
-            model.generation_config = GenerationConfig.from_pretrained(name)
-    return model, tokenizer
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A module imports lower floors, or its own room (folder) on its own floor.
 FLOORS = [
-    {"errors", "", "trainers", "trainers.gpt", "data", "models", "optim", "parallel"},
+    {"errors", "", "trainers", "trainers.gpt", "data", "models", "optim", "parallel", "report"},
     {"options", "files"},
     {"command_line"},
     {"config"},
@@ -29,17 +29,20 @@ FLOORS = [
         "run_folder",
         "tracking",
     },
+    {"report.*"},
     {"checkpoint_folder"},
     {"saving"},
     {"trainers.gpt.loop"},
     {"trainers.gpt.start"},
     {"trainers.gpt.inputs"},
     {"trainers.gpt.build"},
-    {"trainers.gpt.results"},
+    {"trainers.gpt.results", "trainers.gpt.trained_model"},
     {"trainers.gpt.main"},
     {
         "trainers.gpt.__main__",
         "checkpoints",
+        "generate",
+        "report.__main__",
         "data.prepare",
         "data.inspect",
         "data.train_tokenizer",
@@ -53,7 +56,7 @@ READ_CONFIG = {
     "trainers.gpt.build",
     "trainers.gpt.results",
     "trainers.gpt.main",
-    "checkpoints",
+    "trainers.gpt.trained_model",
 }
 
 # A table of options grows by a row with every option.

@@ -20,7 +20,9 @@ from llm.data.prepare import PrepareConfig
 from llm.data.prepare import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
+from llm.generate import GenerateOptions
 from llm.options import fields
+from llm.report.__main__ import ReportOptions
 from llm.trainers.gpt.main import parse_args
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
 
@@ -60,6 +62,7 @@ FOREIGN = {
     "placeholders": {"x", "no_x"},
 }  # fmt: skip
 
+PROGRAMS = (CheckpointOptions, ReportOptions, GenerateOptions)
 DATA_PROGRAMS = {
     "prepare": PrepareConfig,
     "inspect": InspectOptions,
@@ -137,7 +140,13 @@ def keys_written_by(path: str, function: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_option_that_a_page_names_exists(page):
-    programs = (GPTConfig, CheckpointOptions, *DATA_PROGRAMS.values())
+    programs = (
+        GPTConfig,
+        CheckpointOptions,
+        ReportOptions,
+        GenerateOptions,
+        *DATA_PROGRAMS.values(),
+    )
     declared = [field for program in programs for field in fields(program)]
     known = {name for field in declared for name in (*field.names, *field.opposites)}
     known |= set().union(*FOREIGN.values())

@@ -109,6 +109,7 @@ def sample_text(
     prompt: str,
     max_new_tokens: int,
     seed: int,
+    **generation: Any,
 ) -> str:
     """Let the model continue a text.
 
@@ -118,6 +119,7 @@ def sample_text(
         prompt: How the text begins; may be empty.
         max_new_tokens: Tokens to add, at most; fewer where the model's positions end.
         seed: Keys the draws: the same seed gives the same text.
+        generation: More for the library's `generate`, such as temperature, top_p or a streamer.
 
     Returns:
         The prompt and its continuation.
@@ -140,11 +142,11 @@ def sample_text(
             output = model.generate(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                do_sample=True,
                 max_new_tokens=max_new_tokens,
                 pad_token_id=end if end is not None else 0,
                 eos_token_id=end,
                 suppress_tokens=nameless or None,
+                **{"do_sample": True, **generation},
             )
     finally:
         model.train(training)

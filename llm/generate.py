@@ -1,0 +1,281 @@
+"""Lets a trained model write: `python -m llm.generate runs/wiki --prompt "Once upon a time"`.
+
+The text goes to the standard output token by token, everything else to the standard error.
+
+Exit codes: 0 written, 2 an option or file that cannot be read.
+"""
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm import checkpoint
+from llm.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.options import option
+from llm.runtime import (
+    calm_threads,
+    device_of,
+    draw_seed,
+    quiet_libraries,
+    world_from_environment,
+)
+from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Which model writes, and how."""
+
+    run: str = option(
+        "",
+        "A run's folder (its exported model, or where there is none its newest checkpoint), a "
+        "checkpoint's folder, or any folder that Hugging Face's from_pretrained loads. The "
+        "option's name can be left out.",
+        group="Model",
+    )
+    checkpoint: str | None = option(
+        None,
+        "Take this checkpoint of the run: the number of its step, latest, best, or its folder.",
+        group="Model",
+    )
+    trust_remote_code: bool = option(
+        False, "Run the Python code that an exported model brings along.", group="Model"
+    )
+    prompt: str = option(
+        "",
+        "How the text begins; - reads it from the standard input, without its last line break.",
+        group="Text",
+    )
+    max_new_tokens: int = option(
+        200,
+        "Tokens to write, at most; fewer where a text ends or the model's positions do.",
+        group="Text",
+        at_least=1,
+    )
+    num_samples: int = option(1, "Texts to write, one after the other.", group="Text", at_least=1)
+    temperature: float | None = option(
+        None,
+        "Below 1 likely tokens become likelier, above 1 all become more alike; 0 always takes the "
+        "likeliest. By default what the model's generation_config.json says, else 1.",
+        group="Sampling",
+        at_least=0,
+    )
+    top_k: int | None = option(
+        None,
+        "Draw from so many of the likeliest tokens only; 0 from all. By default what the model's "
+        "generation_config.json says, else 50.",
+        group="Sampling",
+        at_least=0,
+    )
+    top_p: float | None = option(
+        None,
+        "Draw from the likeliest tokens only that together have this probability. By default what "
+        "the model's generation_config.json says, else 1.",
+        group="Sampling",
+        above=0,
+        at_most=1,
+    )
+    seed: int | None = option(
+        None,
+        "The same seed writes the same text; the second of several texts has the next seed, and "
+        "so on. By default drawn, and told.",
+        group="Sampling",
+        at_least=0,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            GenerateOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m llm.generate",
+            description="Let a trained model continue a text.",
+            positional="run",
+        )
+        _generate(options)
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
+        return 2
+    return 0
+
+
+def _generate(options: GenerateOptions) -> None:
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
+    model, tokenizer = _open(options)
+    from llm.models.gpt import sample_text
+
+    model = model.to(device_of(world_from_environment()))
+    max_new_tokens = _room(options.max_new_tokens, prompt, model, tokenizer)
+    seed = draw_seed() if options.seed is None else options.seed
+    if options.seed is None and options.temperature != 0:
+        _say(f"--seed {seed}")
+    for number in range(options.num_samples):
+        if options.num_samples > 1:
+            title = f"--- text {number + 1} of {options.num_samples}, --seed {seed + number}"
+            sys.stdout.write(f"{title}\n")
+        sample_text(
+            model,
+            tokenizer,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            seed=seed + number,
+            streamer=make_printer(tokenizer),
+            **_sampling(options),
+        )
+
+
+def _read_prompt() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt -: the standard input is no UTF-8 text: {error}.") from error
+
+
+def _open(options: GenerateOptions) -> "Model":
+    """The model that the options name, and its tokenizer."""
+    if not options.run:
+        raise ConfigError(
+            "No model is named: give the folder of a run first, as in llm.generate runs/wiki."
+        )
+    path = Path(options.run)
+    if not path.is_dir():
+        raise ConfigError(f"--run {path} is no folder; name that of a run or of a model.")
+    calm_threads()
+    if (path / checkpoint.MANIFEST).is_file():
+        if options.checkpoint is not None:
+            raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")
+        return _open_checkpoint(path.resolve().parent.parent, str(path))
+    if options.checkpoint is None and _holds_model(path):
+        return _open_export(path, trust_remote_code=options.trust_remote_code)
+    if not ((path / "config.toml").is_file() or (path / "checkpoints").is_dir()):
+        raise ConfigError(
+            f"--run {path} holds neither a run (config.toml, checkpoints) nor a model "
+            "(config.json and weights)."
+        )
+    return _open_checkpoint(path, options.checkpoint or "latest")
+
+
+def _holds_model(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    from llm.models.configuration import has_weights
+
+    return has_weights(str(folder))
+
+
+def _open_checkpoint(run: Path, name: str) -> "Model":
+    config = read_config(run)
+    if (Path(name) / checkpoint.MANIFEST).is_file():
+        chosen = checkpoint.read_valid(Path(name))
+    else:
+        chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
+    quiet_libraries()
+    _say(f"The model after step {chosen.step:,}, of {chosen.path}.")
+    return load_trained(config, chosen)
+
+
+def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
+    quiet_libraries()
+    from llm.models.configuration import one_line
+    from llm.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        name=str(folder),
+        vocab_file=None,
+        merges_file=None,
+        use_fast=True,
+        trust_remote_code=trust_remote_code,
+    )
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the library, or the model's own code, raises
+        raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}") from error
+    _say(f"The model that is exported in {folder}.")
+    return model, tokenizer
+
+
+def _room(
+    wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> int:
+    """So many new tokens as the model has positions for behind the prompt."""
+    from llm.models.configuration import max_positions
+
+    limit = max_positions(model.config)
+    used = max(1, len(tokenizer(prompt)["input_ids"])) if prompt else 1
+    if limit is None or used + wanted <= limit:
+        return wanted
+    room = max(1, limit - used)
+    _say(
+        f"The model has {limit:,} positions, and the prompt takes {used:,}: "
+        f"at most {room:,} tokens are written instead of {wanted:,}."
+    )
+    return room
+
+
+def _sampling(options: GenerateOptions) -> dict[str, Any]:
+    """The options as the library's `generate` has them; what is not given is left to the model."""
+    alone = {"num_beams": 1}  # several beams have no text to show before they end
+    if options.temperature == 0:
+        return {**alone, "do_sample": False}
+    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    return {**alone, **{name: value for name, value in given.items() if value is not None}}
+
+
+def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """A streamer that writes every token as soon as it is whole.
+
+    The library's own holds words back until they end, and loses spaces after a line break with
+    tokenizers that mark the beginnings of words.
+    """
+    from transformers.generation.streamers import BaseStreamer
+
+    class Printer(BaseStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._ids: list[int] = []
+            self._written = 0
+
+        def put(self, value: Any) -> None:
+            self._ids += value.flatten().tolist()
+            text = tokenizer.decode(self._ids, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # else a character of several tokens has only begun
+                self._write(text)
+
+        def end(self) -> None:
+            self._write(tokenizer.decode(self._ids, skip_special_tokens=True))
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+        def _write(self, text: str) -> None:
+            sys.stdout.write(text[self._written :])
+            sys.stdout.flush()
+            self._written = len(text)
+
+    return Printer()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    # A text that was interrupted, or piped into `head`, ends without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Shows runs as a page of curves: `python -m llm.report runs/NAME [runs/OTHER ...]`.
+
+Exit codes: 0 written, 2 an option or file that cannot be read or written.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from llm.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.files import write_whole
+from llm.options import option
+from llm.report.images import write_images
+from llm.report.page import make_page
+from llm.report.runs import read_runs
+from llm.report.scales import X
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What to show, and where to write it."""
+
+    runs: tuple[str, ...] = option(
+        (),
+        "The folders of runs (--output_dir of their trainings), finished or not. Written first, "
+        "they need no option's name.",
+        group="Report",
+    )
+    output: str | None = option(
+        None,
+        "HTML file to write, a page that needs no other file and no network. By default "
+        "report.html in the folder of the first run.",
+        group="Report",
+    )
+    png: str | None = option(
+        None,
+        "Folder for the charts as PNG files besides; needs matplotlib.",
+        group="Report",
+    )
+    x: Literal["steps", "tokens", "time"] = option(
+        "steps",
+        "What the PNG files show the curves against, and the page when it is opened.",
+        group="Report",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            ReportOptions,
+            _name_runs(sys.argv[1:] if argv is None else argv),
+            prog="python -m llm.report",
+            description="Show the curves of runs, finished or under way, as a page for a browser.",
+        )
+        written = write_report(options)
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
+        return 2
+    sys.stdout.write("".join(f"{path}\n" for path in written))
+    return 0
+
+
+def _name_runs(argv: Sequence[str]) -> list[str]:
+    """Words before the first option are runs."""
+    return ["--runs", *argv] if argv and not argv[0].startswith("-") else list(argv)
+
+
+def write_report(options: ReportOptions) -> list[Path]:
+    """Write the page, and the images if they are wished for.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: A folder holds no run, or a target cannot be what it has to be.
+    """
+    if not options.runs:
+        raise ConfigError("No run is named: give its folder first, as in llm.report runs/wiki.")
+    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name an HTML file.")
+    x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
+    runs = read_runs([Path(run) for run in options.runs])
+    images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, make_page(runs, x=x))
+    return [output, *images]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The model of a run that was trained here, taken out of one of its checkpoints."""
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm import checkpoint
+from llm.checkpoint import Checkpoint
+from llm.checkpoint_folder import BEST
+from llm.config import GPTConfig
+from llm.errors import CheckpointError, ConfigError
+from llm.options import read_toml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def read_config(run: Path) -> GPTConfig:
+    """The configuration of a run.
+
+    Raises:
+        CheckpointError: Its folder holds none.
+        ConfigError: It cannot be read.
+    """
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
+    return GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+
+
+def follow_best(folder: Path) -> tuple[Path | None, str]:
+    """Where the link `best` points to, if there is one, and what to say of it.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+    """
+    link = folder / BEST
+    if not link.is_symlink():
+        return None, "no link (--save_top_k keeps one)"
+    target = link.readlink()
+    if not link.exists():
+        return None, f"a link to {target}, which is not there"
+    return folder / target, str(target)
+
+
+def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
+    """The checkpoint that a step names, every byte of it read.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+        step: A number, `latest` or `best`.
+        option: What the user has named it by, for messages.
+
+    Raises:
+        CheckpointError: It is damaged, or there is none.
+        ConfigError: There is none of that step.
+    """
+    if step == "latest":
+        for path in reversed(checkpoint.folders(folder)):
+            try:
+                return checkpoint.read_valid(path)
+            except CheckpointError as error:
+                sys.stderr.write(f"A checkpoint is passed over. {error}\n")
+        raise CheckpointError(f"{folder} holds no valid checkpoint.")
+    if step == BEST:
+        best, remark = follow_best(folder)
+        if best is None:
+            raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
+        return checkpoint.read_valid(best)
+    there = [path for path in checkpoint.folders(folder) if str(checkpoint.step_of(path)) == step]
+    if not there:
+        steps = ", ".join(str(checkpoint.step_of(path)) for path in checkpoint.folders(folder))
+        raise ConfigError(
+            f"{option} {step} names no checkpoint of {folder}; there are {steps or 'none'}, "
+            "latest and best."
+        )
+    return checkpoint.read_valid(there[-1])
+
+
+def load_trained(
+    config: GPTConfig, chosen: Checkpoint
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The model of a run as its training built it, with a checkpoint's weights, and its tokenizer.
+
+    Args:
+        config: The run's configuration.
+        chosen: One of its checkpoints.
+
+    Returns:
+        The model, in fp32 on the CPU, its vocabulary padded if the run padded it; the tokenizer.
+
+    Raises:
+        LLMError: The model or the tokenizer cannot be had, or the checkpoint is of another one.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    from llm.models.configuration import has_weights
+    from llm.trainers.gpt.build import model_of
+    from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
+
+    name = config.model_name_or_path
+    tokenizer = open_tokenizer(config)
+    model = model_of(
+        dataclasses.replace(config, attention_implementation=None, gradient_checkpointing=False),
+        open_model_config(config),
+        weights_from=None,
+        seed=config.seed or 0,
+        device=torch.device("cpu"),
+        vocab_size=len(tokenizer),
+    )
+    if name is not None and not config.low_cpu_mem_usage and has_weights(name):
+        with contextlib.suppress(OSError):
+            # It came along with the weights that training began with.
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    checkpoint.load_model(chosen, model)
+    return model, tokenizer

@@ -1,0 +1,200 @@
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm.generate import main, make_printer
+from llm.models.gpt import sample_text
+from tests.support.tokenizers import tiny_tokenizer
+from tests.support.training import Bench
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of a padded vocabulary, with the checkpoints of its steps 2, 4 and 6."""
+    bench = Bench(tmp_path_factory.mktemp("bench"), lines=60)
+    return bench.train_well(
+        max_train_steps=6,
+        checkpointing_steps=2,
+        keep_checkpoints=3,
+        save_top_k=3,
+        learning_rate=1e-2,
+        pad_vocab_to_multiple_of=64,
+    ).folder
+
+
+@pytest.fixture
+def unexported(trained, tmp_path):
+    """A copy of the run without the model that it has left behind, as if it were under way."""
+    folder = tmp_path / "unexported"
+    shutil.copytree(trained, folder, symlinks=True)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def write(capsys, *words: object) -> str:
+    """What the program writes to its standard output."""
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_text_is_that_of_generate_with_the_same_seed(trained, capsys):
+    text = write(capsys, trained, "--prompt", "The king", "--max_new_tokens", 20, "--seed", 3)
+
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    expected = sample_text(model, tokenizer, prompt="The king", max_new_tokens=20, seed=3)
+    assert text == expected + "\n"
+    assert text.startswith("The king")
+
+
+def test_the_same_seed_writes_the_same_text_and_another_seed_another(trained, capsys):
+    texts = [write(capsys, trained, "--seed", seed, "--max_new_tokens", 20) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_checkpoint_writes_what_the_export_of_the_same_step_does(trained, capsys):
+    # Were the rows drawn that pad the checkpoint's vocabulary, the draws would differ.
+    words = ("--seed", 5, "--top_k", 0, "--max_new_tokens", 31)
+    exported = write(capsys, trained, *words)
+    assert write(capsys, trained, "--checkpoint", 6, *words) == exported
+    assert write(capsys, trained, "--checkpoint", "latest", *words) == exported
+    assert write(capsys, trained / "checkpoints" / "step_00000006", *words) == exported
+
+
+def test_other_checkpoints_are_other_models(trained, capsys):
+    words = ("--temperature", 0, "--prompt", "the", "--max_new_tokens", 20)
+    texts = {write(capsys, trained, "--checkpoint", step, *words) for step in (2, 6)}
+    assert len(texts) == 2
+
+
+def test_a_checkpoint_may_be_named_best_or_by_its_folder(trained, capsys):
+    best = trained / "checkpoints" / "best"
+    words = ("--seed", 5, "--max_new_tokens", 10)
+    assert write(capsys, trained, "--checkpoint", "best", *words) == write(
+        capsys, trained, "--checkpoint", best.resolve(), *words
+    )
+
+
+def test_without_an_export_the_newest_valid_checkpoint_writes(unexported, capsys):
+    (unexported / "checkpoints" / "step_00000006" / "state.json").unlink()
+
+    assert main([str(unexported), "--seed", "5", "--max_new_tokens", "10"]) == 0
+
+    said = capsys.readouterr().err
+    assert "A checkpoint is passed over." in said
+    assert "The model after step 4" in said
+
+
+def test_temperature_0_always_takes_the_likeliest_token(trained, capsys):
+    words = ("--temperature", 0, "--prompt", "the", "--max_new_tokens", 10)
+    greedy = write(capsys, trained, *words, "--seed", 1)
+    assert write(capsys, trained, *words, "--seed", 2) == greedy
+    assert write(
+        capsys, trained, "--top_k", 1, "--prompt", "the", "--max_new_tokens", 10
+    ) == greedy  # fmt: skip
+
+
+def test_the_second_sample_is_the_first_of_the_next_seed(trained, capsys):
+    words = ("--prompt", "a", "--max_new_tokens", 10)
+    first = write(capsys, trained, *words, "--seed", 7)
+    second = write(capsys, trained, *words, "--seed", 8)
+    assert write(capsys, trained, *words, "--seed", 7, "--num_samples", 2) == (
+        f"--- text 1 of 2, --seed 7\n{first}--- text 2 of 2, --seed 8\n{second}"
+    )
+
+
+def test_a_drawn_seed_is_told_and_writes_the_text_again(trained, capsys):
+    assert main([str(trained), "--max_new_tokens", "10"]) == 0
+    captured = capsys.readouterr()
+    seed = captured.err.split("--seed ")[1].split()[0]
+    assert write(capsys, trained, "--max_new_tokens", 10, "--seed", seed) == captured.out
+
+
+def test_the_prompt_may_come_from_the_standard_input(trained, capsys, monkeypatch):
+    words = ("--seed", 3, "--max_new_tokens", 10)
+    given = write(capsys, trained, "--prompt", "two\nlines", *words)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert write(capsys, trained, "--prompt", "-", *words) == given
+
+
+def test_a_prompt_is_kept_whole_where_the_positions_end_sooner(trained, capsys):
+    prompt = "the king said " * 3
+    assert main([str(trained), "--prompt", prompt, "--max_new_tokens", "5000"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(prompt)
+    assert "tokens are written instead of 5,000." in captured.err
+
+
+def test_a_character_of_several_tokens_is_written_once_it_is_whole(monkeypatch):
+    tokenizer = tiny_tokenizer()
+    text = "the caf\u00e9 \u72d0 on"
+    printer, pieces = make_printer(tokenizer), []
+    monkeypatch.setattr(sys.stdout, "write", pieces.append)
+
+    for token in tokenizer(text, return_tensors="pt")["input_ids"][0]:
+        printer.put(token)
+    printer.end()
+
+    assert "".join(pieces) == text + "\n"
+    assert pieces[:5] == ["th", "e", " ", "c", "a"]
+    assert {"\u00e9", "\u72d0"} <= set(pieces)
+
+
+def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, capsys):
+    folder = tmp_path / "beams"
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoints", ".*"))
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "num_beams": 3}))
+    words = ("--seed", 3, "--max_new_tokens", 10)
+    assert write(capsys, folder, *words) == write(capsys, trained, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "No model is named"),
+        (["{}/nowhere"], "is no folder"),
+        (["{}/tensorboard"], "is no folder"),
+        (["{}/checkpoints"], "holds neither a run"),
+        (["{}", "--checkpoint", "5"], "--checkpoint 5 names no checkpoint of"),
+        (["{}/checkpoints/step_00000002", "--checkpoint", "4"], "is a checkpoint already"),
+        (["{}", "--top_p", "0"], "--top_p must be greater than 0"),
+        (["{}", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["{}", "--promt", "x"], "did you mean prompt?"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(trained, capsys, words, said):
+    assert main([word.format(trained) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.startswith("error: ")
+
+
+def test_damaged_weights_of_an_export_are_said(trained, tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoints", ".*"))
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    assert main([str(folder)]) == 2
+    assert f"The model in {folder} cannot be loaded" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys\n"
+        "from llm.generate import main, make_printer\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--max_new_tokens" in done.stdout
