@@ -1,0 +1,111 @@
+"""What is computed of a factor: eigenvectors or an inverse, and what happens if that fails."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Solution(NamedTuple):
+    """What was computed of a symmetric matrix.
+
+    Attributes:
+        basis: [n, n]: eigenvectors in columns, or the damped inverse.
+        values: [n]: eigenvalues, never negative; ones beside an inverse.
+        fallback: A float32 scalar. How the first failure was answered: 0 none failed, 1 jitter,
+            2 float64, 3 the previous basis, 4 the identity.
+    """
+
+    basis: Tensor
+    values: Tensor
+    fallback: Tensor
+
+
+def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
+    """Decompose a symmetric matrix; where that fails, find the next best basis.
+
+    In turn: some weight on the diagonal, float64, the previous basis, the identity. It reads
+    the result, so the host waits for the device. The largest eigenvalue comes first.
+
+    Args:
+        matrix: [n, n], fp32.
+        previous: The basis so far.
+    """
+    for fallback, attempt in enumerate(_attempts(matrix)):
+        try:
+            values, vectors = torch.linalg.eigh(attempt)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        # On a CPU, what did not converge may come back as NaN without a word.
+        if _is_finite(values) and _is_finite(vectors):
+            values = values.float().clamp_min(0).flip(0)
+            return _solution(vectors.float().flip(1), values, fallback)
+    return _previous(matrix, previous)
+
+
+def damped_inverse(
+    matrix: Tensor, damping: Tensor | float, previous: Tensor | None = None
+) -> Solution:
+    """Invert matrix + damping I by its Cholesky factor; where that fails, as `eigenbasis` does.
+
+    Args:
+        matrix: [n, n], fp32, positive semi-definite up to rounding.
+        damping: What is added to the diagonal.
+        previous: The inverse so far.
+    """
+    for fallback, attempt in enumerate(_attempts(matrix)):
+        identity = torch.eye(len(matrix), dtype=attempt.dtype, device=attempt.device)
+        try:
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(attempt + damping * identity))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        if _is_finite(inverse.float()):
+            return _solution(inverse.float(), torch.ones_like(matrix[0]), fallback)
+    return _previous(matrix, previous)._replace(values=torch.ones_like(matrix[0]))
+
+
+def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
+    """One step of orthogonal iteration from a basis, as in SOAP (Vyas et al. 2024, 2409.11321).
+
+    Cheaper than a decomposition, and nothing waits for the device. The columns are sorted by
+    their Rayleigh quotients, largest first; the values are the quotients of the basis so far.
+
+    Args:
+        matrix: [n, n], symmetric, fp32.
+        basis: [n, n], orthonormal; it is kept where the next is not finite.
+    """
+    product = matrix @ basis
+    quotients = torch.linalg.vecdot(basis, product, dim=0)
+    order = torch.argsort(quotients, descending=True, stable=True)
+    vectors, _ = torch.linalg.qr(product[:, order])
+    finite = torch.isfinite(vectors).all()
+    values = quotients[order].nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
+    return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite))
+
+
+def _attempts(matrix: Tensor) -> list[Tensor]:
+    """The matrix as it is, with some weight on the diagonal, and so in float64."""
+    matrix = (matrix + matrix.T) / 2
+    if not _is_finite(matrix):
+        return []
+    diagonal = matrix.diagonal()
+    jitter = torch.diag_embed((1e-6 * diagonal.abs().mean()).expand_as(diagonal))
+    return [matrix, matrix + jitter, (matrix + jitter).double()]
+
+
+def _previous(matrix: Tensor, previous: Tensor | None) -> Solution:
+    fallback = 3
+    if previous is None or not _is_finite(previous):
+        previous = torch.eye(len(matrix), device=matrix.device)
+        fallback = 4
+    values = torch.linalg.vecdot(previous, matrix @ previous, dim=0)
+    return _solution(previous, values.nan_to_num(1.0, 1.0, 1.0).clamp_min(0), fallback)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
+    # Filled on the device: a copy from the host would wait.
+    return Solution(basis, values, torch.full((), float(fallback), device=basis.device))

@@ -1,0 +1,221 @@
+"""The kfac-pytorch library as the preconditioner (Pauloski et al. 2021), behind our seam.
+
+It is imported when it is asked for only. What it does of its own is its arithmetic and its
+communication; which layers it covers, Conv1D, loss scales and skipped steps are told to it here.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llm.errors import ConfigError
+from llm.optim.kfac.curvature import Scheduled
+from llm.optim.kfac.layers import Coverage, Layer
+
+_SOLVED = {"eigen": ("qa", "qg", "dgda"), "cholesky": ("a_inv", "g_inv")}
+
+
+class ExternalPreconditioner:
+    """Replaces the gradients of covered layers by what kfac-pytorch makes of them.
+
+    Every rank keeps all that it computes (COMM-OPT): the library cannot resume other layouts.
+    Its clipping reads the device at each layer and step, and so does the check for overflow.
+
+    Args:
+        coverage: The covered layers.
+        parameters: All that is trained; where any gradient is not finite, the step is none to
+            the library.
+        method: eigen, or cholesky for what the library calls inverse.
+        factor_update_steps: Steps between two updates of the averages.
+        inv_update_steps: Steps between two decompositions.
+        damping: Absolute damping.
+        factor_decay: Weight of the past at an update of the averages.
+        kl_clip: Bound on the update.
+
+    Raises:
+        ConfigError: The library is not installed.
+    """
+
+    def __init__(
+        self,
+        coverage: Coverage,
+        parameters: Iterable[nn.Parameter],
+        *,
+        method: Literal["eigen", "cholesky"] = "eigen",
+        factor_update_steps: Scheduled = 10,
+        inv_update_steps: Scheduled = 100,
+        damping: Scheduled = 0.001,
+        factor_decay: Scheduled = 0.95,
+        kl_clip: Scheduled = 0.001,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._solved = _SOLVED[method]
+        self._loss_scale: Tensor | float = 1.0
+        self._learning_rate = 0.0
+        communicator = _library("distributed").TorchDistributedCommunicator()
+        self._layers = {
+            layer.name: self._make_layer(layer, method, communicator) for layer in coverage.layers
+        }
+        distributed = dist.is_available() and dist.is_initialized()
+        assignment = _library("assignment").KAISAAssignment(
+            {la.name: {"A": la.columns**3, "G": la.rows**3} for la in coverage.layers},
+            local_rank=dist.get_rank() if distributed else 0,
+            world_size=dist.get_world_size() if distributed else 1,
+            grad_worker_fraction=1.0,
+            group_func=dist.new_group if distributed else lambda ranks: None,
+        )
+        self._kfac = _library("base_preconditioner").BaseKFACPreconditioner(
+            {la.module: (la.name, self._layers[la.name]) for la in coverage.layers},
+            assignment=assignment,
+            tdc=communicator,
+            factor_update_steps=factor_update_steps,
+            inv_update_steps=inv_update_steps,
+            damping=damping,
+            factor_decay=factor_decay,
+            kl_clip=kl_clip,
+            lr=lambda step: self._learning_rate,
+            # What was gathered in a step can be dropped only if its hooks do not average.
+            update_factors_in_hook=False,
+        )
+
+    def _make_layer(self, layer: Layer, method: str, communicator: Any) -> Any:
+        options: dict[str, Any] = {
+            "tdc": communicator,
+            "grad_scaler": lambda: self._loss_scale,
+            "factor_dtype": torch.float32,
+        }
+        module = _Module(layer)
+        made: Any
+        if method == "eigen":
+            library = _library("layers.eigen")
+            made = library.KFACEigenLayer(module, prediv_eigenvalues=True, **options)
+        else:
+            made = _library("layers.inverse").KFACInverseLayer(module, **options)
+        # What it would begin with anyway; here from the start, for checkpoints to be read into.
+        a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
+        made.a_factor, made.g_factor = a, g
+        shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
+        for name in self._solved:
+            setattr(made, name, shapes.get(name, a if "a" in name else g).clone())
+        return made
+
+    @contextlib.contextmanager
+    def recording(
+        self, *, token_weight: float = 1.0, loss_scale: Tensor | float = 1.0
+    ) -> Iterator[None]:
+        """Surround one step's forward and backward passes, all micro-batches of it.
+
+        Args:
+            token_weight: Not used: the library's G is that of the objective.
+            loss_scale: What the objective is multiplied by before `backward`.
+        """
+        self._kfac.reset_batch()  # of a step that was begun and given up
+        self._loss_scale = loss_scale
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+    @torch.no_grad()
+    def precondition(self, *, learning_rate: float) -> None:
+        """Replace the gradients of the covered layers; all ranks must call it.
+
+        Args:
+            learning_rate: Of this step, for the bound on the update.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
+            self._kfac.reset_batch()
+            return
+        self._learning_rate = learning_rate
+        self._kfac.step()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers for the log."""
+        device = self._parameters[0].device
+        return {"damping": torch.full((), self._kfac.damping, device=device)}
+
+    def num_bytes(self) -> int:
+        """Memory of factors and what is computed of them on this rank."""
+        return int(self._kfac.memory_usage()["total"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors and what was computed of them: the library would compute that anew."""
+        return {
+            "steps": self._kfac.steps,
+            "factors": {
+                name: {key: getattr(layer, key) for key in ("a_factor", "g_factor", *self._solved)}
+                for name, layer in self._layers.items()
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._kfac._steps = int(state["steps"])
+        for name, layer in self._layers.items():
+            for key, tensor in state["factors"][name].items():
+                setattr(layer, key, tensor.to(layer.module.device).clone())
+
+
+class _Module:
+    """A covered layer as the library's `ModuleHelper` shows one to it."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.device = layer.weight.device
+        self.a_factor_shape = (layer.columns, layer.columns)
+        self.g_factor_shape = (layer.rows, layer.rows)
+
+    def has_bias(self) -> bool:
+        return self._layer.bias is not None
+
+    def has_symmetric_factors(self) -> bool:
+        return True
+
+    def get_a_factor(self, a: Tensor) -> Tensor:
+        rows = a.reshape(-1, a.shape[-1])
+        if self.has_bias():
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        return rows.T @ rows / len(rows)
+
+    def get_g_factor(self, g: Tensor) -> Tensor:
+        rows = g.reshape(-1, g.shape[-1])
+        return rows.T @ rows / len(rows)
+
+    def get_grad(self) -> Tensor:
+        gradient = self._layer.gradient()
+        if gradient is None:
+            return torch.zeros(self._layer.rows, self._layer.columns, device=self.device)
+        return gradient
+
+    def get_weight_grad(self) -> Tensor:
+        gradient = self.get_grad()
+        return gradient[:, :-1] if self.has_bias() else gradient
+
+    def get_bias_grad(self) -> Tensor:
+        return self.get_grad()[:, -1]
+
+    def set_grad(self, grad: Tensor) -> None:
+        for parameter, part in zip(self._layer.parameters, self._layer.parts(grad), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(part)
+
+
+def _library(module: str) -> Any:
+    """A module of kfac-pytorch.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(f"kfac.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            "--kfac-library kfac-pytorch needs a library that is not installed: "
+            "pip install git+https://github.com/gpauloski/kfac-pytorch; or use "
+            "--kfac-library native."
+        ) from error

@@ -1,0 +1,89 @@
+"""Hooks that gather a a^T and g g^T while a step is computed, and are gone otherwise."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.optim.kfac.factors import Factor
+from llm.optim.kfac.layers import Layer, read_input
+
+
+class Statistics:
+    """Records the covered layers' inputs and output gradients into their factors.
+
+    All leading dimensions are flattened: each position of each sequence is a token of its own
+    ("expand" of Eschenhagen et al. 2023, arXiv:2311.00636). Every position counts, also one whose
+    label is ignored: it adds its input to A and, since its loss is none, little to G. Sums and
+    counts do not depend on how a step's tokens are split into micro-batches or over ranks.
+
+    Args:
+        layers: The covered layers.
+        input_factors: The factor A of each layer, by its name; layers may share one.
+        output_factors: The factor G of each layer, by its name.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        input_factors: dict[str, Factor],
+        output_factors: dict[str, Factor],
+    ) -> None:
+        self._layers = layers
+        self._input_factors = input_factors
+        self._output_factors = output_factors
+
+    @contextlib.contextmanager
+    def recording(self, factors: Collection[Factor]) -> Iterator[None]:
+        """Record all that is computed inside; every forward there needs its backward there.
+
+        Compiled models run uncompiled meanwhile, since their graphs have no place for hooks.
+
+        Args:
+            factors: Those to record into.
+        """
+        hooks = [(layer, self._make_hook(layer, factors)) for layer in self._layers]
+        handles = [
+            layer.module.register_forward_hook(hook, with_kwargs=True)
+            for layer, hook in hooks
+            if hook is not None
+        ]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _make_hook(self, layer: Layer, factors: Collection[Factor]) -> Any:
+        """What to call after a layer's forward; None if nothing of it is recorded."""
+        inputs, outputs = self._input_factors[layer.name], self._output_factors[layer.name]
+        # Layers with a common input count it once.
+        wants_input = inputs in factors and layer.input_name == layer.name
+        wants_output = outputs in factors
+        if not (wants_input or wants_output):
+            return None
+        has_bias = layer.bias is not None
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            # Inside a backward, this is a checkpointed block computed once more: seen before.
+            if not out.requires_grad or torch._C._current_graph_task_id() != -1:
+                return
+            if wants_input:
+                _record(inputs, read_input(args, kwargs), with_one=has_bias)
+            if wants_output:
+                out.register_hook(lambda gradient: _record(outputs, gradient, with_one=False))
+
+        return hook
+
+
+@torch.no_grad()
+def _record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
+    with torch.autocast(values.device.type, enabled=False):
+        rows = values.detach().flatten(0, -2).float()
+        if with_one:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        factor.record(rows)

@@ -1,0 +1,210 @@
+"""K-FAC over several ranks, each of which sees its share of every step's tokens."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llm.errors import ConfigError
+from llm.optim.kfac.assignment import assign
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.preconditioner import Preconditioner
+from tests.support.ranks import run_ranks, values
+
+STEPS = 14
+BATCH = 16
+OPTIONS = {"factor_update_steps": 2, "inv_update_steps": 4, "max_dim": 10}
+
+
+class Block(nn.Module):
+    """Two layers that read the same tensor, and a third one."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(12, 16)
+        self.up = nn.Linear(12, 16)
+        self.down = nn.Linear(16, 12, bias=False)
+
+    def forward(self, inputs):
+        return inputs + self.down(torch.tanh(self.gate(inputs)) * self.up(inputs))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), Block(), nn.LayerNorm(12), nn.Linear(12, 5))
+
+
+def make_optimizer(model, method, fraction):
+    coverage = find_layers(model, sample_forward=lambda module: module(torch.zeros(1, 6)))
+    curvature = Curvature(
+        coverage, method=method, grad_worker_fraction=fraction, damping=0.01, **OPTIONS
+    )
+    if method == "ekfac":
+        optimizer = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
+        return curvature, optimizer, None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return curvature, optimizer, Preconditioner(curvature, model.parameters(), kl_clip=1e-3)
+
+
+def train(model, curvature, optimizer, preconditioner, steps, *, rank, world_size):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(BATCH, 3, 6, generator=generator)[rank::world_size]
+        targets = torch.randn(BATCH, 3, 5, generator=generator)[rank::world_size]
+        optimizer.zero_grad()
+        weight = world_size / (BATCH * 3)
+        with curvature.recording(token_weight=weight):
+            ((model(inputs) - targets).square().sum() * weight).backward()
+        for parameter in model.parameters():
+            if world_size > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world_size
+            if step == 5:  # an overflow
+                parameter.grad[0] = torch.inf
+        if preconditioner is None:
+            optimizer.found_inf = torch.tensor(float(step == 5))
+            optimizer.step()
+        else:
+            preconditioner.precondition(learning_rate=0.1)
+            if step != 5:
+                optimizer.step()
+
+
+METHODS = ["ekfac", "eigen", "cholesky"]
+
+
+def run(fraction):
+    """The weights that each method ends with."""
+    dist.init_process_group("gloo")
+    where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    weights = {}
+    for method in METHODS:
+        model = make_model()
+        train(model, *make_optimizer(model, method, fraction), range(STEPS), **where)
+        weights[method] = [p.detach().numpy().copy() for p in model.parameters()]
+    dist.destroy_process_group()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def alone():
+    weights = {}
+    for method in METHODS:
+        model = make_model()
+        parts = make_optimizer(model, method, 1.0)
+        train(model, *parts, range(STEPS), rank=0, world_size=1)
+        weights[method] = [p.detach().numpy() for p in model.parameters()]
+    return weights
+
+
+@pytest.mark.parametrize(("world_size", "fraction"), [(2, 1.0), (2, 0.5), (4, 0.5), (4, 0.25)])
+def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size, fraction):
+    found = values(run_ranks(run, world_size, fraction))
+
+    for weights in found:
+        for method in METHODS:
+            pairs = zip(weights[method], alone[method], found[0][method], strict=True)
+            for one, expected, of_rank_0 in pairs:
+                assert abs(one - expected).max() < 1e-5
+                assert (one == of_rank_0).all()
+
+
+def resume(fraction):
+    dist.init_process_group("gloo")
+    where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    model = make_model()
+    curvature, optimizer, _ = make_optimizer(model, "ekfac", fraction)
+    train(model, curvature, optimizer, None, range(7), **where)
+    moments = optimizer.gathered_state()
+    saved = copy.deepcopy(
+        (
+            model.state_dict(),
+            {name: moments[p] for name, p in model.named_parameters()},
+            curvature.state_dict(),
+        )
+    )
+    train(model, curvature, optimizer, None, range(7, STEPS), **where)
+    other = make_model()
+    other_curvature, other_optimizer, _ = make_optimizer(other, "ekfac", fraction)
+    other.load_state_dict(saved[0])
+    for name, parameter in other.named_parameters():
+        for key, tensor in other_optimizer.state[parameter].items():
+            tensor.copy_(saved[1][name][key])
+    other_curvature.load_state_dict(saved[2])
+    train(other, other_curvature, other_optimizer, None, range(7, STEPS), **where)
+    same = [torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)]
+    digest = {
+        f"{name}.{key}": float(tensor.double().sum())
+        for name, state in saved[1].items()
+        for key, tensor in state.items()
+    } | {
+        f"{name}.{key}": float(tensor.double().sum())
+        for name, state in saved[2]["factors"].items()
+        for key, tensor in state.items()
+    }
+    dist.destroy_process_group()
+    return same, digest
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_resumed_run_continues_bit_by_bit_and_all_ranks_save_the_same(fraction):
+    found = values(run_ranks(resume, 4, fraction))
+
+    for same, digest in found:
+        assert all(same)
+        assert digest == found[0][1]
+
+
+def memory(fraction):
+    dist.init_process_group("gloo")
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    curvature = Curvature(find_layers(model), grad_worker_fraction=fraction)
+    dist.destroy_process_group()
+    return curvature.num_bytes()
+
+
+def test_four_ranks_keep_a_quarter_each_of_factors_and_bases():
+    whole = Curvature(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))))
+
+    for kept in values(run_ranks(memory, 4, 0.25)):
+        assert kept == pytest.approx(whole.num_bytes() / 4, rel=0.1)
+
+
+def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
+    groups = {
+        name: [(f"{name}.A", cost), (f"{name}.G", cost)]
+        for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
+    }
+
+    found = assign(groups, world_size=2, grad_worker_fraction=0.5)
+
+    assert found.column_of == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert found.owner_of["c.G"] == 1
+    # Two factors of cost 5 come first, then those of 4, 3 and 2; 28 in all.
+    assert found.turn_of == {
+        "a.A": 0,
+        "a.G": 5 / 28,
+        "b.A": 10 / 28,
+        "b.G": 14 / 28,
+        "c.A": 18 / 28,
+        "c.G": 21 / 28,
+        "d.A": 24 / 28,
+        "d.G": 26 / 28,
+    }
+
+
+def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
+    found = assign({"a": [("a.A", 1.0)]}, world_size=8, grad_worker_fraction=0.25)
+
+    assert [found.column_ranks(column) for column in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found.row_ranks(6) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("fraction", [0.75, 1.5, -1])
+def test_a_fraction_that_does_not_divide_the_ranks_is_refused(fraction):
+    with pytest.raises(ConfigError, match="--kfac-grad-worker-fraction"):
+        assign({"a": [("a.A", 1.0)]}, world_size=4, grad_worker_fraction=fraction)

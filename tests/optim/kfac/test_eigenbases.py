@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from llm.optim.kfac import eigenbases
+from llm.optim.kfac.eigenbases import damped_inverse, eigenbasis, power_iteration
+
+
+def symmetric(size=6):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, size, generator=generator) * torch.linspace(1, 3, size)
+    return rows.T @ rows / 40
+
+
+def test_a_basis_diagonalises_its_matrix():
+    matrix = symmetric()
+    vectors, values, fallback = eigenbasis(matrix)
+
+    torch.testing.assert_close(vectors.T @ matrix @ vectors, torch.diag(values), atol=1e-5, rtol=0)
+    assert fallback == 0
+
+
+@pytest.mark.parametrize(("failures", "fallback"), [(1, 1), (2, 2), (3, 3)])
+def test_a_failure_is_answered_by_jitter_then_float64_then_the_previous_basis(
+    monkeypatch, failures, fallback
+):
+    calls = []
+    true_eigh = torch.linalg.eigh
+
+    def eigh(matrix):
+        calls.append(matrix.dtype)
+        if len(calls) > failures:
+            return true_eigh(matrix)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError
+        # A CPU says nothing.
+        return torch.full_like(matrix[0], torch.nan), torch.full_like(matrix, torch.nan)
+
+    monkeypatch.setattr(eigenbases.torch.linalg, "eigh", eigh)
+    previous = torch.linalg.qr(torch.randn(6, 6))[0]
+
+    found = eigenbasis(symmetric(), previous)
+
+    assert found.fallback == fallback
+    assert calls == [torch.float32, torch.float32, torch.float64][: failures + 1]
+    assert torch.equal(found.basis, previous) == (fallback == 3)
+    torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(6))
+    assert found.basis.dtype == torch.float32
+
+
+def test_a_matrix_that_is_not_finite_gives_the_previous_basis_or_the_identity():
+    matrix = symmetric()
+    matrix[0, 0] = torch.nan
+    previous = torch.linalg.qr(torch.randn(6, 6))[0]
+
+    assert torch.equal(eigenbasis(matrix, previous).basis, previous)
+    assert eigenbasis(matrix, previous).fallback == 3
+    assert torch.equal(eigenbasis(matrix).basis, torch.eye(6))
+    assert eigenbasis(matrix).fallback == 4
+    assert torch.isfinite(eigenbasis(matrix).values).all()
+
+
+def test_power_iteration_finds_the_eigenvectors_largest_first():
+    matrix = torch.diag(torch.tensor([1.0, 8.0, 64.0]))
+    basis = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0]
+    for _ in range(12):
+        basis, values, _ = power_iteration(matrix, basis)
+
+    torch.testing.assert_close(values, torch.tensor([64.0, 8.0, 1.0]))
+    torch.testing.assert_close(basis.abs(), torch.eye(3).flip(1), atol=1e-5, rtol=0)
+
+
+def test_power_iteration_keeps_its_basis_where_the_matrix_is_not_finite():
+    basis = torch.eye(3)
+
+    assert torch.equal(power_iteration(torch.full((3, 3), torch.nan), basis).basis, basis)
+
+
+def test_a_damped_inverse_is_the_inverse_of_the_damped_matrix():
+    matrix = symmetric()
+
+    torch.testing.assert_close(
+        damped_inverse(matrix, 0.3).basis, torch.linalg.inv(matrix + 0.3 * torch.eye(6))
+    )
+
+
+def test_a_matrix_without_inverse_gets_some_weight_on_its_diagonal_or_the_previous_inverse():
+    singular = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    negative = -torch.eye(2)
+    previous = 2 * torch.eye(2)
+
+    assert damped_inverse(singular, 0.0).fallback == 1
+    assert damped_inverse(negative, 0.0, previous).fallback == 3
+    assert torch.equal(damped_inverse(negative, 0.0, previous).basis, previous)

@@ -1,0 +1,255 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.layers import find_layers
+from tests.optim.kfac.toy import forward_backward, loss_sum, toy_batch, toy_ekfac, toy_model
+
+
+def train(model, optimizer, seeds, *, bad=()):
+    for seed in seeds:
+        inputs, labels = toy_batch(seed)
+        forward_backward(model, optimizer.curvature, inputs, labels)
+        if seed in bad:
+            model.first.weight.grad[0, 0] = torch.inf
+        optimizer.found_inf = torch.tensor(float(seed in bad))
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    moments = {
+        f"{name}.{key}": tensor
+        for name, parameter in model.named_parameters()
+        for key, tensor in optimizer.state[parameter].items()
+    }
+    factors = {
+        f"{name}.{key}": tensor
+        for name, factor in optimizer.curvature.state_dict()["factors"].items()
+        for key, tensor in factor.items()
+    }
+    whole = {**dict(model.named_parameters()), **moments, **factors}
+    return {name: tensor.detach().clone() for name, tensor in whole.items()}
+
+
+def test_without_statistics_it_is_adamw():
+    model, reference = toy_model(), toy_model()
+    optimizer = toy_ekfac(model)
+    adamw = torch.optim.AdamW(
+        reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    for seed in range(5):
+        for one, its in ((model, optimizer), (reference, adamw)):
+            its.zero_grad()
+            loss_sum(one, *toy_batch(seed)).backward()
+            its.step()
+
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_the_first_step_is_the_sign_of_the_gradient_in_the_eigenbasis():
+    model = toy_model()
+    optimizer = toy_ekfac(model)
+    forward_backward(model, optimizer.curvature, *toy_batch(0))
+    gradient = model.second.weight.grad.clone()
+    before = model.second.weight.detach().clone()
+
+    optimizer.step()
+
+    inputs, outputs = optimizer.curvature.factors_of(optimizer.curvature.layers[1])
+    (right,), (left,) = inputs.bases, outputs.bases
+    rotated = left.T @ gradient @ right
+    # A softmax's gradient has no component along (1, ..., 1): that is rounding error.
+    rotated[rotated.abs() < 1e-6 * rotated.norm()] = 0
+    expected = left @ rotated.sign() @ right.T
+    torch.testing.assert_close(
+        model.second.weight, before * (1 - 0.01 * 0.1) - 0.01 * expected, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_the_moments_turn_with_the_basis():
+    model = toy_model()
+    optimizer = toy_ekfac(model, factor_update_steps=1, inv_update_steps=1000)
+    train(model, optimizer, range(7))
+    layer = optimizer.curvature.layers[0]
+    inputs, outputs = optimizer.curvature.factors_of(layer)
+    state = optimizer.state[layer.weight]
+
+    def first_moment():
+        return outputs.bases[0] @ state["exp_avg"] @ inputs.bases[0].T
+
+    before, energy = first_moment(), state["exp_avg_sq"].sum()
+    old = inputs.bases[0].clone()
+    inputs.sums[0].copy_(torch.diag(torch.arange(1.0, 8.0)))
+    optimizer._turn_moments(layer, optimizer.curvature._renew([inputs], None), None)
+
+    assert not torch.allclose(inputs.bases[0], old)
+    torch.testing.assert_close(first_moment(), before)
+    torch.testing.assert_close(state["exp_avg_sq"].sum(), energy)
+    assert (state["exp_avg_sq"] >= 0).all()
+
+
+def test_conv1d_and_linear_with_equal_weights_get_the_same_update():
+    linear = toy_model()
+    conv = copy.deepcopy(linear)
+    conv.first = Conv1D(8, 6)
+    conv.first.weight.data = linear.first.weight.data.T.clone()
+    conv.first.bias.data = linear.first.bias.data.clone()
+    for model in (linear, conv):
+        train(model, toy_ekfac(model), range(12))
+
+    torch.testing.assert_close(conv.first.weight.T, linear.first.weight, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(conv.first.bias, linear.first.bias, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(conv.second.weight, linear.second.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_micro_batches_do_not_change_the_update():
+    models = [toy_model() for _ in range(2)]
+    for model, micro_batches in zip(models, (1, 4), strict=True):
+        optimizer = toy_ekfac(model)
+        for seed in range(12):
+            forward_backward(
+                model, optimizer.curvature, *toy_batch(seed), micro_batches=micro_batches
+            )
+            optimizer.step()
+
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_skipped_step_leaves_weights_moments_factors_and_bases_as_they_are():
+    model = toy_model()
+    optimizer = toy_ekfac(model, factor_update_steps=1, inv_update_steps=1)
+    train(model, optimizer, [0, 1])
+    before = everything(model, optimizer)
+
+    train(model, optimizer, [2], bad=[2])
+
+    after = everything(model, optimizer)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_run_with_an_infinite_gradient_equals_one_without_that_batch():
+    runs = []
+    for seeds in ([0, 1, 2, 3, 4], [0, 1, 3, 4]):
+        model = toy_model()
+        # Skipped steps count for the schedule, so all that is due is due at every step.
+        optimizer = toy_ekfac(model, factor_update_steps=1, inv_update_steps=1)
+        train(model, optimizer, seeds, bad=[2])
+        runs.append(everything(model, optimizer))
+
+    assert all(torch.isfinite(tensor).all() for tensor in runs[0].values())
+    torch.testing.assert_close(runs[0], runs[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 13])
+def test_a_resumed_run_continues_bit_by_bit(at):
+    model = toy_model()
+    optimizer = toy_ekfac(model, factor_update_steps=3, inv_update_steps=5)
+    train(model, optimizer, range(at))
+    saved = copy.deepcopy(
+        (
+            model.state_dict(),
+            {name: optimizer.state[p] for name, p in model.named_parameters()},
+            optimizer.curvature.state_dict(),
+        )
+    )
+    train(model, optimizer, range(at, 20))
+
+    resumed = toy_model(seed=1)
+    other = toy_ekfac(resumed, factor_update_steps=3, inv_update_steps=5)
+    resumed.load_state_dict(saved[0])
+    for name, parameter in resumed.named_parameters():
+        for key, tensor in other.state[parameter].items():
+            tensor.copy_(saved[1][name][key])
+    other.curvature.load_state_dict(saved[2])
+    train(resumed, other, range(at, 20))
+
+    torch.testing.assert_close(
+        everything(resumed, other), everything(model, optimizer), atol=0, rtol=0
+    )
+
+
+def test_torchs_own_state_dict_brings_back_moments_and_rates():
+    model, other = toy_model(), toy_model()
+    optimizer, fresh = toy_ekfac(model), toy_ekfac(other)
+    train(model, optimizer, range(5))
+    other.load_state_dict(model.state_dict())
+    fresh.curvature.load_state_dict(optimizer.curvature.state_dict())
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((model, optimizer), (other, fresh)):
+        its.param_groups[0]["lr"] = 0.05
+        train(one, its, range(5, 9))
+
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_parameters_outside_covered_layers_get_adamw():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 6), nn.LayerNorm(6), nn.Linear(6, 5))
+    reference = copy.deepcopy(model)
+    groups = [
+        {"params": [model[0].weight, model[2].weight], "weight_decay": 0.5},
+        {"params": [*model[1].parameters(), model[2].bias], "weight_decay": 0.0},
+    ]
+    optimizer = EKFAC(groups, Curvature(find_layers(model)), lr=0.1)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [reference[0].weight], "weight_decay": 0.5},
+            {"params": reference[1].parameters(), "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    tokens, labels = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])
+    with optimizer.curvature.recording():
+        nn.functional.cross_entropy(model(tokens), labels).backward()
+    nn.functional.cross_entropy(reference(tokens), labels).backward()
+    optimizer.step()
+    adamw.step()
+
+    torch.testing.assert_close(model[0].weight, reference[0].weight)
+    torch.testing.assert_close(model[1].weight, reference[1].weight)
+
+
+def test_a_layer_without_gradient_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = EKFAC([{"params": list(model.parameters())}], Curvature(find_layers(model)), lr=0.1)
+    before = model[1].weight.detach().clone()
+    model[0](torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+    torch.testing.assert_close(model[1].weight, before, atol=0, rtol=0)
+    assert optimizer.state[model[1].weight]["step"] == 0
+
+
+def test_it_learns_a_badly_scaled_problem_that_adamw_is_slow_on():
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.linalg.qr(torch.randn(12, 12, generator=generator))[0]
+    mixing = mixing * torch.logspace(0, -2, 12)  # inputs of very different size, mixed
+    target = torch.randn(4, 12, generator=generator)
+    inputs = torch.randn(256, 12, generator=generator) @ mixing.T
+    labels = inputs @ target.T
+    losses = {}
+    for name in ("adamw", "ekfac"):
+        model = nn.Sequential(nn.Linear(12, 4, bias=False))
+        nn.init.zeros_(model[0].weight)
+        curvature = Curvature(find_layers(model))
+        optimizer = (
+            EKFAC([{"params": list(model.parameters())}], curvature, lr=0.02)
+            if name == "ekfac"
+            else torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0)
+        )
+        for _ in range(200):
+            optimizer.zero_grad()
+            with curvature.recording(token_weight=1 / 256):
+                ((model(inputs) - labels).square().sum() / 256).backward()
+            optimizer.step()
+        losses[name] = (model(inputs) - labels).square().mean().item()
+
+    assert losses["ekfac"] < 0.5 * losses["adamw"]

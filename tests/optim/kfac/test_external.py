@@ -1,0 +1,104 @@
+import copy
+import importlib.util
+import sys
+
+import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from llm.errors import ConfigError
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.external import ExternalPreconditioner
+from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.preconditioner import Preconditioner
+from tests.optim.kfac.toy import forward_backward, toy_batch, toy_model
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("kfac") is None, reason="kfac-pytorch is not installed"
+)
+OPTIONS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.9}
+
+
+def external(model, method="eigen"):
+    return ExternalPreconditioner(
+        find_layers(model), model.parameters(), method=method, damping=0.01, **OPTIONS
+    )
+
+
+def conv_model():
+    model = toy_model()
+    conv = Conv1D(8, 6)
+    conv.weight.data, conv.bias.data = model.first.weight.data.T.clone(), model.first.bias.data
+    model.first = conv
+    return model
+
+
+def step(model, kfac, seed, **options):
+    recorder = getattr(kfac, "curvature", kfac)
+    forward_backward(model, recorder, *toy_batch(seed), **options)
+    kfac.precondition(learning_rate=0.1)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kfac", None)
+    monkeypatch.setitem(sys.modules, "kfac.distributed", None)
+
+    with pytest.raises(ConfigError, match=r"pip install git\+https://github.com/gpauloski/kfac"):
+        external(toy_model())
+
+
+@needs_library
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+@pytest.mark.parametrize("make", [toy_model, conv_model])
+@pytest.mark.parametrize("split", [{}, {"micro_batches": 2, "loss_scale": 1024.0}])
+def test_the_library_and_our_compat_arithmetic_give_the_same_gradients(method, make, split):
+    model, other = make(), make()
+    library = external(model, method)
+    curvature = Curvature(find_layers(other), method=method, damping=0.01, compat=True, **OPTIONS)
+    own = Preconditioner(curvature, other.parameters(), damping=0.01, graft=False)
+    for seed in range(4):
+        found, expected = step(model, library, seed, **split), step(other, own, seed, **split)
+
+        for name in found:
+            assert (found[name] - expected[name]).abs().max() < 2e-4 * expected[name].abs().max()
+
+
+@needs_library
+def test_a_step_with_an_overflow_counts_for_nothing():
+    results = []
+    for seeds in ([0, 1, 2], [0, 2]):
+        model = toy_model()
+        kfac = external(model)
+        for seed in seeds:
+            forward_backward(model, kfac, *toy_batch(seed))
+            if seed == 1:
+                model.first.weight.grad[0, 0] = torch.inf
+            kfac.precondition(learning_rate=0.1)
+        results.append([p.grad for p in model.parameters()])
+
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_a_resumed_run_continues_bit_by_bit(method):
+    model = toy_model()
+    kfac = external(model, method)
+    for seed in range(3):
+        step(model, kfac, seed)
+    state = copy.deepcopy(kfac.state_dict())
+    expected = [step(model, kfac, seed) for seed in range(3, 6)]
+    model = toy_model()
+    resumed = external(model, method)
+    resumed.load_state_dict(state)
+
+    found = [step(model, resumed, seed) for seed in range(3, 6)]
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_library
+def test_its_memory_is_counted():
+    # A and G of 7, 8, 8 and 5; their eigenvectors; and the divisors of 8 x 7 and 5 x 8.
+    assert external(toy_model()).num_bytes() == 4 * (2 * (49 + 64 + 64 + 25) + 56 + 40)
