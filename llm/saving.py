@@ -36,6 +36,8 @@ from llm.files import sync_folder
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
+REPLICA = "/replica_"
+"""In the path of a tensor that the ranks of one replica hold and the others do not."""
 
 logger = logging.getLogger("llm")
 
@@ -165,18 +167,19 @@ class Saver:
     def _share_out(
         self, state: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """What this rank writes of a state that all ranks hold: about an equal number of bytes.
+        """What this rank writes: its own, and its share of what all ranks hold.
 
         Returns:
-            This rank's tensors; and for all tensors, the number of the file that they go to.
+            These tensors, and for those that this rank knows of, the number of their file.
         """
         loads = [0] * self._world_size
         full_at = [_FILE_BYTES] * self._world_size
         files = [1] * self._world_size
-        own = {}
-        file_of = {}
-        for name, tensor in sorted(state.items(), key=lambda item: (-item[1].nbytes, item[0])):
-            rank = loads.index(min(loads))
+        own, file_of = {}, {}
+        # What is shared comes first: there all ranks must agree on who writes it.
+        items = sorted(state.items(), key=lambda i: (REPLICA in i[0], -i[1].nbytes, i[0]))
+        for name, tensor in items:
+            rank = self._rank if REPLICA in name else loads.index(min(loads))
             if loads[rank] >= full_at[rank]:
                 files[rank] += 1
                 full_at[rank] = loads[rank] + _FILE_BYTES
@@ -268,8 +271,11 @@ class Saver:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        # One rank plans for all, and knows by itself only what is shared and its own.
+        known = self._gathered(snapshot.file_of)
+        file_of = {name: file for ranks in known for name, file in ranks.items()}
         writer = HuggingFaceStorageWriter(
-            str(temporary), fqn_to_index_mapping=snapshot.file_of, save_distributed=True
+            str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
         )
         # All is in host memory already: nothing shall touch, or wait for, a device.
         writer.per_thread_copy_ahead = 0

@@ -1,0 +1,237 @@
+"""Shows what a topology would do, before it is paid for.
+
+`python -m llm.parallel.topology --topology exp --ranks 16 --ranks_per_node 4`
+
+Exit codes: 0 shown; 2 an option that cannot work, or a file that cannot be written.
+"""
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from llm.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.options import option
+from llm.parallel.rounds import (
+    Round,
+    Topology,
+    busiest_links,
+    check_topology,
+    consensus_distance,
+    contraction,
+    link_bytes,
+    make_rounds,
+    node_link_bytes,
+)
+
+_SHOWN_ROUNDS = 24
+_SHOWN_GROUPS = 32
+_BYTES_PER_PARAMETER = 4
+_EXACT = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopologyOptions:
+    """Which topology to show, for how many ranks."""
+
+    topology: Topology = option(  # noqa: RUF009 - a Literal, which cannot change
+        "exp", "Who averages with whom.", group="Topology"
+    )
+    ranks: int = option(
+        8, "Ranks that average with one another.", group="Topology", at_least=1, at_most=1024
+    )
+    ranks_per_node: int | None = option(
+        None,
+        "How many of them share a node. All of them unless given.",
+        group="Topology",
+        at_least=1,
+    )
+    gossip_group: Literal["world", "nodes"] = option(
+        "world",
+        "What averages: ranks, or nodes, whose ranks average their gradients exactly.",
+        group="Topology",
+    )
+    parameters: str = option(
+        "",
+        "Size of the model, as in 124M or 7B; bytes are then counted in float32 weights rather "
+        "than in sizes of the model.",
+        group="Topology",
+    )
+    plot: str = option(
+        "",
+        "Draw the rounds and the distance from consensus into this .png or .svg file; needs "
+        "matplotlib.",
+        group="Topology",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            TopologyOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m llm.parallel.topology",
+            description="Show who averages with whom, how fast ranks agree, and what links carry.",
+        )
+        lines = _report(options)
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
+        return 2
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _report(options: TopologyOptions) -> list[str]:
+    ranks, ranks_per_node = options.ranks, options.ranks_per_node or options.ranks
+    size = _size(options.parameters)
+    if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {options.plot} must end with .png or .svg.")
+    nodes = options.gossip_group == "nodes"
+    if nodes:
+        check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
+        rounds = make_rounds(options.topology, ranks=ranks // ranks_per_node)
+    else:
+        rounds = make_rounds(options.topology, ranks=ranks, ranks_per_node=ranks_per_node)
+    lines = [f"{options.topology}: {ranks} ranks, {ranks_per_node} in a node"]
+    if nodes:
+        lines[0] += f", {ranks // ranks_per_node} nodes that average"
+    lines += [f"round {n}: {_groups(r)}" for n, r in enumerate(rounds[:_SHOWN_ROUNDS], start=1)]
+    if len(rounds) > _SHOWN_ROUNDS:
+        lines.append(f"... {len(rounds)} rounds in all")
+    lines += ["", *_agreement(rounds), "", *_traffic(rounds, ranks_per_node, size, nodes=nodes)]
+    if options.plot:
+        _plot(rounds, Path(options.plot), title=lines[0])
+        lines += ["", f"Drawn: {options.plot}"]
+    return lines
+
+
+def _groups(groups: Round) -> str:
+    shown = ["-".join(map(str, group)) for group in groups[:_SHOWN_GROUPS]]
+    more = len(groups) - len(shown)
+    return "  ".join(shown) + (f"  and {more} groups more" if more else "")
+
+
+def _agreement(rounds: list[Round]) -> list[str]:
+    """How fast ranks come together, and how far apart they stay while they train."""
+    factor = contraction(rounds)
+    period = f"{len(rounds)} round{'s' if len(rounds) > 1 else ''}"
+    if factor < _EXACT:
+        said = f"contraction: 0; all are equal after {period}"
+    else:
+        said = f"contraction: {factor:.6g} in {period}, {factor ** (1 / len(rounds)):.6g} a round"
+    steps = max(200, min(4 * len(rounds), 1000))
+    settled = consensus_distance(rounds, steps=steps, noise=1.0, dimensions=16)[-100:].mean()
+    return [
+        said,
+        f"distance from the mean where each step moves all by 1 at random: {settled:.2f} "
+        f"(simulated, after {steps} steps)",
+    ]
+
+
+def _traffic(
+    rounds: list[Round], ranks_per_node: int, size: float | None, *, nodes: bool
+) -> list[str]:
+    """A table of the bytes that the busiest links carry in each round."""
+    unit = 1.0 if size is None else size
+    counted = "in sizes of the model" if size is None else f"the model has {_bytes(size)}"
+    columns = "{:>10}  {:>15}  {:>15}  {:>15}"
+    members = sum(map(len, rounds[0]))
+    of_rounds = [
+        node_link_bytes(groups, unit, ranks_per_node=ranks_per_node)
+        if nodes
+        else link_bytes(groups, unit)
+        for groups in rounds
+    ]
+    everyone = (tuple(range(members * ranks_per_node if nodes else members)),)
+    mean: dict[tuple[int, int], float] = {}
+    for links in of_rounds:
+        for link, carried in links.items():
+            mean[link] = mean.get(link, 0.0) + carried / len(rounds)
+    named = [(f"round {number}", links) for number, links in enumerate(of_rounds, start=1)]
+    named = [*named[:_SHOWN_ROUNDS], ("mean", mean), ("all-reduce", link_bytes(everyone, unit))]
+    return [
+        f"bytes that the busiest link carries in one direction ({counted})",
+        columns.format("", "inside a node", "between nodes", "out of a node"),
+        *(
+            columns.format(
+                name,
+                *(
+                    f"{carried:.3g}" if size is None else _bytes(carried)
+                    for carried in busiest_links(links, ranks_per_node=ranks_per_node)
+                ),
+            )
+            for name, links in named
+        ),
+    ]
+
+
+def _size(text: str) -> float | None:
+    """Bytes of a model whose number of parameters is written as 124M."""
+    if not text:
+        return None
+    factors = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    factor = factors.get(text[-1].upper(), 1.0)
+    try:
+        number = float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"--parameters expects a number as in 124M or 7B, not '{text}'.")
+    return number * factor * _BYTES_PER_PARAMETER
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def _plot(rounds: list[Round], path: Path, *, title: str) -> None:
+    """Ranks on a circle, a line between those that average, a panel a round; then the distance."""
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib.") from error
+    shown = rounds[:7]
+    ranks = sum(map(len, rounds[0]))
+    angles = 2 * np.pi * np.arange(ranks) / ranks
+    x, y = np.sin(angles), np.cos(angles)
+    figure = matplotlib.figure.Figure(figsize=(2.6 * len(shown) + 4, 3.2), layout="constrained")
+    figure.suptitle(title)
+    axes: list[Any] = list(
+        figure.subplots(1, len(shown) + 1, width_ratios=[1.0] * len(shown) + [1.5])
+    )
+    for number, (panel, groups) in enumerate(zip(axes, shown, strict=False), start=1):
+        for group in groups:
+            corners = [*group, group[0]]
+            panel.plot(x[corners], y[corners], linewidth=1, color="tab:blue")
+        panel.plot(x, y, "o", markersize=max(1.0, 8 - ranks / 32), color="black")
+        if ranks <= 32:
+            for rank in range(ranks):
+                panel.annotate(
+                    str(rank), (1.16 * x[rank], 1.16 * y[rank]), ha="center", va="center"
+                )
+        limits = (-1.3, 1.3)
+        panel.set(title=f"round {number} of {len(rounds)}", aspect="equal")
+        panel.set(xlim=limits, ylim=limits)
+        panel.axis("off")
+    distances = consensus_distance(rounds, steps=max(20, 2 * len(rounds)))
+    axes[-1].semilogy(np.maximum(distances, 1e-16), marker=".")
+    axes[-1].set(title="distance from the mean", xlabel="round", ylim=(1e-17, 10))
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Gossip through the whole strategy, against a simulation of all ranks with dense matrices."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.decentralized import DecentralizedStrategy
+from llm.parallel.mixing import Mixer
+from llm.parallel.rounds import make_rounds
+from llm.strategy import MicroBatch
+from tests.support.decentralized import (
+    Case,
+    finish,
+    make_all_reduce,
+    make_strategy,
+    simulate,
+    train,
+    trained,
+)
+from tests.support.models import tiny_config, tiny_model
+from tests.support.ranks import run_ranks, values
+
+TOPOLOGIES = [("complete", 1), ("exp", 1), ("ring", 1), ("alternating-exp-ring", 2)]
+OPTIMIZERS = ["sgd", "adamw", "accumadamw"]
+
+
+def final_weights(cases: list[Case]) -> list[torch.Tensor]:
+    found = []
+    for case in cases:
+        strategy = make_strategy(case)
+        train(strategy, case, range(case.steps))
+        finish(strategy)
+        found.append(trained(strategy.model))
+    return found
+
+
+def of_ranks(cases: list[Case], ranks: int) -> list[list[torch.Tensor]]:
+    """For each case, the weights of all ranks."""
+    found = values(run_ranks(final_weights, ranks, cases))
+    return [list(weights) for weights in zip(*found, strict=True)]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance=1e-10) -> None:
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("ranks", "optimizers"), [(4, OPTIMIZERS), (8, ["accumadamw"])])
+def test_overlapped_steps_are_those_of_a_dense_simulation(ranks, optimizers):
+    cases = [
+        Case(topology=topology, ranks_per_node=each, optimizer=optimizer, max_grad_norm=0.5)
+        for topology, each in TOPOLOGIES
+        for optimizer in optimizers
+    ]
+    for case, found in zip(cases, of_ranks(cases, ranks), strict=True):
+        assert_equal(found, simulate(case, ranks))
+        # Gradients differ from rank to rank, and so must weights.
+        assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+def test_blocking_steps_are_those_of_a_dense_simulation():
+    cases = [
+        Case(topology=topology, ranks_per_node=each, optimizer="adamw", overlap=False)
+        for topology, each in TOPOLOGIES
+    ]
+    for case, found in zip(cases, of_ranks(cases, 4), strict=True):
+        assert_equal(found, simulate(case, 4))
+
+
+def test_an_odd_number_of_ranks_takes_turns_in_being_idle():
+    cases = [
+        Case(topology=topology, optimizer="adamw", overlap=overlap)
+        for topology in ("ring", "complete")
+        for overlap in (True, False)
+    ]
+    for case, found in zip(cases, of_ranks(cases, 3), strict=True):
+        assert_equal(found, simulate(case, 3))
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 4)])
+def test_gossip_between_nodes_is_gossip_of_as_many_ranks(ranks, nodes):
+    cases = [
+        Case(
+            topology=topology,
+            optimizer="adamw",
+            nodes=True,
+            ranks_per_node=2,
+            max_grad_norm=0.5,
+            accumulation=3,
+            unused=False,
+            overlap=overlap,
+        )
+        for topology, overlap in (("exp", True), ("complete", True), ("ring", False))
+    ]
+    for case, found in zip(cases, of_ranks(cases, ranks), strict=True):
+        expected = simulate(case, nodes)
+        assert_equal(found, [expected[rank // 2] for rank in range(ranks)])
+        assert all(torch.equal(found[rank], found[rank ^ 1]) for rank in range(ranks))
+
+
+def all_reduce_weights(case: Case) -> torch.Tensor:
+    strategy = make_all_reduce(case)
+    train(strategy, case, range(case.steps))
+    finish(strategy)
+    return trained(strategy.model)
+
+
+def test_blocking_means_of_all_ranks_with_sgd_are_all_reduce():
+    case = Case(topology="complete", optimizer="sgd", overlap=False, unused=False)
+    (gossip,) = of_ranks([case], 4)
+    all_reduce = values(run_ranks(all_reduce_weights, 4, case))
+    assert_equal(gossip, all_reduce)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_rank_is_a_plain_run_bit_for_bit(optimizer, overlap):
+    case = Case(optimizer=optimizer, overlap=overlap, unused=False, max_grad_norm=0.5)
+    ((gossip,),) = of_ranks([case], 1)
+    (plain,) = values(run_ranks(all_reduce_weights, 1, case))
+    assert torch.equal(gossip, plain)
+
+
+def test_accumulating_six_micro_batches_is_one_of_six_times_the_size():
+    whole = Case(optimizer="accumadamw", max_grad_norm=0.5)
+    parts = dataclasses.replace(whole, accumulation=6)
+    assert_equal(*of_ranks([whole, parts], 4))
+
+
+def test_the_size_of_messages_does_not_show_in_the_weights():
+    small = Case(optimizer="adamw", max_grad_norm=0.1, bucket_bytes=1)
+    large = dataclasses.replace(small, bucket_bytes=2**20)
+    assert_equal(*of_ranks([small, large], 4), tolerance=0)
+
+
+def clipped_norms(case: Case) -> list[tuple[float, float, float]]:
+    strategy = make_strategy(case)
+    found = []
+    for step in range(case.steps):
+        train(strategy, dataclasses.replace(case, max_grad_norm=1e9), range(step, step + 1))
+        gradients = [p.grad.clone() for p in strategy.parameters if p.grad is not None]
+        before = float(torch.nn.utils.get_total_norm(gradients))
+        norm, _ = strategy.optimizer_step(case.max_grad_norm)
+        gradients = [p.grad for p in strategy.parameters if p.grad is not None]
+        found.append((before, float(norm), float(torch.nn.utils.get_total_norm(gradients))))
+    finish(strategy)
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_each_rank_clips_its_whole_gradient_by_its_own_norm(bucket_bytes):
+    case = Case(max_grad_norm=0.05, bucket_bytes=bucket_bytes, steps=3)
+    of_all = values(run_ranks(clipped_norms, 4, case))
+    for found in of_all:
+        for before, norm, after in found:
+            assert norm == pytest.approx(before, rel=1e-6)
+            assert before > 0.05
+            assert after == pytest.approx(0.05, rel=1e-4)
+            assert after <= 0.05
+    assert len({found[0][1] for found in of_all}) == 4
+
+
+def shared_parameters():
+    case = Case(optimizer="adamw")
+    strategy = make_strategy(case)
+    frozen = strategy.model.frozen.weight.clone()
+    unused = strategy.model.unused.weight.clone()
+    train(strategy, case, range(case.steps))
+    finish(strategy)
+    model = strategy.model
+    return (
+        torch.equal(model.frozen.weight, frozen),
+        torch.equal(model.unused.weight, unused),
+        model.head.weight is model.embedding.weight,
+        list(strategy._trained()),
+    )
+
+
+def test_frozen_and_unused_parameters_stay_and_tied_ones_are_mixed_once():
+    for frozen, unused, tied, names in values(run_ranks(shared_parameters, 2)):
+        assert frozen
+        assert unused
+        assert tied
+        assert names == [
+            "embedding.weight",
+            "middle.weight",
+            "unused.weight",
+            "middle.bias",
+            "head.bias",
+            "unused.bias",
+        ]
+
+
+def skipped_alone():
+    case = Case(topology="complete", optimizer="adamw", overlap=False, steps=1)
+    strategy = make_strategy(case)
+    start = trained(strategy.model)
+    if strategy.rank == 1:
+        strategy.parameters[0].register_hook(lambda gradient: gradient * float("nan"))
+    skips = []
+    step = strategy.optimizer.step
+
+    def step_and_look() -> None:
+        step()
+        skips.append(torch.equal(trained(strategy.model), start))
+
+    strategy.optimizer.step = step_and_look
+    train(strategy, case, range(1))
+    finish(strategy)
+    return skips, trained(strategy.model)
+
+
+def test_a_rank_whose_gradient_is_not_finite_skips_alone_and_still_mixes():
+    outcomes = values(run_ranks(skipped_alone, 2))
+    assert [skips for skips, _ in outcomes] == [[False], [True]]
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+    assert all(torch.isfinite(weights).all() for _, weights in outcomes)
+
+
+def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tensor]:
+    """Losses and final weights of GPT-2 in float32 or less, by SGD."""
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
+    common = {"accelerator": accelerator, "mixed_precision": mixed_precision}
+    rounds = make_rounds("complete", ranks=accelerator.num_processes)
+    rank = accelerator.process_index
+    strategy = (
+        AcceleratedStrategy(**common)
+        if kind == "allreduce"
+        else DecentralizedStrategy(
+            **common,
+            make_averaging=lambda tensors: Mixer(
+                list(tensors.values()), rounds=rounds, rank=rank, overlap=False
+            ),
+        )
+    )
+    windows_are_whole()
+    model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    strategy.prepare(
+        LanguageModelLoss(model),
+        lambda module: torch.optim.SGD(module.parameters(), lr=0.5, fused=True),
+    )
+    losses = []
+    for step in range(4):
+        tokens = torch.randint(320, (8, 17), generator=torch.Generator().manual_seed(step))
+        own = tokens.chunk(strategy.world_size)[rank]
+        batch = MicroBatch(own[:, :-1], own[:, 1:])
+        loss = strategy.forward_backward([batch], num_tokens=8 * 16)
+        losses.append(float(strategy.reduce_sum(loss)))
+        strategy.optimizer_step(0.0)
+    finish(strategy)
+    return losses, trained(strategy.model)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+def test_gpt2_trains_as_with_all_reduce_in_every_precision(mixed_precision):
+    for ranks in (1, 2):
+        gossip = values(run_ranks(gpt2_steps, ranks, "gossip", mixed_precision))
+        reduced = values(run_ranks(gpt2_steps, ranks, "allreduce", mixed_precision))
+        for (losses, weights), (expected, expected_weights) in zip(gossip, reduced, strict=True):
+            if ranks == 1:
+                assert losses == expected
+                assert torch.equal(weights, expected_weights)
+            assert losses == pytest.approx(expected, rel=1e-5)
+            # A half-precision forward of weights that differ in their last bit can differ more.
+            tolerance = 1e-6 if mixed_precision == "no" else 1e-3
+            torch.testing.assert_close(weights, expected_weights, rtol=0, atol=tolerance)

@@ -1,0 +1,66 @@
+"""Through real checkpoints."""
+
+import pytest
+import torch
+
+from llm import checkpoint
+from llm.checkpoint import newest_valid, read_tensors
+from llm.saving import Saver
+from tests.parallel.test_decentralized_state import DILOCO, NODES, RING
+from tests.support.decentralized import Case, Model, finish, make_strategy, train, trained
+from tests.support.ranks import run_ranks, values
+
+
+def trained_and_saved(case: Case, folder):
+    strategy = make_strategy(case)
+    saver = Saver(
+        folder,
+        parts={"strategy": strategy},
+        facts={},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+    )
+    train(strategy, case, range(4))
+    saver.save(step=4, eval_loss=None)
+    train(strategy, case, range(4, 6))
+    saver.finish()
+    finish(strategy)
+    with strategy.averaged():
+        mean = trained(strategy.model)
+    return trained(strategy.model), mean
+
+
+def resumed(case: Case, folder):
+    strategy = make_strategy(case)
+    found = newest_valid(folder)
+    if found.world_size == strategy.world_size:
+        checkpoint.load(found, {"strategy": strategy})
+    else:
+        strategy.load_averaged(
+            lambda tensors: read_tensors(
+                found, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
+            ),
+            replicas=found.world_size // (case.ranks_per_node if case.nodes else 1),
+        )
+    before = trained(strategy.model)
+    train(strategy, case, range(4, 6))
+    finish(strategy)
+    return before, trained(strategy.model)
+
+
+@pytest.mark.parametrize("case", [RING, DILOCO, NODES], ids=["ring", "diloco", "nodes"])
+def test_checkpoint(case, tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved = values(run_ranks(trained_and_saved, 4, case, folder))
+    for (_, after), (expected, _) in zip(
+        values(run_ranks(resumed, 4, case, folder)), saved, strict=True
+    ):
+        assert torch.equal(after, expected)
+    model = Model(unused=case.unused)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoint.load_model(newest_valid(folder), model)
+    for before, after in values(run_ranks(resumed, 2, case, folder)):
+        assert torch.equal(before, trained(model))
+        assert torch.isfinite(after).all()

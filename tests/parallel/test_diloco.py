@@ -1,0 +1,92 @@
+"""DiLoCo against a simulation of all ranks in one process."""
+
+import pytest
+import torch
+
+from llm.parallel.diloco import OuterOptimizer
+from tests.support.decentralized import (
+    BATCH,
+    Case,
+    Loss,
+    finish,
+    make_optimizer,
+    make_strategy,
+    step_data,
+    train,
+    trained,
+)
+from tests.support.ranks import run_ranks, values
+
+CASE = Case(optimizer="adamw", sync_every=3, max_grad_norm=0.5, accumulation=2, steps=8)
+
+
+def weights_by_step(case: Case) -> list[torch.Tensor]:
+    strategy = make_strategy(case)
+    found = []
+    for step in range(case.steps):
+        train(strategy, case, range(step, step + 1))
+        found.append(trained(strategy.model))
+    finish(strategy)
+    return found
+
+
+def simulate(case: Case, ranks: int) -> list[list[torch.Tensor]]:
+    """PyTorch's own SGD with Nesterov momentum is the outer optimizer."""
+    losses = [Loss() for _ in range(ranks)]
+    inner = [make_optimizer(case.optimizer, loss.model) for loss in losses]
+    start = torch.nn.Parameter(trained(losses[0].model))
+    outer = torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
+    found = []
+    for step in range(case.steps):
+        input_ids, labels = step_data(step)
+        for loss, optimizer, ids, wanted in zip(
+            losses, inner, input_ids.chunk(ranks), labels.chunk(ranks), strict=True
+        ):
+            loss.zero_grad()
+            (loss(ids, wanted)[0] * (ranks / labels.numel())).backward()
+            torch.nn.utils.clip_grad_norm_(loss.parameters(), case.max_grad_norm)
+            optimizer.step()
+        if (step + 1) % case.sync_every == 0:
+            mean = torch.stack([trained(loss.model) for loss in losses]).mean(dim=0)
+            start.grad = start.detach() - mean
+            outer.step()
+            for loss in losses:
+                parameters = [p for p in loss.model.parameters() if p.requires_grad]
+                torch.nn.utils.vector_to_parameters(start.detach().clone(), parameters)
+        found.append([trained(loss.model) for loss in losses])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_inner_and_outer_steps_are_those_of_a_simulation(ranks):
+    assert BATCH % (ranks * CASE.accumulation) == 0
+    of_ranks = values(run_ranks(weights_by_step, ranks, CASE))
+    for step, expected in enumerate(simulate(CASE, ranks)):
+        found = [weights[step] for weights in of_ranks]
+        torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=1e-10)
+        if ranks > 1:
+            synchronised = (step + 1) % CASE.sync_every == 0
+            assert torch.equal(found[0], found[1]) == synchronised
+
+
+def test_an_outer_rate_of_one_without_momentum_takes_the_weights_as_they_are():
+    weight = torch.ones(3, dtype=torch.float64)
+    outer = OuterOptimizer(
+        {"weight": weight}, world_size=1, sync_every=2, learning_rate=1.0, momentum=0.0
+    )
+    for _ in range(4):
+        outer.before_step()
+        weight += 0.5
+        outer.after_step()
+    assert torch.equal(weight, torch.full((3,), 3.0, dtype=torch.float64))
+
+
+def test_the_outer_step_starts_from_weights_that_were_loaded_after_it_was_made():
+    weight = torch.zeros(2)
+    outer = OuterOptimizer({"weight": weight}, world_size=1, sync_every=1)
+    weight.fill_(10.0)
+    outer.before_step()
+    weight -= 1.0
+    outer.after_step()
+    # difference 1, velocity 1, Nesterov 1.9, times 0.7
+    torch.testing.assert_close(weight, torch.full((2,), 10 - 0.7 * 1.9))

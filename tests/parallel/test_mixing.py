@@ -1,0 +1,200 @@
+"""Rounds on gloo ranks against their matrices."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm.parallel.mixing import Mixer
+from llm.parallel.rounds import make_rounds, mixing_matrix
+from tests.support.ranks import run_ranks, values
+
+SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
+
+
+def start(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def flat(tensors) -> np.ndarray:
+    return torch.cat([tensor.flatten() for tensor in tensors]).numpy().copy()
+
+
+def join() -> int:
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def mixed(cases, steps: int, bucket_bytes: int):
+    """The weights of this rank after each step of each case, where nothing else moves them."""
+    rank = join()
+    found = []
+    for topology, ranks_per_node, overlap in cases:
+        tensors = start(rank)
+        rounds = make_rounds(topology, ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
+        mixer = Mixer(tensors, rounds=rounds, rank=rank, overlap=overlap, bucket_bytes=bucket_bytes)
+        states = []
+        for _ in range(steps):
+            mixer.before_step()
+            mixer.after_step()
+            states.append(flat(tensors))
+        mixer.settle()
+        found.append(np.array(states))
+    dist.barrier()
+    return found
+
+
+CASES = {
+    3: [("complete", 1), ("ring", 1)],
+    4: [("complete", 1), ("exp", 1), ("ring", 1), ("alternating-exp-ring", 2)],
+    8: [("exp", 1), ("ring", 1), ("alternating-exp-ring", 2)],
+}
+
+
+@pytest.mark.parametrize("ranks", list(CASES))
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_bytes):
+    steps = 6
+    cases = [(*case, overlap) for case in CASES[ranks] for overlap in (False, True)]
+    of_ranks = values(run_ranks(mixed, ranks, cases, steps, bucket_bytes))
+    for number, (topology, ranks_per_node, overlap) in enumerate(cases):
+        rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+        points = np.array([flat(start(rank)) for rank in range(ranks)])
+        mean = points.mean(axis=0)
+        for step in range(steps):
+            if step > 0 or not overlap:
+                groups = rounds[(step - overlap) % len(rounds)]
+                points = mixing_matrix(groups) @ points
+            found = np.array([results[number][step] for results in of_ranks])
+            np.testing.assert_allclose(found, points, rtol=0, atol=1e-12)
+            assert np.abs(found.mean(axis=0) - mean).max() < 1e-12
+
+
+def mixed_nodes(topologies):
+    """Weights after one period between nodes of two ranks."""
+    rank = join()
+    node, nodes = rank // 2, dist.get_world_size() // 2
+    found = []
+    for topology in topologies:
+        tensors = start(node)
+        rounds = make_rounds(topology, ranks=nodes)
+        mixer = Mixer(tensors, rounds=rounds, rank=rank, ranks_per_replica=2, bucket_bytes=100)
+        for _ in rounds:
+            mixer.after_step()
+            mixer.before_step()
+        found.append(flat(tensors))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 3), (8, 4)])
+def test_ranks_of_a_node_exchange_a_part_each_and_hold_the_same_weights(ranks, nodes):
+    topologies = ("exp", "complete") if nodes != 3 else ("complete",)
+    of_ranks = values(run_ranks(mixed_nodes, ranks, topologies))
+    for number, topology in enumerate(topologies):
+        points = np.array([flat(start(node)) for node in range(nodes)])
+        for groups in make_rounds(topology, ranks=nodes):
+            points = mixing_matrix(groups) @ points
+        for rank in range(ranks):
+            expected = points[rank // 2]
+            np.testing.assert_allclose(of_ranks[rank][number], expected, rtol=0, atol=1e-12)
+            assert np.array_equal(of_ranks[rank][number], of_ranks[rank ^ 1][number])
+
+
+def types_and_views():
+    rank = join()
+    base = torch.full((4, 6), float(rank), dtype=torch.float64)
+    tensors = [
+        base.t(),  # not contiguous
+        torch.full((3,), float(rank), dtype=torch.bfloat16),
+        torch.full((5,), float(rank)),
+        torch.full((2, 2), float(rank), dtype=torch.float16),
+        torch.full((2,), float(rank), dtype=torch.bfloat16),
+    ]
+    means = []
+    for topology in ("exp", "complete"):
+        rounds = make_rounds(topology, ranks=dist.get_world_size())
+        mixer = Mixer(tensors, rounds=rounds, rank=rank, overlap=False)
+        mixer.after_step()
+        means.append([(tensor.dtype, tensor.unique().tolist()) for tensor in tensors])
+    dist.barrier()
+    return means
+
+
+def test_weights_of_several_types_mix_among_themselves():
+    for rank, (pair, everyone) in enumerate(values(run_ranks(types_and_views, 4))):
+        mean = 0.5 if rank < 2 else 2.5
+        assert [found for _, found in pair] == [[mean]] * 5
+        assert [dtype for dtype, _ in pair] == [
+            torch.float64,
+            torch.bfloat16,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+        ]
+        assert [found for _, found in everyone] == [[1.5]] * 5
+
+
+def resumed():
+    rank = join()
+    rounds = make_rounds("ring", ranks=dist.get_world_size())
+    runs = []
+    for stop in (None, 3):
+        tensors = start(rank)
+        mixer = Mixer(tensors, rounds=rounds, rank=rank)
+        for step in range(6):
+            mixer.before_step()
+            for tensor in tensors:
+                tensor.add_(0.1 * rank)
+            mixer.after_step()
+            if step == stop:
+                saved = [tensor.clone() for tensor in tensors], mixer.state_dict()
+                mixer.settle()
+                tensors = [torch.zeros_like(tensor) for tensor in tensors]
+                mixer = Mixer(tensors, rounds=rounds, rank=rank)
+                torch._foreach_copy_(tensors, saved[0])
+                mixer.load_state_dict(saved[1])
+        mixer.settle()
+        runs.append(flat(tensors))
+    dist.barrier()
+    return np.array_equal(*runs)
+
+
+def test_the_exchange_that_was_under_way_when_a_state_was_saved_is_made_again():
+    assert values(run_ranks(resumed, 4)) == [True] * 4
+
+
+def seconds_held_up(topology: str) -> tuple[float, float]:
+    """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
+    rank = join()
+    rounds = make_rounds(topology, ranks=dist.get_world_size())
+    mixer = Mixer(start(rank), rounds=rounds, rank=rank)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    began = time.perf_counter()
+    mixer.after_step()
+    ended = time.perf_counter()
+    mixer.before_step()
+    dist.barrier()
+    return ended - began, time.perf_counter() - ended
+
+
+@pytest.mark.parametrize("topology", ["exp", "complete"])
+def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
+    at_end, before_next = values(run_ranks(seconds_held_up, 4, topology))[0]
+    assert at_end < 0.5
+    assert before_next > 0.5
+
+
+def test_one_rank_needs_no_process_group_and_keeps_its_weights():
+    tensors = start(0)
+    mixer = Mixer(tensors, rounds=make_rounds("exp", ranks=1), rank=0)
+    for _ in range(3):
+        mixer.before_step()
+        mixer.after_step()
+    mixer.settle()
+    assert np.array_equal(flat(tensors), flat(start(0)))

@@ -1,0 +1,186 @@
+"""A model small enough to simulate all ranks in one process, in float64, and that simulation."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm.optim.accum_adamw import make_accum_adamw
+from llm.optim.groups import make_adamw, parameter_groups
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.decentralized import DecentralizedStrategy
+from llm.parallel.diloco import OuterOptimizer
+from llm.parallel.mixing import Mixer
+from llm.parallel.rounds import make_rounds, mixing_matrix
+from llm.strategy import MicroBatch
+
+VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
+
+
+class Model(nn.Module):
+    """Tied embeddings, a frozen matrix, a gain, and on demand a parameter that nothing uses."""
+
+    def __init__(self, *, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embedding.weight
+        if unused:
+            self.unused = nn.Linear(WIDTH, 2)
+        self.register_buffer("scale", torch.ones(()))
+        self.double()
+
+
+class Loss(nn.Module):
+    """What strategies expect: the model's summed loss in one forward."""
+
+    def __init__(self, *, unused: bool = True) -> None:
+        super().__init__()
+        self.model = Model(unused=unused)
+
+    def forward(self, input_ids, labels, positions=None, documents=None):
+        model = self.model
+        hidden = model.embedding(input_ids) * model.scale
+        hidden = torch.tanh(model.middle(hidden) + model.frozen(hidden))
+        loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss, loss.detach()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How to train."""
+
+    topology: str = "ring"
+    optimizer: str = "sgd"
+    overlap: bool = True
+    ranks_per_node: int = 1
+    nodes: bool = False
+    sync_every: int | None = None
+    max_grad_norm: float = 0.0
+    accumulation: int = 1
+    bucket_bytes: int = 100
+    unused: bool = True
+    steps: int = 7
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    adam = {"learning_rate": 0.03, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    if name == "adamw":
+        return make_adamw(model, **adam)
+    if name == "accumadamw":
+        return make_accum_adamw(model, **adam, accum_steps=3)
+    groups = parameter_groups(model, weight_decay=0.1)
+    return torch.optim.SGD(groups, lr=0.5, fused=True)
+
+
+def step_data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def trained(model: nn.Module) -> torch.Tensor:
+    """The trained weights in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrategy:
+    """A prepared strategy on the ranks that there are."""
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
+    ranks, each = accelerator.num_processes, case.ranks_per_node if case.nodes else 1
+
+    def make_averaging(tensors: dict[str, torch.Tensor]) -> Any:
+        if case.sync_every is not None:
+            return OuterOptimizer(
+                tensors,
+                world_size=ranks,
+                sync_every=case.sync_every,
+                bucket_bytes=case.bucket_bytes,
+            )
+        return Mixer(
+            list(tensors.values()),
+            rounds=make_rounds(
+                case.topology,
+                ranks=ranks // each,
+                ranks_per_node=1 if case.nodes else case.ranks_per_node,
+            ),
+            rank=accelerator.process_index,
+            ranks_per_replica=each,
+            overlap=case.overlap,
+            bucket_bytes=case.bucket_bytes,
+        )
+
+    strategy = DecentralizedStrategy(
+        accelerator=accelerator,
+        mixed_precision=mixed_precision,
+        make_averaging=make_averaging,
+        ranks_per_replica=each,
+    )
+    loss = Loss(unused=case.unused)
+    strategy.prepare(loss, lambda model: make_optimizer(case.optimizer, model))
+    return strategy
+
+
+def make_all_reduce(case: Case) -> AcceleratedStrategy:
+    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    strategy.prepare(Loss(unused=False), lambda model: make_optimizer(case.optimizer, model))
+    return strategy
+
+
+def train(strategy: AcceleratedStrategy, case: Case, steps: range) -> None:
+    """Train a strategy on this rank's share of each step's data."""
+    for step in steps:
+        input_ids, labels = step_data(step)
+        ids = input_ids.chunk(strategy.world_size)[strategy.rank].chunk(case.accumulation)
+        wanted = labels.chunk(strategy.world_size)[strategy.rank].chunk(case.accumulation)
+        parts = [MicroBatch(*part) for part in zip(ids, wanted, strict=True)]
+        strategy.forward_backward(parts, num_tokens=labels.numel())
+        strategy.optimizer_step(case.max_grad_norm)
+
+
+def finish(strategy: AcceleratedStrategy) -> None:
+    """Wait for messages, and for all ranks: the first one must not leave the others alone."""
+    if isinstance(strategy, DecentralizedStrategy):
+        strategy._averaging.settle()
+    strategy.barrier()
+
+
+def simulate(case: Case, ranks: int) -> list[torch.Tensor]:
+    """All replicas in one process, mixed by whole matrices; their weights at the end."""
+    losses = [Loss(unused=case.unused) for _ in range(ranks)]
+    optimizers = [make_optimizer(case.optimizer, loss.model) for loss in losses]
+    each = 1 if case.nodes else case.ranks_per_node
+    rounds = make_rounds(case.topology, ranks=ranks, ranks_per_node=each)
+    for step in range(case.steps):
+        input_ids, labels = step_data(step)
+        for loss, ids, wanted in zip(
+            losses, input_ids.chunk(ranks), labels.chunk(ranks), strict=True
+        ):
+            loss.zero_grad()
+            (loss(ids, wanted)[0] * (ranks / labels.numel())).backward()
+            if case.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(loss.parameters(), case.max_grad_norm)
+        if case.overlap and step > 0:
+            mix(losses, rounds[(step - 1) % len(rounds)])
+        for optimizer in optimizers:
+            optimizer.step()
+        if not case.overlap:
+            mix(losses, rounds[step % len(rounds)])
+    return [trained(loss.model) for loss in losses]
+
+
+@torch.no_grad()
+def mix(losses: list[Loss], groups) -> None:
+    mixed = torch.from_numpy(mixing_matrix(groups)) @ torch.stack(
+        [trained(x.model) for x in losses]
+    )
+    for loss, vector in zip(losses, mixed, strict=True):
+        torch.nn.utils.vector_to_parameters(
+            vector, [p for p in loss.model.parameters() if p.requires_grad]
+        )
