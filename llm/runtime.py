@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from llm.launcher import ranks_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,11 +44,12 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Read rank and world size as torchrun and `accelerate launch` set them."""
+    """Read rank and world size as torchrun, `accelerate launch`, srun and mpiexec set them."""
+    told = {**ranks_of(os.environ), **os.environ}
     return World(
-        rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=int(told.get("RANK", "0")),
+        local_rank=int(told.get("LOCAL_RANK", "0")),
+        world_size=int(told.get("WORLD_SIZE", "1")),
     )
 
 
@@ -91,7 +94,14 @@ def seed_step(*, seed: int, step: int, rank: int) -> None:
 
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little")
-    torch.manual_seed(key)
+    # torch.manual_seed would also note, with a traceback, what devices that nobody has touched
+    # shall be seeded with one day: milliseconds in each step.
+    torch.default_generator.manual_seed(key)
+    for backend in (torch.cuda, torch.xpu):
+        if backend.is_initialized():
+            backend.manual_seed_all(key)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(key)
     random.seed(key)
     np.random.seed(key % 2**32)
 

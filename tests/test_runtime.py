@@ -1,6 +1,6 @@
 import torch
 
-from llm.runtime import draw_seed, launch_id, seed_step
+from llm.runtime import World, draw_seed, launch_id, seed_step, world_from_environment
 
 
 def draw(**key) -> list[float]:
@@ -33,3 +33,14 @@ def test_a_process_alone_draws_another_seed_each_time(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert launch_id() is None
     assert len({draw_seed() for _ in range(5)}) == 5
+
+
+def test_a_task_of_srun_knows_its_place_without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert world_from_environment() == World(rank=0, local_rank=0, world_size=1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert world_from_environment() == World(rank=5, local_rank=1, world_size=8)
+    assert launch_id() is not None

@@ -1,0 +1,69 @@
+#!/bin/bash
+# Pretrains on one node of 4 GPUs through Slurm, with torchrun. An array: one job for each value of
+# --learning_rate. Submit it with sbatch, whose options win over the lines below. Submitted again,
+# it goes on from its newest checkpoint.
+#
+# Made by: python -m llm.jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
+#
+#SBATCH --job-name=pretrain
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=06:00:00
+#SBATCH --array=0-2
+#SBATCH --output=%x-%A_%a.log
+
+# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
+# made the environment that holds the llm package, and the options of the training.
+VENV=__VENV__
+VALUES=(1e-4 3e-4 1e-3)  # one job of the array each
+VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
+RUN=runs/gpt-neo-125m/learning_rate-$VALUE
+OPTIONS=(
+    --low_cpu_mem_usage
+    --dataset_name wikitext
+    --dataset_config_name wikitext-2-raw-v1
+    --model_name_or_path EleutherAI/gpt-neo-125m
+    --checkpointing_minutes 30
+    --keep_checkpoints 2
+    --resume_from_checkpoint
+    --max_train_steps 10000
+    --per_device_train_batch_size 8
+    --global_batch_size 128
+    --mixed_precision bf16
+    --learning_rate "$VALUE"
+    --output_dir "$RUN"
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+GPUS=${SLURM_GPUS_PER_NODE:-4}
+GPUS=${GPUS##*:}  # without a type, as in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+LAUNCH=(
+    torchrun --standalone --nproc_per_node="$GPUS"
+)
+EACH_GPU=("${LAUNCH[@]}")
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -1,0 +1,78 @@
+#!/bin/bash
+# Pretrains on 2 nodes of 4 GPUs through Slurm, with one torchrun on each, in a container (pyxis).
+# Submit it with sbatch, whose options win over the lines below. Submitted again, it goes on from
+# its newest checkpoint.
+#
+# Made by: python -m llm.jobs slurm --nodes 2 --container __IMAGE__ -- OPTIONS
+#
+#SBATCH --job-name=pretrain
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=06:00:00
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.log
+
+# Yours to fill in, like all that stands between double underscores above: the image that holds
+# PyTorch and the llm package (a file or a registry's name), and the options of the training.
+IMAGE=__IMAGE__
+OPTIONS=(
+    --low_cpu_mem_usage
+    --dataset_name wikitext
+    --dataset_config_name wikitext-2-raw-v1
+    --model_name_or_path EleutherAI/gpt-neo-125m
+    --output_dir runs/gpt-neo-125m
+    --checkpointing_minutes 30
+    --keep_checkpoints 2
+    --resume_from_checkpoint
+    --max_train_steps 10000
+    --per_device_train_batch_size 8
+    --global_batch_size 128
+    --mixed_precision bf16
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+
+set -euo pipefail
+
+# Where the ranks meet: the first host, at a port that other jobs hardly use.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+NNODES=${#HOSTS[@]}
+PORT=$((20000 + SLURM_JOB_ID % 10000))
+GPUS=${SLURM_GPUS_PER_NODE:-4}
+GPUS=${GPUS##*:}  # without a type, as in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+# pyxis adds these options to srun.
+CONTAINER=(
+    --container-image="$IMAGE"
+    --container-mounts="$PWD:$PWD"
+    --container-workdir="$PWD"
+)
+EACH_GPU=(
+    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    --cpus-per-task="$OMP_NUM_THREADS"
+    "${CONTAINER[@]}"
+    python
+)
+LAUNCH=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    "${CONTAINER[@]}"
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+)
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

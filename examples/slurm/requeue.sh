@@ -1,0 +1,105 @@
+#!/bin/bash
+# Pretrains on 2 nodes of 4 GPUs through Slurm, with one torchrun on each. Submit it with sbatch,
+# whose options win over the lines below. 5 minutes before the time limit the run saves a
+# checkpoint, and the job puts itself into the queue again, until the training is finished.
+#
+# Made by: python -m llm.jobs slurm --nodes 2 --requeue --time 2:00:00 -- OPTIONS
+#
+#SBATCH --job-name=pretrain
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=02:00:00
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
+# made the environment that holds the llm package, and the options of the training.
+VENV=__VENV__
+RUN=runs/gpt-neo-125m
+OPTIONS=(
+    --low_cpu_mem_usage
+    --dataset_name wikitext
+    --dataset_config_name wikitext-2-raw-v1
+    --model_name_or_path EleutherAI/gpt-neo-125m
+    --checkpointing_minutes 30
+    --keep_checkpoints 2
+    --resume_from_checkpoint
+    --max_train_steps 10000
+    --per_device_train_batch_size 8
+    --global_batch_size 128
+    --mixed_precision bf16
+    --output_dir "$RUN"
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+# Where the ranks meet: the first host, at a port that other jobs hardly use.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+NNODES=${#HOSTS[@]}
+PORT=$((20000 + SLURM_JOB_ID % 10000))
+GPUS=${SLURM_GPUS_PER_NODE:-4}
+GPUS=${GPUS##*:}  # without a type, as in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+EACH_GPU=(
+    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    --cpus-per-task="$OMP_NUM_THREADS"
+    python
+)
+LAUNCH=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    --shutdown_timeout=270
+)
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+
+status() {  # what the run says of itself, if it has said anything since this job began
+    [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
+    sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
+}
+BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
+STEP=$!
+# Slurm signals this shell alone, which hands it on; a trap ends a wait early.
+ASKED=
+trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
+while
+    CODE=0
+    wait "$STEP" || CODE=$?
+    kill -0 "$STEP" 2>/dev/null
+do :; done
+
+STATUS=$(status)
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # before training has begun
+if [[ "$STATUS" == preempted ]]; then
+    echo "$(date): the job goes into the queue again, to go on from its checkpoint."
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"

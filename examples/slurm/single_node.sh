@@ -1,0 +1,63 @@
+#!/bin/bash
+# Pretrains on one node of 4 GPUs through Slurm, with torchrun. Submit it with sbatch, whose options
+# win over the lines below. Submitted again, it goes on from its newest checkpoint.
+#
+# Made by: python -m llm.jobs slurm -- OPTIONS
+#
+#SBATCH --job-name=pretrain
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=06:00:00
+#SBATCH --output=%x-%j.log
+
+# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
+# made the environment that holds the llm package, and the options of the training.
+VENV=__VENV__
+OPTIONS=(
+    --low_cpu_mem_usage
+    --dataset_name wikitext
+    --dataset_config_name wikitext-2-raw-v1
+    --model_name_or_path EleutherAI/gpt-neo-125m
+    --output_dir runs/gpt-neo-125m
+    --checkpointing_minutes 30
+    --keep_checkpoints 2
+    --resume_from_checkpoint
+    --max_train_steps 10000
+    --per_device_train_batch_size 8
+    --global_batch_size 128
+    --mixed_precision bf16
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+GPUS=${SLURM_GPUS_PER_NODE:-4}
+GPUS=${GPUS##*:}  # without a type, as in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+LAUNCH=(
+    torchrun --standalone --nproc_per_node="$GPUS"
+)
+EACH_GPU=("${LAUNCH[@]}")
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -1,0 +1,1 @@
+"""Writes job scripts for the schedulers of clusters."""

@@ -1,0 +1,275 @@
+"""Asks every rank for a sign of life before a job begins: `srun python -m llm.preflight`.
+
+Start it as the training is started, one process for each device. Every rank says its host, device
+and versions over a connection to rank 0 of its own, so that rank 0 can name who is silent; then all
+of them time an all-reduce and a broadcast. A broken node costs a minute in this way, not a night.
+
+Exit codes: 0 all is well; 1 a rank is silent, fails, or differs from the others; 2 an option or
+the environment cannot work.
+"""
+
+import dataclasses
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llm import __version__
+from llm.command_line import parse
+from llm.errors import LLMError, ParallelError
+from llm.launcher import adopt_launcher
+from llm.options import option
+from llm.roll_call import Roll, differences, silent, stuck
+from llm.runtime import World, device_of, world_from_environment
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_GRACE_SECONDS = 5.0
+_REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreflightOptions:
+    """How long to wait, and how much to send."""
+
+    timeout: float = option(
+        60.0, "Seconds for all ranks to answer, and again to communicate.", group="Pre-flight",
+        above=0,
+    )  # fmt: skip
+    message_mb: int = option(
+        64, "Size of the tensor that is reduced and broadcast, in MiB.", group="Pre-flight",
+        at_least=1,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        options = parse(
+            PreflightOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m llm.preflight",
+            description="Ask every rank of a job for a sign of life, and time its network.",
+        )
+        adopt_launcher()
+        return check(options, world_from_environment())
+    except LLMError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def check(options: PreflightOptions, world: World) -> int:
+    """Take part as one rank; rank 0 says what was found. Returns the exit code."""
+    try:
+        facts = describe(world)
+    except RuntimeError as error:  # of the driver; rank 0 will miss this rank
+        first = str(error).partition("\n")[0]
+        host = socket.gethostname()
+        return _complain(f"rank {world.rank} on {host} has no device that works: {first}")
+    if world.world_size == 1:
+        sys.stdout.write(f"{_line(0, facts, None)}\npreflight: one process, alone.\n")
+        return 0
+    unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if unknown:
+        raise ParallelError(
+            f"This is one of {world.world_size} processes, and {' and '.join(unknown)} do not say "
+            "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
+        )
+    try:
+        return _check_together(options, world, facts)
+    except RuntimeError as error:  # of the store: rank 0 cannot be reached, or has gone
+        where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        first = str(error).partition("\n")[0]
+        return _complain(
+            f"rank {world.rank} on {facts['host']} does not reach rank 0 at {where}: {first}"
+        )
+
+
+def describe(world: World) -> dict[str, Any]:
+    """Host, device and versions of this process."""
+    import torch
+
+    device = device_of(world)
+    kind, number = platform.machine(), None
+    versions = {
+        "llm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind, number = properties.name, str(properties.uuid)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    elif device.type == "xpu":
+        kind = torch.xpu.get_device_properties(device).name
+    return {
+        "host": socket.gethostname(),
+        "device": str(device),
+        "kind": kind,
+        "id": number,
+        "versions": versions,
+    }
+
+
+def _check_together(options: PreflightOptions, world: World, facts: dict[str, Any]) -> int:
+    # torchrun keeps a store already.
+    serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    roll = Roll(_store(options.timeout, serve=serve), world)
+    host_of_rank_0 = os.environ["MASTER_ADDR"]
+    roll.say("here", facts)
+    deadline = time.monotonic() + options.timeout
+    if world.is_main:
+        everybody = roll.wait("here", deadline)
+        here = roll.heard("here")
+        found = differences(here) if everybody else silent(here, world, options.timeout)
+        roll.judge("here", found)
+    verdict = roll.verdict("here", deadline + _GRACE_SECONDS)
+    if verdict == "":
+        verdict = _communicate_in_time(options, world, roll)
+    if verdict is None:
+        return _complain(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
+    if world.is_main:
+        times = roll.heard("times")
+        for rank, said in roll.heard("here").items():
+            sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
+        code = _complain(verdict) if verdict else _praise(options, roll, world)
+        # A launcher ends all ranks once one has ended with an error, so rank 0 speaks first. It
+        # leaves last, because the store goes with it.
+        roll.judge("spoken", "")
+        roll.say("left", True)
+        roll.wait("left", time.monotonic() + _GRACE_SECONDS)
+        return code
+    roll.verdict("spoken", time.monotonic() + _GRACE_SECONDS)
+    roll.say("left", True)
+    return 1 if verdict else 0
+
+
+def _store(timeout: float, *, serve: bool = False) -> "Store":
+    """A connection to what all ranks read and write."""
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=serve,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared: Store = PrefixStore(f"preflight/{start}", store)
+    return shared
+
+
+def _communicate_in_time(options: PreflightOptions, world: World, roll: Roll) -> str | None:
+    """Time the collectives; returns the verdict, also where they hang."""
+    deadline = time.monotonic() + options.timeout
+
+    def work() -> None:
+        try:
+            roll.say("times", communicate(options, world, roll))
+            roll.say("stage", "done")
+            roll.say("done", True)
+        except Exception as error:  # whatever a library raises, rank 0 shall hear of it
+            roll.fail(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+
+    # What hangs in a library can only be left behind: a daemon ends with the process.
+    threading.Thread(target=work, daemon=True).start()
+    if world.is_main:
+        fine = roll.wait("done", deadline)
+        roll.judge("communication", "" if fine else stuck(roll, options.timeout))
+    return roll.verdict("communication", deadline + _GRACE_SECONDS)
+
+
+def communicate(options: PreflightOptions, world: World, roll: Roll) -> dict[str, float]:
+    """All-reduce and broadcast a tensor; returns the seconds of each on this rank.
+
+    Raises:
+        ParallelError: The sum is wrong.
+    """
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    device = device_of(world)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    roll.say("stage", "connecting")
+    dist.init_process_group(
+        _BACKENDS.get(device.type, "gloo"),
+        store=_store(options.timeout),  # another: the first is asked meanwhile
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=2 * options.timeout),
+    )
+    tensor = torch.full((options.message_mb * 2**18,), world.rank + 1.0, device=device)
+    dist.all_reduce(tensor[:1].clone())  # connections are made at their first use
+    roll.say("stage", "all-reduce")
+    dist.all_reduce(tensor)
+    expected = world.world_size * (world.world_size + 1) / 2
+    if tensor.min().item() != expected or tensor.max().item() != expected:
+        raise ParallelError(f"an all-reduce gives {tensor.max().item()} in place of {expected}")
+    reduce_seconds = _seconds(lambda: dist.all_reduce(tensor), device)
+    roll.say("stage", "broadcast")
+    broadcast_seconds = _seconds(lambda: dist.broadcast(tensor, src=0), device)
+    dist.destroy_process_group()
+    return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
+
+
+def _seconds(action: Any, device: "torch.device") -> float:
+    import torch
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    action()
+    wait()
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        action()
+    wait()
+    return (time.perf_counter() - began) / _REPEATS
+
+
+def _line(rank: int, facts: dict[str, Any], times: dict[str, float] | None) -> str:
+    words = [f"rank {rank} on {facts['host']}: {facts['device']} ({facts['kind']})"]
+    words += [f"{name} {version}" for name, version in facts["versions"].items()]
+    words += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in (times or {}).items()]
+    return ", ".join(words)
+
+
+def _praise(options: PreflightOptions, roll: Roll, world: World) -> int:
+    hosts = {said["host"] for said in roll.heard("here").values()}
+    slowest: dict[str, float] = {}
+    for times in roll.heard("times").values():
+        for name, seconds in times.items():
+            slowest[name] = max(seconds, slowest.get(name, 0.0))
+    spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
+    sys.stdout.write(
+        f"preflight: {world.world_size} ranks on {', '.join(sorted(hosts))} are well; "
+        f"{options.message_mb} MiB: {spent}.\n"
+    )
+    return 0
+
+
+def _complain(sentence: str) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"preflight: {sentence}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may hang in a collective

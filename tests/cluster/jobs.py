@@ -1,0 +1,197 @@
+"""Job scripts at toy size, and what becomes of them in a scheduler."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.training import Bench, Run
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+EXAMPLES = ROOT / "examples"
+
+IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+"""States of a job that has not ended."""
+
+# What an example is given for its OPTIONS; those that depend on the script's variables stay.
+TOY = {"max_train_steps": 300, "checkpointing_steps": 100, "logging_steps": 1}
+
+
+def missing(*programs: str) -> list[str]:
+    """Those of the programs that this machine does not have."""
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    return [name for name in programs if shutil.which(name, path=path) is None]
+
+
+class Submission:
+    """A folder from which jobs are submitted: scripts filled in at toy size, data, runs.
+
+    Args:
+        folder: Where; a new one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bench = Bench(folder / "bench")
+        activate = folder / "venv/bin/activate"
+        activate.parent.mkdir(parents=True)
+        activate.write_text(
+            f'export PATH={Path(sys.executable).parent}:"$PATH" PYTHONPATH={ROOT}\n'
+        )
+        # Bash reads this at the start of a job, as it reads a site's profile.
+        (folder / "profile.sh").write_text(
+            'module() { echo "module $*"; }\nconda() { echo "conda $*"; }\n'
+        )
+
+    def fill_in(self, example: str, *, run: str, **options: object) -> Path:
+        """Write an example's script with everything filled in and tiny options."""
+        text = self.example(example).read_text()
+        settings = {**TOY, "output_dir": f"runs/{run}", **options}
+        words = self.bench.command(run, **settings)
+        rows = text.split("OPTIONS=(\n")[1].split("\n)\n")[0].splitlines()
+        kept = [row for row in rows if "$" in row or "--resume" in row]
+        if any("--output_dir" in row for row in kept):
+            place = words.index("--output_dir")
+            del words[place : place + 2]
+        filled = re.sub(r"(?m)^RUN=[^/]*/[^/\n]*", f"RUN=runs/{run}", text)
+        filled = filled.replace("\n".join(rows), "\n".join([" ".join(words), *kept]))
+        return self._write(f"{run}-{Path(example).name}", filled)
+
+    def fill_in_preparation(self, example: str, *, output: str) -> Path:
+        """Write an example's script that prepares a small text."""
+        (self.folder / "a.jsonl").write_text('{"text": "To be, or not to be"}\n' * 3)
+        text = self.example(example).read_text()
+        for name, value in {
+            "INPUT": "'*.jsonl'",
+            "TOKENIZER": EXAMPLES / "tokenizer",
+            "OUTPUT_PREFIX": f"data/{output}",
+        }.items():
+            text = text.replace(f"__{name}__", str(value))
+        return self._write(Path(example).name, text)
+
+    def _write(self, name: str, text: str) -> Path:
+        for placeholder, value in {
+            "ALLOCATION": "science",
+            "PARTITION": "debug",
+            "QUEUE": "debug",
+            "VENV": self.folder / "venv",
+            "IMAGE": "lab/llm:1",
+        }.items():
+            text = text.replace(f"__{placeholder}__", str(value))
+        script = self.folder / name
+        script.write_text(text)
+        return script
+
+    def example(self, name: str) -> Path:
+        """An example as it is shipped."""
+        return EXAMPLES / name
+
+    def run(self, name: str) -> Run:
+        """The run that a job has written."""
+        return Run(self.folder / "runs" / name, [])
+
+    def status(self, name: str) -> str:
+        """What the run says of itself; empty as long as it has not begun."""
+        if not (self.folder / "runs" / name / "status.json").exists():
+            return ""
+        return str(self.run(name).read_json("status.json")["status"])
+
+    def weights(self, name: str) -> bytes:
+        """The trained model, byte for byte."""
+        return (self.folder / "runs" / name / "model.safetensors").read_bytes()
+
+    def wait_for_step(self, name: str, step: int, timeout: float = 120) -> None:
+        """Wait until the run has done so many steps."""
+        metrics = self.folder / "runs" / name / "metrics.jsonl"
+        end = time.monotonic() + timeout
+        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
+            assert time.monotonic() < end, f"{name} does not reach step {step}"
+            time.sleep(0.05)
+
+
+@dataclass
+class Slurm:
+    """A running cluster of two nodes.
+
+    Attributes:
+        environment: Where its clients find it.
+    """
+
+    environment: Mapping[str, str]
+
+    def call(self, *command: object, cwd: Path | None = None) -> str:
+        """Run a client; returns what it prints."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            cwd=cwd,
+            env={
+                **os.environ,
+                **self.environment,
+                **({} if cwd is None else {"BASH_ENV": str(cwd / "profile.sh")}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def submit(self, script: Path, *options: object) -> int:
+        """Submit a script from its folder; returns the job's number."""
+        printed = self.call("sbatch", "--parsable", *options, script.name, cwd=script.parent)
+        return int(printed.split(";")[0])
+
+    def facts(self, job: int | str) -> dict[str, str]:
+        """What Slurm knows of a job."""
+        shown = self.call("scontrol", "--oneliner", "show", "job", job)
+        return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+    def wait(self, job: int | str, timeout: float = 240) -> str:
+        """Wait until a job has ended; returns its state, such as COMPLETED."""
+        end = time.monotonic() + timeout
+        while True:
+            state = self.facts(job)["JobState"]
+            if state not in IN_QUEUE:
+                return state
+            assert time.monotonic() < end, f"job {job} is still {state}"
+            time.sleep(0.3)
+
+    def restarts(self, job: int) -> int:
+        """How often a job was put into the queue again."""
+        return int(self.facts(job)["Restarts"])
+
+
+def run_pbs(script: Path, *, hosts: list[str], job: str, ranks: int) -> subprocess.CompletedProcess:
+    """Run a PBS script as its first host would, with mpiexec's stand-in; ranks for each host."""
+    nodes = script.parent / "nodes"
+    nodes.write_text("".join(f"{host}\n" for host in hosts))
+    script.write_text(re.sub(r"(?m)^GPUS=\d+$", f"GPUS={ranks}", script.read_text()))
+    process = subprocess.Popen(
+        ["unshare", "--uts", "sh", "-c", 'hostname "$1"; exec bash "$2"', "sh", hosts[0], script],
+        cwd=script.parent,
+        env={
+            **os.environ,
+            "PATH": f"{HERE / 'pbs'}:{os.environ['PATH']}",
+            "BASH_ENV": str(script.parent / "profile.sh"),
+            "PBS_NODEFILE": str(nodes),
+            "PBS_JOBID": job,
+            "PBS_O_WORKDIR": str(script.parent),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(script, process.returncode, output)

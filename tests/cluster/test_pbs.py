@@ -1,0 +1,73 @@
+"""The PBS examples under bash, with the nodes and the mpiexec that PBS would give them."""
+
+import pytest
+
+from tests.cluster.jobs import Submission, run_pbs
+
+pytestmark = pytest.mark.cluster
+
+
+def check_finished(submission: Submission, done, run: str, ranks: int) -> None:
+    """The pre-flight and the training had all ranks, and came to their ends."""
+    assert done.returncode == 0, done.stdout
+    assert f"preflight: {ranks} ranks on " in done.stdout
+    assert f"world: {ranks} ranks" in done.stdout
+    assert submission.status(run) == "finished"
+
+
+def test_polaris_one_node(submission, pbs_hosts):
+    script = submission.fill_in("pbs/polaris_single.pbs", run="polaris1", max_train_steps=20)
+    done = run_pbs(script, hosts=pbs_hosts[:1], job="7001.polaris-pbs-01", ranks=2)
+    check_finished(submission, done, "polaris1", ranks=2)
+    assert "module load conda\nconda activate base" in done.stdout
+
+
+def test_polaris_one_torchrun_on_each_of_two_nodes(submission, pbs_hosts):
+    script = submission.fill_in("pbs/pretrain.pbs", run="polaris2", max_train_steps=20)
+    done = run_pbs(script, hosts=pbs_hosts, job="7002.polaris-pbs-01", ranks=1)
+    check_finished(submission, done, "polaris2", ranks=2)
+    assert "on pbs1, pbs2 are well" in done.stdout
+
+
+def test_aurora_one_process_for_each_tile(submission, pbs_hosts):
+    script = submission.fill_in("pbs/aurora.pbs", run="aurora", max_train_steps=20)
+    # The name that Aurora's first host has in its fast network.
+    text = script.read_text()
+    assert ".hsn.cm.aurora.alcf.anl.gov" in text
+    script.write_text(text.replace(".hsn.cm.aurora.alcf.anl.gov", ""))
+    done = run_pbs(script, hosts=pbs_hosts, job="7003.aurora-pbs-0001", ranks=1)
+    check_finished(submission, done, "aurora", ranks=2)
+    assert "torchrun" not in done.stdout
+
+
+def test_a_chain_of_jobs_goes_on_until_the_training_is_finished(submission, pbs_hosts):
+    script = submission.fill_in("pbs/chain.pbs", run="chain", checkpointing_steps=None)
+    text = script.read_text()
+    assert "--exit_after 342" in (
+        submission.example("pbs/chain.pbs").read_text()  # of 360 minutes
+    )
+    script.write_text(text.replace("\n)\n\nleft", "\n    --exit_after 0.02\n)\n\nleft"))
+    first = run_pbs(script, hosts=pbs_hosts, job="7004.polaris-pbs-01", ranks=1)
+    assert first.returncode != 0, first.stdout  # so that what depends on it afternotok starts
+    assert submission.status("chain") == "preempted"
+    script.write_text(text)
+    second = run_pbs(script, hosts=pbs_hosts, job="7005.polaris-pbs-01", ranks=1)
+    check_finished(submission, second, "chain", ranks=2)
+    steps = [record["step"] for record in submission.run("chain").metrics if "loss" in record]
+    assert steps == list(range(1, 301))
+
+
+def test_data_preparation(submission, pbs_hosts):
+    script = submission.fill_in_preparation("pbs/prepare_data.pbs", output="pbs")
+    done = run_pbs(script, hosts=pbs_hosts[:1], job="7007.polaris-pbs-01", ranks=1)
+    assert done.returncode == 0, done.stdout
+    assert (submission.folder / "data/pbs_text_document.bin").stat().st_size > 0
+
+
+def test_a_script_that_is_not_filled_in_says_so(submission, pbs_hosts):
+    script = submission.folder / "empty.pbs"
+    script.write_text(submission.example("pbs/aurora.pbs").read_text())
+    done = run_pbs(script, hosts=pbs_hosts, job="7006.aurora-pbs-0001", ranks=1)
+    assert done.returncode == 2
+    left = "__ALLOCATION__ __QUEUE__ __VENV__"
+    assert done.stdout == f"Fill in {left} at the top of this script.\n"

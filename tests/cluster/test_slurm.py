@@ -1,0 +1,179 @@
+"""Every Slurm example, through sbatch, on two nodes."""
+
+import time
+
+import pytest
+
+from tests.cluster.jobs import HERE, IN_QUEUE, Slurm, Submission
+
+pytestmark = pytest.mark.cluster
+
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
+
+
+def log(submission: Submission, job: int) -> str:
+    found = list(submission.folder.glob(f"*-{job}.log"))
+    return found[0].read_text() if found else ""
+
+
+def check_finished(slurm: Slurm, submission: Submission, job: int, run: str, ranks: int) -> str:
+    """The job has completed, its pre-flight and training had all ranks; returns its log."""
+    state = slurm.wait(job)
+    text = log(submission, job)
+    assert state == "COMPLETED", text
+    assert submission.status(run) == "finished"
+    assert f"preflight: {ranks} ranks on " in text
+    assert f"world: {ranks} ranks" in text
+    return text
+
+
+def test_one_node(slurm, submission):
+    script = submission.fill_in("slurm/single_node.sh", run="single")
+    job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2")
+    check_finished(slurm, submission, job, "single", ranks=2)
+
+
+def test_one_torchrun_on_each_of_two_nodes(slurm, submission):
+    script = submission.fill_in("slurm/multi_node.sh", run="straight")
+    job = slurm.submit(script, *TWO_NODES)
+    text = check_finished(slurm, submission, job, "straight", ranks=2)
+    assert "rank 0 on node" in text
+    assert "on node1, node2 are well" in text
+
+
+def test_sixteen_gpus_for_gpt2(slurm, submission):
+    script = submission.fill_in("slurm/gpt2_16xA100.sh", run="gpt2", max_train_steps=20)
+    job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
+    check_finished(slurm, submission, job, "gpt2", ranks=4)
+
+
+def test_one_task_for_each_gpu_without_torchrun(slurm, submission):
+    script = submission.fill_in("slurm/task_per_gpu.sh", run="tasks", max_train_steps=20)
+    job = slurm.submit(script, "--ntasks-per-node=2", "--cpus-per-task=1", "--time=10")
+    text = check_finished(slurm, submission, job, "tasks", ranks=4)
+    assert "torchrun" not in text
+    assert "module load rocm rccl-net-plugin" in text
+
+
+def test_in_containers_the_image_is_handed_to_pyxis(slurm, submission):
+    script = submission.fill_in("slurm/container.sh", run="container", max_train_steps=20)
+    # The image's PATH and packages, and an srun with pyxis before the plain one.
+    setting = f"source {submission.folder}/venv/bin/activate\nPATH={HERE}/pyxis:$PATH\n"
+    script.write_text(script.read_text().replace("set -euo pipefail\n", f"{setting}set -eu\n"))
+    job = slurm.submit(script, *TWO_NODES)
+    text = check_finished(slurm, submission, job, "container", ranks=2)
+    assert text.count("pyxis: lab/llm:1") == 2
+
+
+def test_an_array_trains_one_run_for_each_value(slurm, submission):
+    script = submission.fill_in("slurm/array.sh", run="sweep", max_train_steps=20)
+    job = slurm.submit(script, "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
+    for task, rate in enumerate(["1e-4", "3e-4", "1e-3"]):
+        assert slurm.wait(f"{job}_{task}") == "COMPLETED"
+        run = submission.run(f"sweep/learning_rate-{rate}")
+        assert run.read_json("status.json")["status"] == "finished"
+        assert run.metrics[-2]["learning_rate"] == float(rate)
+
+
+def test_a_job_that_is_signalled_before_its_limit_requeues_and_ends_with_the_same_weights(
+    slurm, submission
+):
+    if submission.status("straight") != "finished":
+        job = slurm.submit(submission.fill_in("slurm/multi_node.sh", run="straight"), *TWO_NODES)
+        assert slurm.wait(job) == "COMPLETED"
+    script = submission.fill_in("slurm/requeue.sh", run="requeued")
+    job = slurm.submit(script, *TWO_NODES)
+    submission.wait_for_step("requeued", 20)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 does
+    text = check_finished(slurm, submission, job, "requeued", ranks=2)
+    assert slurm.restarts(job) == 1
+    assert "Stopped by SIGUSR1 after step" in text
+    assert "the job goes into the queue again" in text
+    assert submission.weights("requeued") == submission.weights("straight")
+    steps = [record["step"] for record in submission.run("requeued").metrics if "loss" in record]
+    assert steps == list(range(1, 301))
+
+
+def test_the_signal_comes_from_slurm_itself_before_the_time_limit(slurm, submission):
+    script = submission.fill_in(
+        "slurm/requeue.sh", run="limited", max_train_steps=100_000, logging_steps=50
+    )
+    # The signal may come a minute early: with three minutes there are at least sixty seconds.
+    job = slurm.submit(script, *TWO_NODES[:-1], "--time=3", "--signal=B:USR1@60")
+    while "the job goes into the queue again" not in log(submission, job):
+        assert slurm.facts(job)["JobState"] in IN_QUEUE, log(submission, job)
+        time.sleep(0.5)
+    assert submission.status("limited") == "preempted"
+    slurm.call("scancel", job)
+
+
+def test_a_job_that_is_cancelled_saves_and_does_not_requeue(slurm, submission):
+    script = submission.fill_in("slurm/requeue.sh", run="cancelled", max_train_steps=100_000)
+    job = slurm.submit(script, *TWO_NODES)
+    submission.wait_for_step("cancelled", 20)
+    slurm.call("scancel", job)
+    assert slurm.wait(job) == "CANCELLED"
+    assert submission.status("cancelled") == "preempted"
+    assert slurm.restarts(job) == 0
+
+
+def test_a_job_at_its_time_limit_saves_in_the_seconds_that_are_left(slurm, submission):
+    script = submission.fill_in("slurm/single_node.sh", run="late", max_train_steps=100_000)
+    job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=1")
+    assert slurm.wait(job) == "TIMEOUT", log(submission, job)
+    assert submission.status("late") == "preempted"
+
+
+def test_a_node_without_python_is_named_and_nothing_is_trained(slurm, submission):
+    script = submission.fill_in("slurm/multi_node.sh", run="broken")
+    text = script.read_text()
+    broken = '    bash -c \'[[ "$(hostname)" == node1 ]] || sleep 20; exec python "$@"\' python\n'
+    text = text.replace("    python\n)", f"{broken})").replace(
+        "-m llm.preflight", "-m llm.preflight --timeout 8"
+    )
+    script.write_text(text)
+    job = slurm.submit(script, *TWO_NODES)
+    assert slurm.wait(job) == "FAILED"
+    text = log(submission, job)
+    assert "preflight: 1 of 2 ranks have not answered within 8 s: 1." in text
+    assert "These hosts do not answer: node2." in text
+    assert submission.status("broken") == ""
+
+
+def test_data_preparation(slurm, submission):
+    job = slurm.submit(submission.fill_in_preparation("slurm/prepare_data.sh", output="slurm"))
+    assert slurm.wait(job) == "COMPLETED", log(submission, job)
+    assert (submission.folder / "data/slurm_text_document.bin").stat().st_size > 0
+
+
+def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
+    script = submission.folder / "empty.sh"
+    text = submission.example("slurm/single_node.sh").read_text()
+    script.write_text(text.replace("__QUEUE__", "debug"))
+    job = slurm.submit(script)
+    assert slurm.wait(job) == "FAILED"
+    assert log(submission, job) == "Fill in __ALLOCATION__ __VENV__ at the top of this script.\n"
+
+
+def test_a_python_of_the_batch_script_is_alone_and_those_of_a_step_are_ranks(slurm, submission):
+    ask = "from llm.runtime import world_from_environment as w; print(w())"
+    script = submission.folder / "ranks.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --output=%x-%j.log\n"
+        f'. {submission.folder}/venv/bin/activate\npython -c "{ask}"\n'
+        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 python -c '{ask}'\n"
+        f"srun python -c '{ask}' | sort\n"
+    )
+    # As if sbatch had been called within a step of another job.
+    stale = ("SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=8", "SLURM_STEP_NODELIST=node1")
+    printed = slurm.call(
+        "env", *stale, "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", script.name,
+        cwd=script.parent,
+    )  # fmt: skip
+    assert slurm.wait(int(printed)) == "COMPLETED"
+    alone = "World(rank=0, local_rank=0, world_size=1)"
+    lines = log(submission, int(printed)).splitlines()
+    assert lines[:2] == [alone, alone]
+    assert lines[2:] == [
+        f"World(rank={rank}, local_rank={rank % 2}, world_size=4)" for rank in range(4)
+    ]

@@ -1,0 +1,312 @@
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llm.jobs.__main__ import main
+from llm.jobs.script import read_minutes
+from llm.jobs.sites import SITES
+from llm.trainers.gpt.main import parse_args
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(
+    path
+    for path in [*EXAMPLES.glob("slurm/*"), *EXAMPLES.glob("pbs/*")]
+    if path.stem != "prepare_data"
+)
+TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a b.txt", "--output_dir", "runs/a"]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES))
+
+
+def write(capsys, *argv: str, trainer: list[str] = TRAINER) -> str:
+    code = main([*argv, "--", *trainer])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+def refuse(capsys, *argv: str, trainer: list[str] = TRAINER) -> str:
+    assert main([*argv, "--", *trainer]) == 2
+    return capsys.readouterr().err
+
+
+def options_of(script: str) -> list[str]:
+    """The trainer's options of a script, without those that the script computes."""
+    block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
+    run = re.search(r"(?m)^RUN=([^$\n]*?)(/\w+-\$VALUE)?$", script)
+    rows = [row for row in block.splitlines() if '"$VALUE"' not in row]
+    return shlex.split("\n".join(rows).replace("$RUN", run[1] if run else ""))
+
+
+def directives(script: str) -> dict[str, str]:
+    """Options of sbatch by name."""
+    return dict(re.findall(r"(?m)^#SBATCH --([\w-]+)=(\S*)$", script))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_an_example_is_what_the_command_in_its_head_writes(path, capsys):
+    text = path.read_text(encoding="utf-8")
+    command = re.search(r"(?m)^# Made by: python -m llm\.jobs (.*) -- OPTIONS$", text)[1]
+    assert write(capsys, *shlex.split(command), trainer=options_of(text)) == text
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_the_trainer_accepts_an_examples_options_which_resume(path):
+    config = parse_args(options_of(path.read_text(encoding="utf-8")))
+    assert config.resume_from_checkpoint
+    assert config.output_dir.startswith("runs/")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_an_example_asks_to_be_filled_in(path, tmp_path):
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(r"Fill in .*__ALLOCATION__.* at the top of this script\.\n", done.stderr)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_an_example_names_the_environment_that_is_missing(path, tmp_path):
+    if "IMAGE=" in path.read_text():
+        pytest.skip("runs in a container")
+    script = tmp_path / "job"
+    script.write_text(re.sub("__[A-Z]+__", "there", path.read_text()))
+    profile = tmp_path / "profile"
+    profile.write_text("module() { :; }\nconda() { :; }\n")
+    done = subprocess.run(
+        ["bash", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "BASH_ENV": str(profile)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("VENV=there has no bin/activate; name the environment")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["slurm", "--nodes", "4", "--requeue"],
+        ["slurm", "--requeue", "--container", "a b.sqsh"],
+        ["slurm", "--nodes", "2", "--launcher", "task_per_gpu", "--requeue"],
+        ["slurm", "--sweep", "seed=1,2", "--nodes", "2"],
+        ["pbs", "--nodes", "4"],
+        ["pbs", "--launcher", "task_per_gpu", "--chain"],
+        *[["--site", site, "--nodes", "2", "--time", "1:00:00"] for site in SITES],
+    ],
+    ids=" ".join,
+)
+def test_shellcheck_finds_nothing(argv, capsys):
+    script = write(capsys, *argv)
+    done = subprocess.run(["shellcheck", "-"], input=script, capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
+def test_shellcheck_finds_nothing_in_what_is_shipped():
+    done = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+def test_what_is_asked_for_stands_in_the_directives(capsys):
+    script = write(
+        capsys, "slurm", "--nodes", "4", "--gpus_per_node", "8", "--time", "1-12:00:00",
+        "--account", "m1234", "--queue", "gpu", "--name", "wiki", "--venv", "/home/me/venv",
+    )  # fmt: skip
+    assert directives(script) == {
+        "job-name": "wiki",
+        "account": "m1234",
+        "partition": "gpu",
+        "nodes": "4",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "64",
+        "gpus-per-node": "8",
+        "time": "36:00:00",
+        "mem": "0",
+        "output": "%x-%j.log",
+    }
+    assert "\nVENV=/home/me/venv\n" in script
+    assert "    --train_file 'a b.txt'\n" in script
+    assert "__" not in re.sub(r"__\[A-Z_\]\*__", "", script)
+
+
+def test_options_that_the_script_computes_are_taken_out_however_they_are_written(capsys):
+    trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
+    script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
+    assert "\nVALUES=(1 2)  # one job of the array each\n" in script
+    assert "\nRUN=runs/b/seed-$VALUE\n" in script
+    block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
+    assert block.split("\n")[2:] == [
+        "    --resume-from-checkpoint",
+        '    --seed "$VALUE"',
+        '    --output_dir "$RUN"',
+    ]
+
+
+def test_frontiers_nodes_are_whole_for_torchrun(capsys):
+    found = directives(write(capsys, "--site", "frontier", "--launcher", "torchrun"))
+    assert (found["gpus-per-node"], found["cpus-per-task"]) == ("8", "56")
+    assert "gpus-per-task" not in found
+
+
+def test_one_task_for_each_gpu_has_that_many_tasks(capsys):
+    script = write(capsys, "slurm", "--nodes", "2", "--launcher", "task_per_gpu")
+    found = directives(script)
+    assert (found["ntasks-per-node"], found["cpus-per-task"]) == ("4", "8")
+    assert "torchrun" not in script
+
+
+def test_polaris_gets_what_it_demands(capsys):
+    script = write(capsys, "pbs", "--site", "polaris", "--nodes", "16", "--account", "A")
+    for line in (
+        "-A A",
+        "-q prod",
+        "-l select=16:system=polaris",
+        "-l walltime=06:00:00",
+        "-l filesystems=home:eagle",
+        "-l place=scatter",
+    ):
+        assert f"\n#PBS {line}\n" in script
+    assert "module use /soft/modulefiles\nmodule load conda\nconda activate base\n" in script
+    assert "--ppn 1\n    --cpu-bind none\n    torchrun" in script
+
+
+@pytest.mark.parametrize(
+    ("nodes", "time", "queue"),
+    [("1", "1:00:00", "debug"), ("4", "0:30:00", "debug-scaling"), ("10", "24:00:00", "prod"),
+     ("9", "24:00:00", "preemptable"), ("4", "168:00:00", "capacity")],
+)  # fmt: skip
+def test_polaris_queue_goes_by_the_size_of_the_job(nodes, time, queue, capsys):
+    script = write(capsys, "--site", "polaris", "--nodes", nodes, "--time", time)
+    assert f"\n#PBS -q {queue}\n" in script
+    assert ("#PBS -r y" in script) == (queue == "preemptable")
+
+
+def test_aurora_frontier_and_perlmutter_get_what_they_demand(capsys):
+    aurora = write(capsys, "--site", "aurora", "--nodes", "2")
+    assert "-l filesystems=home:flare" in aurora
+    assert "module load frameworks" in aurora
+    assert "GPUS=12" in aurora
+    frontier = directives(write(capsys, "--site", "frontier", "--nodes", "2"))
+    assert frontier["cpus-per-task"] == "7"
+    assert frontier["gpu-bind"] == "closest"
+    assert frontier["network"] == "disable_rdzv_get"
+    perlmutter = directives(write(capsys, "--site", "perlmutter"))
+    assert (perlmutter["constraint"], perlmutter["qos"]) == ("gpu", "regular")
+    assert perlmutter["cpus-per-task"] == "128"
+
+
+def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
+    script = write(capsys, "slurm", "--requeue")
+    assert directives(script)["signal"] == "B:USR1@300"
+    assert "#SBATCH --requeue\n#SBATCH --open-mode=append\n" in script
+    assert '"--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"' in script
+    assert '    --output_dir "$RUN"\n' in script
+    assert "\nRUN=runs/a\n" in script
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["slurm", "--site", "polaris"], "--site polaris knows pbs, not slurm"),
+        (["pbs", "--requeue"], "--requeue is for slurm, not for pbs; --chain goes on"),
+        (["pbs", "--container", "a"], "--container is for slurm, not for pbs."),
+        (["slurm", "--chain"], "--chain is for pbs; on slurm --requeue"),
+        (["slurm", "--time", "soon"], "--time soon is no time limit; write it as 6:00:00"),
+        (["slurm", "--time", "24:00"], "--time 24:00 is no time limit"),
+        (["slurm", "--sweep", "seed"], "--sweep seed expects an option and its values"),
+        (["slurm", "--sweep", "sead=1,2"], "There is no option --sead"),
+        (["slurm", "--requeue", "--sweep", "seed=1,2"], "do not go together"),
+        (["--site", "polaris", "--nodes", "600"], "No queue takes --nodes 600"),
+        (["--site", "polaris", "--queue", "prod"], "--queue prod takes 10 to 496 nodes"),
+        (["lsf"], "'lsf' is no scheduler; name slurm or pbs."),
+        (["--nods", "3"], "There is no option --nods"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(argv, sentence, capsys):
+    error = refuse(capsys, *argv)
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
+    assert "There is no option --learning_rte" in refuse(
+        capsys, "slurm", trainer=[*TRAINER, "--learning_rte", "1"]
+    )
+    assert "write them after --" in refuse(capsys, "slurm", trainer=[])
+
+
+def test_a_file_that_is_there_is_not_replaced(tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    assert main(["slurm", "--output", str(path), "--", *TRAINER]) == 0
+    before = path.read_text()
+    assert "--output" not in before.split("-- OPTIONS")[0]
+    assert path.stat().st_mode & 0o111
+    assert "is there already" in refuse(capsys, "pbs", "--output", str(path))
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [("6:00:00", 360), ("0:30:00", 30), ("1-12:00:00", 2160), ("90", 90)],
+)
+def test_time_limits_are_read_as_people_write_them(time, minutes):
+    assert read_minutes(time) == minutes
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "queued_again"),
+    [("preempted", 1, True), ("preempted", 75, True), ("finished", 0, False),
+     ("failed", 1, False), ("running", 137, False), (None, 2, False)],
+)  # fmt: skip
+def test_only_a_run_that_this_start_has_preempted_is_queued_again(
+    status, code, queued_again, tmp_path
+):
+    """With stand-ins for Slurm's clients; the former start was preempted as well."""
+    run = tmp_path / "runs/gpt-neo-125m"
+    run.mkdir(parents=True)
+    (run / "status.json").write_text('{\n "status": "preempted",\n "step": 4\n}\n')
+    written = "" if status is None else f'{{\n "status": "{status}",\n "step": 9\n}}\n'
+    (tmp_path / "programs").mkdir()
+    programs = {
+        "scontrol": 'case $1 in show) echo node1 ;; *) echo "scontrol $*" >>asked ;; esac',
+        "srun": f"""case "$*" in *preflight*) exit 0 ;; esac
+            [ -z '{written}' ] || printf '%s' '{written}' >{run}/status.json
+            exit {code}""",
+    }
+    for name, text in programs.items():
+        (tmp_path / "programs" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "programs" / name).chmod(0o755)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").touch()
+    script = tmp_path / "job"
+    text = (EXAMPLES / "slurm/requeue.sh").read_text()
+    script.write_text(re.sub("__[A-Z]+__", "venv", text))
+
+    done = subprocess.run(
+        ["bash", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path / 'programs'}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "41",
+            "SLURM_JOB_NODELIST": "node1",
+            "SLURM_CPUS_PER_TASK": "4",
+        },
+    )
+
+    assert done.returncode == code, done.stderr
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == (
+        "scontrol requeue 41\n" if queued_again else ""
+    )

@@ -1,0 +1,168 @@
+"""Ranks from the variables that schedulers set, as seen on Slurm 22.05 and MPICH 4.0."""
+
+import os
+
+import pytest
+
+from llm.errors import ParallelError
+from llm.launcher import adopt_launcher, expand, hosts_of, ranks_of
+
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURMD_NODENAME": "node1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+TASK_3_OF_4 = {
+    **BATCH_SCRIPT,
+    "SLURMD_NODENAME": "node2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+RANK_3_OF_4 = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+UNDER_TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "41001",
+}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """An environment without a launcher, for this test only."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "PBS", "PMI", "PALS", "MPI", "OMPI", "MASTER", "RANK")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what adopt_launcher sets is undone
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        TASK_3_OF_4,
+        {"PALS_RANKID": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1"},
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"},
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"},
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+    ],
+    ids=["srun", "PALS", "Cray", "Hydra", "Open MPI"],
+)
+def test_a_task_of_srun_or_mpiexec_is_a_rank(variables):
+    assert ranks_of(variables) == RANK_3_OF_4
+
+
+def test_mpirun_in_a_slurm_job_counts_ranks_itself():
+    # It starts one daemon a node through srun, whose variables its ranks inherit.
+    daemon = {**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    rank = {"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", **daemon}
+    assert ranks_of(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
+
+
+def test_a_batch_script_is_alone_though_it_has_a_procid():
+    assert ranks_of(BATCH_SCRIPT) == {}
+
+
+def test_a_batch_script_that_was_submitted_from_within_a_step_is_alone():
+    inherited = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node7"}
+    assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
+    inherited = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[1-2]"}
+    assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
+
+
+def test_a_step_or_mpiexec_of_one_process_is_alone():
+    assert ranks_of({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
+    assert ranks_of({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
+
+
+def test_ranks_of_torchrun_within_a_task_are_left_as_they_are(environ):
+    before = {**TASK_3_OF_4, **UNDER_TORCHRUN}
+    for name, value in before.items():
+        environ.setenv(name, value)
+    assert ranks_of(before) == {}
+    adopt_launcher()
+    assert {name: os.environ[name] for name in before} == before
+
+
+def test_srun_tells_torch_ranks_and_the_place_of_rank_0(environ):
+    for name, value in TASK_3_OF_4.items():
+        environ.setenv(name, value)
+    adopt_launcher()
+    told = {name: os.environ[name] for name in UNDER_TORCHRUN}
+    assert told == {**RANK_3_OF_4, "MASTER_ADDR": "node1", "MASTER_PORT": "21050"}
+
+
+def test_every_job_and_step_has_a_port_of_its_own(environ):
+    ports = set()
+    for job, step in (("41", "0"), ("41", "1"), ("42", "0")):
+        environ.delenv("MASTER_PORT", raising=False)
+        for name, value in {**TASK_3_OF_4, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}.items():
+            environ.setenv(name, value)
+        adopt_launcher()
+        ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 3
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_what_a_script_exports_itself_stays(environ):
+    exported = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "3442"}
+    for name, value in {**TASK_3_OF_4, **exported}.items():
+        environ.setenv(name, value)
+    adopt_launcher()
+    assert {name: os.environ[name] for name in exported} == exported
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+def test_under_mpiexec_rank_0_is_on_the_first_host_of_the_job(environ, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("x3001.hsn\nx3001.hsn\nx3002.hsn\n")
+    environ.setenv("PBS_NODEFILE", str(nodes))
+    environ.setenv("PBS_JOBID", "1234567.polaris-pbs-01")
+    for name, value in {"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1"}.items():
+        environ.setenv(name, value)
+    environ.setenv("PALS_RANKID", "3")
+    adopt_launcher()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("x3001.hsn", "25576")
+    assert hosts_of(os.environ) == ["x3001.hsn", "x3002.hsn"]
+
+
+def test_mpiexec_on_one_machine_needs_no_address(environ):
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    for name, value in hydra.items():
+        environ.setenv(name, value)
+    adopt_launcher()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
+
+
+def test_mpiexec_on_unknown_hosts_asks_for_the_address(environ):
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    for name, value in hydra.items():
+        environ.setenv(name, value)
+    with pytest.raises(ParallelError, match="export MASTER_ADDR"):
+        adopt_launcher()
+
+
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("node7", ["node7"]),
+        ("node[1-2]", ["node1", "node2"]),
+        ("nid[001008-001010,2],login1", ["nid001008", "nid001009", "nid001010", "nid2", "login1"]),
+        ("r[1-2]n[3-4]-ib", ["r1n3-ib", "r1n4-ib", "r2n3-ib", "r2n4-ib"]),
+    ],
+)
+def test_slurms_short_form_of_hosts_is_written_out(short, names):
+    assert expand(short) == names
