@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-faults test-peers check format docs configuration-page
+.PHONY: help install train test test-slow test-faults test-cluster test-peers check format docs configuration-page
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -18,6 +18,7 @@ help:
 	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
 	@echo "make test-slow  run the tests that take more than half a minute each"
 	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"
+	@echo "make test-cluster  run the job scripts in Slurm and under mpiexec"
 	@echo "make test-peers run the tests against Megatron-LM's own reader and writer"
 	@echo "make check      lint, format check, types, spelling"
 	@echo "make format     format and sort imports"
@@ -29,7 +30,7 @@ train: $(VENV)/.core
 	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not cluster" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -37,6 +38,10 @@ test-slow: $(VENV)/.dev
 # One after the other: some of them measure how soon a run ends.
 test-faults: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults $(ARGS)
+
+# In a real Slurm of virtual nodes, and under mpiexec: skips what is not installed, and says so.
+test-cluster: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 # The import fails where pytest would only skip.
 test-peers: $(VENV)/.peers

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _SAMPLE_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
 _LINGER_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_CHARACTERS = 600
@@ -38,12 +40,18 @@ class Case:
         command: The program and its arguments.
         folder: Where it runs and writes; emptied before every run.
         environment: Added to that of the measuring process.
+        directory: Where it runs instead, if it only works in its own folder.
+        read: Takes figures from what a run left in `folder`, `log.txt` among it.
+        milestone: Pattern of a line of its log whose time is wanted.
     """
 
     name: str
     command: Sequence[str]
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    directory: Path | None = None
+    read: Callable[[Path], dict[str, Any]] | None = None
+    milestone: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +63,8 @@ class Usage:
         wall_seconds: From its start to its end.
         peak_megabytes: The largest sum of the tree's memory, shared pages counted once, in samples
             0.1 s apart; or the peak of its largest process, if that is more.
-        reported: What it printed as a JSON object in its last line; else empty.
+        reported: What it printed as a JSON object in its last line, and what `Case.read` found;
+            `milestone_seconds` is the time from the start to the line that `Case.milestone` names.
     """
 
     cpu_seconds: float
@@ -79,7 +88,7 @@ def run(case: Case) -> Usage:
         try:
             process = subprocess.Popen(
                 case.command,
-                cwd=case.folder,
+                cwd=case.directory or case.folder,
                 env={**os.environ, **case.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -89,6 +98,7 @@ def run(case: Case) -> Usage:
         except OSError as error:
             raise CaseFailed(f"{case.command[0]}: {error.strerror}") from error
     sampler = _MemorySampler(process.pid)
+    watcher = _LogWatcher(log, case.milestone, begin)
     try:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -101,14 +111,18 @@ def run(case: Case) -> Usage:
         _kill_group(process.pid)
         _adopt_orphans(False)
         sampled = sampler.stop()
+        reached = watcher.stop()
     text = log.read_text(encoding="utf-8", errors="replace").strip()
     if process.returncode:
         raise CaseFailed(f"exit code {process.returncode}: ...{text[-_LAST_CHARACTERS:]}")
+    reported = _last_object(text) | ({} if case.read is None else case.read(case.folder))
+    if reached is not None:
+        reported["milestone_seconds"] = reached
     return Usage(
         cpu_seconds=cpu,
         wall_seconds=wall,
         peak_megabytes=max(sampled, largest) * 1024 / 1e6,
-        reported=_last_object(text),
+        reported=reported,
     )
 
 
@@ -193,6 +207,32 @@ def _last_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class _LogWatcher:
+    """Waits in a thread for a line of a log that a program writes."""
+
+    def __init__(self, log: Path, pattern: str | None, begin: float) -> None:
+        self._log = log
+        self._pattern = None if pattern is None else re.compile(pattern, re.MULTILINE)
+        self._begin = begin
+        self._seconds: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float | None:
+        """Ends the thread; the seconds until the line was there, None if it never was."""
+        self._ended.set()
+        self._thread.join()
+        return self._seconds
+
+    def _follow(self) -> None:
+        while self._pattern is not None and self._seconds is None:
+            if self._pattern.search(self._log.read_text(errors="replace")):
+                self._seconds = time.perf_counter() - self._begin
+            elif self._ended.wait(_LOOK_SECONDS):
+                return
 
 
 class _MemorySampler:

@@ -19,6 +19,7 @@ OPTIMIZER = "Optimizer and learning rate"
 PRECISION = "Precision and memory"
 EVALUATION = "Evaluation"
 CHECKPOINTS = "Output and checkpoints"
+SPEED = "Speed"
 FAULTS = "Faults and time limits"
 LOGGING = "Logging"
 KFAC = "K-FAC"
@@ -325,7 +326,45 @@ class GPTConfig:
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory.", group=PRECISION
     )
-    torch_compile: bool = option(False, "Compile the model with torch.compile.", group=PRECISION)
+
+    torch_compile: bool = option(False, "Compile the model with torch.compile.", group=SPEED)
+    fused_gelu: bool = option(
+        True,
+        "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; the same function.",
+        group=SPEED,
+    )
+    chunked_loss: bool = option(
+        True,
+        "Compute the loss a few hundred tokens at a time, where the model's output head allows it; "
+        "the full logits are never built.",
+        group=SPEED,
+    )
+    tied_gradients: bool = option(
+        True,
+        "Where the embedding is also the output head, make one gradient of its two; not with "
+        "torch_compile.",
+        group=SPEED,
+    )
+    fast_malloc: bool = option(
+        True,
+        "On a CPU under Linux, let the C library keep freed memory, in huge pages; the process "
+        "starts itself anew for that, unless GLIBC_TUNABLES or a preloaded allocator is set.",
+        group=SPEED,
+    )
+    device_peak_tflops: float | None = option(
+        None,
+        "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
+        "default the maker's figure for half precision, or what a matrix product reaches at the "
+        "start.",
+        group=SPEED,
+        above=0,
+    )
+    profile: str | None = option(
+        None,
+        "START:STOP profiles these steps: a trace and a table of where their time went in the "
+        "run's folder.",
+        group=SPEED,
+    )
 
     eval_steps: int | None = option(
         None,

@@ -179,6 +179,33 @@ def _run_problems(config: GPTConfig) -> list[str]:
     for name in config.change_on_resume:
         if name not in known:
             problems.append(f"--change_on_resume names '{name}', which is no option.")
+    try:
+        span = profiled_steps(config)
+    except ConfigError as error:
+        problems.append(str(error))
+    else:
+        steps = config.max_train_steps
+        if span is not None and steps is not None and span[1] > steps:
+            problems.append(
+                f"--profile {config.profile} ends after the last of --max_train_steps {steps}."
+            )
     if config.kfac:
         problems.append("--kfac is not available yet; leave it out to train with AdamW.")
     return problems
+
+
+def profiled_steps(config: GPTConfig) -> tuple[int, int] | None:
+    """The steps to profile: after the first number, up to the second; None for none.
+
+    Raises:
+        ConfigError: The option is not two growing numbers.
+    """
+    if config.profile is None:
+        return None
+    start, colon, stop = config.profile.partition(":")
+    if not (colon and start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise ConfigError(
+            f"--profile {config.profile} is not START:STOP, two growing numbers of steps such as "
+            "10:13, which profiles steps 11 to 13."
+        )
+    return int(start), int(stop)

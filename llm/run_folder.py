@@ -20,6 +20,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "all_results.json",
     "tensorboard",
+    "profile",
     "checkpoints",
 )
 

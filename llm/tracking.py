@@ -17,29 +17,6 @@ from llm.files import sync, write_whole
 
 logger = logging.getLogger("llm")
 
-PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A10": 125.0,
-    "A40": 150.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "V100": 125.0,
-    "MI250X": 191.5,
-    "MI300X": 1307.0,
-}
-"""Dense bf16 or fp16 rate of one device in TFLOP/s, from the makers' data sheets."""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """FLOP/s that a device can do at best in half precision, or None when unknown."""
-    names = [name for name in PEAK_TFLOPS if name.lower() in device_name.lower()]
-    return PEAK_TFLOPS[max(names, key=len)] * 1e12 if names else None
-
 
 class Meter:
     """Sums of the current logging interval and counts of the run, kept on the device.
@@ -144,7 +121,8 @@ class Tracker:
         log_to_trackers: Takes values and step, such as `Accelerator.log`.
         total_steps: Steps of the whole run.
         flops_per_token: Floating-point operations of one token, forward and backward.
-        peak_flops: FLOP/s of all devices together at best, or None when unknown.
+        peak_flops: FLOP/s of all devices together at best.
+        memory_in_use: Says how many bytes this process has taken, None where nobody knows.
     """
 
     def __init__(
@@ -154,7 +132,8 @@ class Tracker:
         log_to_trackers: Callable[[dict[str, float], int], None],
         total_steps: int,
         flops_per_token: float,
-        peak_flops: float | None,
+        peak_flops: float,
+        memory_in_use: Callable[[], int | None],
     ) -> None:
         self._path = metrics_path
         self._file = None if metrics_path is None else metrics_path.open("a", encoding="utf-8")
@@ -162,6 +141,7 @@ class Tracker:
         self._total_steps = total_steps
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
+        self._memory_in_use = memory_in_use
         self._record: dict[str, Any] = {}
         self._before: str | None = None  # all lines but the one that is written anew
         self._bar: Any = None
@@ -241,9 +221,11 @@ class Tracker:
             "samples": samples,
             "tokens": tokens,
             "seconds": self._seconds_before + elapsed,
+            "mfu": tokens_per_second * self._flops_per_token / self._peak_flops,
         }
-        if self._peak_flops is not None:
-            record["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
+        memory = self._memory_in_use()
+        if memory is not None:
+            record["memory"] = memory
         self._add(step, record, group="train")
         logger.info(self._console_line(record, step=step, global_batch_size=global_batch_size))
         if self._bar is not None:
@@ -260,6 +242,7 @@ class Tracker:
                 f"consumed samples: {record['samples']:12d}",
                 f"ms per step: {record['ms_per_step']:.1f}",
                 f"tokens/s: {record['tokens_per_second']:.0f}",
+                f"MFU: {record['mfu']:.1%}",
                 f"learning rate: {record['learning_rate']:.6E}",
                 f"global batch size: {global_batch_size:5d}",
                 f"lm loss: {record['loss']:.6E}",

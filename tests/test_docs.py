@@ -21,7 +21,9 @@ from llm.data.prepare import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.generate import GenerateOptions
+from llm.jobs.__main__ import JobOptions
 from llm.options import fields
+from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.trainers.gpt.main import parse_args
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
@@ -62,7 +64,7 @@ FOREIGN = {
     "placeholders": {"x", "no_x"},
 }  # fmt: skip
 
-PROGRAMS = (CheckpointOptions, ReportOptions, GenerateOptions)
+PROGRAMS = (CheckpointOptions, ReportOptions, GenerateOptions, PreflightOptions, JobOptions)
 DATA_PROGRAMS = {
     "prepare": PrepareConfig,
     "inspect": InspectOptions,
@@ -147,6 +149,7 @@ def test_every_option_that_a_page_names_exists(page):
         GenerateOptions,
         *DATA_PROGRAMS.values(),
     )
+    programs = (GPTConfig, *PROGRAMS, *DATA_PROGRAMS.values())
     declared = [field for program in programs for field in fields(program)]
     known = {name for field in declared for name in (*field.names, *field.opposites)}
     known |= set().union(*FOREIGN.values())
@@ -287,7 +290,7 @@ def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
         words = line.partition("#")[0].split()
         if words[0].isdigit():
             number = int(words.pop(0))
-        names = {word.replace("/", "." if word[-1] != "/" else ".*") for word in words}
+        names = {re.sub("/$", ".*", word).replace("/", ".") for word in words}
         floors.setdefault(number, set()).update(names)
     packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
     assert [floors[number] for number in range(len(floors))] == [f - packages for f in FLOORS]

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from llm.tracking import Meter, Tracker, peak_flops
+from llm.tracking import Meter, Tracker
 
 CPU = torch.device("cpu")
 
@@ -98,6 +98,7 @@ def make_tracker(path, seen):
         total_steps=10,
         flops_per_token=1e6,
         peak_flops=1e12,
+        memory_in_use=lambda: 3 * 2**20,
     )
 
 
@@ -130,6 +131,7 @@ def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
     assert record["loss"] is None, "NaN is no JSON"
     assert record["eval_perplexity"] is None
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e6 / 1e12)
+    assert record["memory"] == 3 * 2**20
     assert record["seconds"] > 5.0
     assert [set(values) & {"train/loss", "eval/loss"} for _, values in seen] == [
         {"train/loss"},
@@ -159,35 +161,10 @@ def test_another_rank_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362),
-    ],
-)
-def test_the_peak_is_that_of_the_device(name, tflops):
-    assert peak_flops(name) == tflops * 1e12
-
-
-def test_the_peak_of_an_unknown_device_is_unknown():
-    assert peak_flops("Abacus 2000") is None
-
-
 def test_what_is_reported_after_a_resume_joins_the_line_of_the_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n')
-    tracker = Tracker(
-        metrics_path=path,
-        log_to_trackers=lambda values, step: None,
-        total_steps=4,
-        flops_per_token=1.0,
-        peak_flops=None,
-    )
+    tracker = make_tracker(path, [])
 
     tracker.join(3)
     tracker.log_evaluation({"loss": 1.5}, step=3)

@@ -17,11 +17,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.activations import FastGELUActivation, NewGELUActivation
 
 from llm.errors import ConfigError
 from llm.models.configuration import max_positions, one_line
 from llm.models.initialize import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
+from llm.models.tied_embedding import tie_gradients
 
 logger = logging.getLogger("llm.models")
 
@@ -37,6 +39,8 @@ def build_model(
     gradient_checkpointing: bool,
     no_bias: bool,
     pad_vocab_to_multiple_of: int | None,
+    fused_gelu: bool,
+    tied_gradients: bool,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Build a causal language model in fp32, in training mode, ready to train.
@@ -53,6 +57,8 @@ def build_model(
         no_bias: Hold every bias at zero.
         pad_vocab_to_multiple_of: Round the rows of embedding and output head up; the rows added
             are zero. The model's configuration keeps the unpadded size.
+        fused_gelu: Compute GELU's tanh forms in one kernel.
+        tied_gradients: Make one gradient for an embedding that is also the output head.
         trust_remote_code: Run the Python code that the model brings along.
 
     Raises:
@@ -73,10 +79,26 @@ def build_model(
         _pad_vocabulary(model, pad_vocab_to_multiple_of, seed=seed)
     if no_bias:
         _hold_biases_at_zero(model)
+    if fused_gelu:
+        _fuse_gelu(model)
+    if tied_gradients:
+        tie_gradients(model)
     if gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     windows_are_whole()
     return model.train()
+
+
+class FusedTanhGELU(nn.Module):
+    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) as one kernel, not eight.
+
+    The backward pass needs the input alone, where autograd keeps every intermediate result of
+    the formula that transformers spells out.
+    """
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Any shape to the same shape."""
+        return nn.functional.gelu(values, approximate="tanh")
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
@@ -259,6 +281,14 @@ def _hold_biases_at_zero(model: PreTrainedModel) -> None:
     logger.info(
         "%d biases are held at zero (--no_bias); %d of them were not zero.", len(biases), nonzero
     )
+
+
+def _fuse_gelu(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        # Exactly these: a subclass may compute something else. They have no parameters, so that
+        # another class in place is all it takes.
+        if type(module) in (NewGELUActivation, FastGELUActivation):
+            module.__class__ = FusedTanhGELU
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm.models.masking import run_model
+from llm.models.tied_embedding import TiedEmbedding
 
 IGNORED = -100
 """The label of a position that has no loss."""
@@ -127,10 +128,16 @@ class LanguageModelLoss(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Tensor:
+        embedding = self.model.get_input_embeddings()
+        tied = embedding if isinstance(embedding, TiedEmbedding) else None
+        if tied is not None:
+            tied.begin()
         hidden = _hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
+        if tied is not None and tied.lookups != 1:
+            tied = None  # nobody, or nobody in particular, would end the head's gradient
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
-        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
+        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows, tied)
         # torch.compile unrolls the loop over chunks: welcome where they are few and large.
         apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
         return apply(*arguments, torch.is_grad_enabled())
@@ -195,6 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocab_size: int,
         rows: int,
+        tied: TiedEmbedding | None,
         grad_enabled: bool,
     ) -> Tensor:
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
@@ -231,17 +239,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.tied = tied
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        grads = [
+        hidden, weight, bias = (
             None if saved is None else saved.mul_(scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*grads, None, None, None, None)
+        )
+        if ctx.tied is not None:
+            ctx.tied.head_gradient, weight = weight, None
+        return hidden, weight, bias, None, None, None, None, None
 
 
 def _apply(*arguments: Any) -> Tensor:
@@ -260,6 +271,9 @@ def _log_probabilities(
     """[rows, columns] in fp32; minus infinity for the columns that are padding."""
     logits = F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
     logits[:, vocab_size:] = -torch.inf
+    if logits.dtype == torch.float32:
+        # In place: the kernels have read a row before they write it.
+        return torch.log_softmax(logits, dim=-1, out=logits)
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 

@@ -1,6 +1,7 @@
 """One device, or data parallelism over several, through Accelerate."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
 from llm.errors import ParallelError
 from llm.state import model_tensors
 from llm.strategy import MakeOptimizer, MicroBatch
+
+logger = logging.getLogger("llm.parallel")
 
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:
@@ -33,10 +36,20 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
                 "--mixed_precision fp8 needs a library that has its kernels: "
                 "pip install torchao, or transformer-engine[pytorch]."
             )
+    if mixed_precision in ("bf16", "fp16") and device.type == "cpu" and not _has_half_products():
+        logger.warning(
+            f"--mixed_precision {mixed_precision} takes several times as long as no on this CPU, "
+            "which has no arithmetic for it."
+        )
     if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
     if mixed_precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
+
+
+def _has_half_products() -> bool:
+    """Whether the CPU multiplies matrices of half precision."""
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerator:
@@ -84,6 +97,7 @@ class AcceleratedStrategy:
         self.model = loss.get_submodule("model")
         self.optimizer = make_optimizer(self.model)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._make_moments()
         with warnings.catch_warnings():
             # Accelerate hands on the older name of broadcast_buffers.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -101,7 +115,8 @@ class AcceleratedStrategy:
         self, micro_batches: Sequence[MicroBatch], *, num_tokens: int
     ) -> torch.Tensor:
         """Compute the gradient of one step's mean loss; see `Strategy`."""
-        self.wrapped.train()
+        if not self.wrapped.training:
+            self.wrapped.train()
         self.optimizer.zero_grad(set_to_none=True)
         # DistributedDataParallel averages over ranks where the loss wants their sum.
         weight = self.world_size / num_tokens
@@ -151,7 +166,8 @@ class AcceleratedStrategy:
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of token losses and number of tokens that count, on this rank."""
-        self.wrapped.eval()
+        if self.wrapped.training:
+            self.wrapped.eval()
         with self._autocast():
             _, loss_sum = self.wrapped(*micro_batch)
         return loss_sum, (micro_batch.labels != -100).sum()
@@ -223,7 +239,6 @@ class AcceleratedStrategy:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and loss scale, by parameter name, as live tensors."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self._make_moments()
         return {
             "model": model_tensors(self.model),
             "optimizer": {names[p]: self.optimizer.state[p] for p in self.parameters},
@@ -231,9 +246,11 @@ class AcceleratedStrategy:
         }
 
     def _make_moments(self) -> None:
-        """Let the optimizer create its state before the first step, to load into."""
-        if self.optimizer.state:
-            return
+        """Let the optimizer create its state before the first step.
+
+        A checkpoint can be loaded into it, and it does not settle in the memory that the first
+        step's activations leave, and the next step's want.
+        """
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         # With the flag set, a step creates the moments and changes nothing.

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.gpt import parameter_counts, sample_text
+from llm.models.gpt import FusedTanhGELU, parameter_counts, sample_text
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -204,3 +204,27 @@ def test_tokens_without_a_name_are_never_written() -> None:
 
     text = sample_text(model, tokenizer, prompt="a", max_new_tokens=20, seed=0)
     assert len(text) > 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "gptj", "phi"])
+def test_a_fused_gelu_computes_the_same_loss_and_gradients(family):
+    config = tiny_config(family)
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(320, (2, 21), generator=generator)
+    found = []
+    for fused in (False, True):
+        model = tiny_model(config, fused_gelu=fused).eval()
+        assert any(isinstance(module, FusedTanhGELU) for module in model.modules()) == fused
+        loss = model(input_ids=input_ids, labels=input_ids).loss
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (plain, plain_gradients), (fused_loss, fused_gradients) = found
+    torch.testing.assert_close(fused_loss, plain, rtol=1e-6, atol=0)
+    assert fused_gradients.keys() == plain_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_fused_gelu_leaves_the_configuration_as_it_was():
+    model = tiny_model(tiny_config("gpt2"), fused_gelu=True)
+    assert model.config.activation_function == "gelu_new"

@@ -102,6 +102,8 @@ def tiny_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         "gradient_checkpointing": False,
         "no_bias": False,
         "pad_vocab_to_multiple_of": None,
+        "fused_gelu": False,
+        "tied_gradients": False,
         "trust_remote_code": False,
     }
     return build_model(config=config, **{**defaults, **options})

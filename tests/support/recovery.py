@@ -12,7 +12,7 @@ from llm.checkpoint import newest_valid
 from tests.support.faults import Fault
 from tests.support.training import Bench, Run
 
-TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu")
+TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory")
 
 
 def saved_hash(checkpoint: Path) -> str:

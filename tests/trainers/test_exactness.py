@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, Run
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu")
+TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory")
 
 
 def without_times(run: Run) -> list[dict]:

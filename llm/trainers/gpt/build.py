@@ -15,6 +15,7 @@ from llm import checkpoint, options
 from llm.checkpoint import Stateful
 from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
+from llm.device_peak import device_peak_flops, memory_in_use
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.models.flops import flops_per_token
@@ -23,11 +24,13 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.profiling import StepProfiler
+from llm.rules import profiled_steps
 from llm.runtime import Interruption, World, device_of
 from llm.saving import Saver
 from llm.state import TrainState
 from llm.strategy import Strategy
-from llm.tracking import Meter, Tracker, peak_flops
+from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.start import fixed_options
@@ -80,6 +83,8 @@ def model_of(
         gradient_checkpointing=config.gradient_checkpointing,
         no_bias=config.no_bias,
         pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
+        fused_gelu=config.fused_gelu,
+        tied_gradients=config.tied_gradients and not config.torch_compile,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -90,7 +95,7 @@ def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrat
         accelerator=make_accelerator(config.mixed_precision, device=model.device),
         mixed_precision=config.mixed_precision,
     )
-    loss = LanguageModelLoss(model)
+    loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
     beta1, beta2 = config.betas
@@ -189,15 +194,17 @@ def make_tracker(
     if strategy.rank == 0:
         inputs.run.cut_metrics(step=step)
     _open_trackers(config, inputs, accelerator, step=step)
-    peak = None
-    if strategy.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(strategy.device))
+    if config.device_peak_tflops is None:
+        peak = device_peak_flops(strategy.device, config.mixed_precision)
+    else:
+        peak = config.device_peak_tflops * 1e12
     return Tracker(
         metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: accelerator.log(values, step=step),
         total_steps=inputs.plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=inputs.block_size),
-        peak_flops=None if peak is None else peak * strategy.world_size,
+        peak_flops=peak * strategy.world_size,
+        memory_in_use=lambda: memory_in_use(strategy.device),
     )
 
 
@@ -295,6 +302,12 @@ def make_trainer(
         evaluate=make_evaluate(config, inputs, strategy, on_batch=watchdog.still_going),
         saver=_make_saver(config, inputs, strategy, parts),
         watchdog=watchdog,
+        profiler=StepProfiler(
+            profiled_steps(config),
+            folder=inputs.run.path / "profile",
+            rank=strategy.rank,
+            device=strategy.device,
+        ),
         seed=inputs.seed,
         max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,

@@ -10,6 +10,7 @@ from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.optim.schedule import Schedule
+from llm.profiling import StepProfiler
 from llm.runtime import Interruption, SaveTimer, seed_step
 from llm.saving import Saver
 from llm.state import TrainState
@@ -38,6 +39,7 @@ class Trainer:
         evaluate: Evaluates on all ranks; None without validation data.
         saver: Writes checkpoints.
         watchdog: Is told of all progress.
+        profiler: Watches some of the steps, if asked to.
         seed: Seed of the run.
         max_grad_norm: Where to clip the gradient; 0 is off.
         logging_steps: Steps between two reports.
@@ -62,6 +64,7 @@ class Trainer:
         evaluate: Callable[[], dict[str, float]] | None,
         saver: Saver,
         watchdog: Watchdog,
+        profiler: StepProfiler,
         seed: int,
         max_grad_norm: float,
         logging_steps: int,
@@ -82,6 +85,7 @@ class Trainer:
         self.evaluate = evaluate
         self.saver = saver
         self.watchdog = watchdog
+        self.profiler = profiler
         self.seed = seed
         self.max_grad_norm = max_grad_norm
         self.logging_steps = logging_steps
@@ -103,7 +107,9 @@ class Trainer:
         with closing(self.loader.steps(self.state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
+                self.profiler.begin_step(state.step)
                 self.train_step(batch)
+                self.profiler.end_step(state.step)
                 if self.report_and_save() == "preempted":
                     break
                 waiting_since = time.perf_counter()

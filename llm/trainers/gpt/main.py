@@ -20,10 +20,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm import options
+from llm.allocator import restart_with_kept_memory
 from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import LLMError
 from llm.files import write_whole
+from llm.launcher import adopt_launcher
 from llm.rules import check
 from llm.runtime import (
     EXIT_PREEMPTED,
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(rank=world.rank)
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)
+        if config.fast_malloc and argv is None:
+            restart_with_kept_memory()
         return run(config, world)
     except LLMError as error:
         _refuse(error, world)
@@ -109,6 +113,7 @@ def _refuse(error: LLMError, world: World) -> None:
 
 def run(config: GPTConfig, world: World) -> int:
     """Train or evaluate as configured; returns the exit code."""
+    adopt_launcher()
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy

@@ -1,0 +1,60 @@
+"""The least that trains our model with our levers: no data, no log, no saving; prints its speed.
+
+python -m benchmarks.peers.bare_loop MODEL_FOLDER TOKENS '{"steps": ..., ...}'
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from llm.models.gpt import build_model
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import make_adamw
+
+
+def main() -> None:
+    """Train, then print tokens per second after the warm-up."""
+    folder, tokens, text = sys.argv[1:]
+    sizes = json.loads(text)
+    config = AutoConfig.from_pretrained(folder)
+    model = build_model(
+        config=config,
+        weights_from=None,
+        seed=1,
+        device=torch.device("cpu"),
+        vocab_size=config.vocab_size,
+        attention_implementation=None,
+        gradient_checkpointing=False,
+        no_bias=False,
+        pad_vocab_to_multiple_of=None,
+        fused_gelu=True,
+        tied_gradients=True,
+        trust_remote_code=False,
+    )
+    loss = LanguageModelLoss(model)
+    optimizer = make_adamw(
+        model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8
+    )
+    batch, length = sizes["batch_size"], sizes["block_size"]
+    ids = np.fromfile(tokens, dtype=np.uint16)[: batch * (length + 1)].astype(np.int64)
+    windows = torch.from_numpy(ids).view(batch, length + 1)
+    inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    for step in range(sizes["steps"]):
+        if step == sizes["warm_up"]:
+            began = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        objective, _ = loss(inputs, labels)
+        (objective / (batch * length)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    seconds = time.perf_counter() - began
+    done = (sizes["steps"] - sizes["warm_up"]) * batch * length
+    print(json.dumps({"tokens_per_second": done / seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Hugging Face's Trainer on packed samples, as run_clm sets it up; prints its speed as JSON.
+
+python -m benchmarks.peers.hf_trainer MODEL_FOLDER TOKENS '{"steps": ..., ...}'
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import TrainingArguments as Arguments
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Windows of a flat token file."""
+
+    def __init__(self, path: str, block_size: int) -> None:
+        self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
+        self.block_size = block_size
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.block_size
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        window = self.tokens[number * self.block_size : (number + 1) * self.block_size]
+        ids = torch.from_numpy(window.astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Clock(TrainerCallback):
+    """Remembers when each step ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Called by the Trainer."""
+        self.times.append(time.perf_counter())
+
+
+def main() -> None:
+    """Train, then print tokens per second after the warm-up."""
+    folder, tokens, text = sys.argv[1:]
+    sizes = json.loads(text)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    clock = Clock()
+    trainer = Trainer(
+        model=model,
+        args=Arguments(
+            output_dir="out",
+            max_steps=sizes["steps"],
+            per_device_train_batch_size=sizes["batch_size"],
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        ),
+        train_dataset=Samples(tokens, sizes["block_size"]),
+        callbacks=[clock],
+    )
+    trainer.train()
+    warm_up = sizes["warm_up"]
+    seconds = clock.times[-1] - clock.times[warm_up - 1]
+    done = (sizes["steps"] - warm_up) * sizes["batch_size"] * sizes["block_size"]
+    print(json.dumps({"tokens_per_second": done / seconds}))
+
+
+if __name__ == "__main__":
+    main()

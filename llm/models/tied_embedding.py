@@ -1,0 +1,74 @@
+"""An input embedding that is also the output head, with one gradient in place of two.
+
+Autograd makes a matrix of the vocabulary's size for the head, another one for the lookup, almost
+all of it zeros, and adds them. Here the lookup adds its few rows to the gradient of the head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class TiedEmbedding(nn.Embedding):
+    """A lookup whose backward pass ends the gradient that the loss has begun.
+
+    Attributes:
+        lookups: Lookups with a gradient since `begin`.
+        head_gradient: [rows, width]: what the head has left, until the lookup takes it.
+    """
+
+    lookups: int
+    head_gradient: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] of ids to [..., width]."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(input)
+        self.lookups += 1
+        found: Tensor = _Lookup.apply(self.weight, input, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def begin(self) -> None:
+        """Called before a forward pass that may leave a gradient here."""
+        if self.head_gradient is not None:
+            raise RuntimeError("The gradient of the output head never reached the embedding.")
+        self.lookups = 0
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, embedding: TiedEmbedding) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.embedding, ctx.shape, ctx.dtype = embedding, weight.shape, weight.dtype
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (ids,), (gradient,) = ctx.saved_tensors, grad_outputs
+        embedding = ctx.embedding
+        total, embedding.head_gradient = embedding.head_gradient, None
+        if total is None:
+            total = torch.zeros(ctx.shape, dtype=ctx.dtype, device=gradient.device)
+        rows = gradient.flatten(0, -2).to(total.dtype)
+        ids = ids.flatten()
+        if embedding.padding_idx is not None:
+            rows = rows * (ids != embedding.padding_idx).unsqueeze(1)
+        if total.is_cpu:
+            return total.index_add_(0, ids, rows), None, None
+        # Slower, but in one order: on a GPU the other one adds as it comes.
+        return total.index_put_((ids,), rows, accumulate=True), None, None
+
+
+def tie_gradients(model: PreTrainedModel) -> None:
+    """Let a model whose output head is its embedding make one gradient of the two.
+
+    The embedding's class is changed in place: parameters, names and hooks stay. A model whose
+    embedding does more than look up is left as it is.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    if plain and type(head) is nn.Linear and head.weight is embedding.weight:
+        embedding.__class__ = TiedEmbedding
+        embedding.lookups, embedding.head_gradient = 0, None

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from llm.device_peak import device_peak_flops, measured_flops, memory_in_use, peak_flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_the_peak_is_that_of_the_device(name, tflops):
+    assert peak_flops(name) == tflops * 1e12
+
+
+def test_the_peak_of_an_unknown_device_is_unknown():
+    assert peak_flops("Abacus 2000") is None
+
+
+def test_the_measured_peak_is_about_what_a_larger_product_reaches():
+    measured = measured_flops(CPU, torch.float32)
+    larger = torch.ones(1536, 1536)
+    with torch.profiler.profile() as profile:
+        larger @ larger
+    (product,) = (event for event in profile.events() if event.name == "aten::mm")
+    reached = 2 * 1536**3 / (product.cpu_time_total / 1e6)
+    # Other programs want the processor too: only the order of magnitude can be relied on.
+    assert reached / 8 < measured < 8 * reached
+
+
+def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch):
+    asked = []
+    monkeypatch.setattr("llm.device_peak.measured_flops", lambda device, dtype: asked.append(dtype))
+    for precision in ("no", "bf16", "fp16"):
+        device_peak_flops(CPU, precision)
+    assert asked == [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_memory_in_use_grows_with_what_the_process_holds():
+    before = memory_in_use(CPU)
+    assert before is not None
+    held = torch.ones(64 * 2**20 // 4)
+    after = memory_in_use(CPU)
+    assert after is not None
+    assert after - before > 60 * 2**20
+    assert held.numel()

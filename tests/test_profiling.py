@@ -1,0 +1,76 @@
+"""Profiled steps: the trace, the table, and what their times are put down to."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from llm.profiling import StepProfiler, table, time_by_class
+from tests.support.training import Bench
+
+
+def profiled(work):
+    with torch.profiler.profile() as profile:
+        work()
+    return time_by_class(profile.events(), on_gpu=False)
+
+
+def test_products_attention_and_the_optimizer_are_told_apart():
+    matrix = torch.ones(256, 256)
+    heads = torch.ones(1, 4, 128, 64)
+    parameter = torch.nn.Parameter(torch.ones(100_000))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    works = {
+        "matmul": lambda: matrix @ matrix,
+        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),
+        "optimizer": optimizer.step,
+    }
+    for name, work in works.items():
+        work()
+        busy = profiled(work)
+        assert max(busy, key=busy.get) == name, busy
+
+
+def test_a_product_inside_the_loss_counts_as_loss():
+    hidden = torch.ones(64, 32, requires_grad=True)
+
+    def work():
+        with torch.profiler.record_function("_ChunkedCrossEntropy"):
+            hidden @ torch.ones(32, 512)
+
+    busy = profiled(work)
+    assert busy["loss"] > 0
+    assert busy["matmul"] == 0
+
+
+def test_what_nothing_accounts_for_is_waiting():
+    lines = table({"matmul": 0.2, "loss": 0.1}, 0.4, steps=2)
+    assert lines == [
+        "profile of 2 steps, 200.0 ms each:",
+        "  matmul                 100.0 ms   50.0%",
+        "  loss                    50.0 ms   25.0%",
+        "  waiting                 50.0 ms   25.0%",
+    ]
+
+
+def test_without_a_span_nothing_is_profiled(tmp_path):
+    profiler = StepProfiler(None, folder=tmp_path / "p", rank=0, device=torch.device("cpu"))
+    for step in range(3):
+        profiler.begin_step(step)
+        profiler.end_step(step + 1)
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_profiles_the_steps_that_are_asked_for(tmp_path, ranks):
+    run = Bench(tmp_path).train_well(ranks=ranks, max_train_steps=5, profile="2:4")
+    folder = run.folder / "profile"
+    assert "profile of 2 steps" in (folder / "profile.txt").read_text()
+    assert "profile of 2 steps" in run.output
+    for rank in range(ranks):
+        with gzip.open(folder / f"rank{rank}.trace.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        steps = [event for event in events if event.get("name", "").startswith("Optimizer.step")]
+        assert len({event["ts"] for event in steps}) == 2
