@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.measure import Case
@@ -283,7 +282,8 @@ def llm_pytorch_case(
 ) -> Case:
     """The ancestor's trainer as its guide runs it."""
     command = [
-        *(python, "-m", "llm.trainers.gpt"),
+        *(python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"),
+        *("-m", "llm.trainers.gpt"),
         *("--config_name", str(inputs.model), "--tokenizer_name", str(inputs.model)),
         *("--train_file", str(inputs.text), "--validation_file", str(inputs.validation)),
         *("--block_size", str(shape.block_size), "--output_dir", "run"),
@@ -342,8 +342,3 @@ def _from_log(
         return {"tokens_per_second": len(counted) * shape.tokens / seconds} if counted else {}
 
     return read
-
-
-def tokens_per_second(runs: list[Any]) -> float:
-    """The median over the runs of a program."""
-    return median(run.reported["tokens_per_second"] for run in runs)

@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
 """Dense bf16 or fp16 rate of one device in TFLOP/s, from the makers' data sheets."""
 
 _SIZE = 1024
-_SECONDS = 0.05
+_SECONDS = 0.02
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -49,7 +49,7 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of products of 1024 x 1024 matrices, the best of as many as 0.05 s allow."""
+    """FLOP/s of products of 1024 x 1024 matrices, the best of as many as 0.02 s allow."""
     one, other = (torch.ones(_SIZE, _SIZE, device=device, dtype=dtype) for _ in range(2))
     product = one @ other  # the first one also sets the library up
     best = 0.0

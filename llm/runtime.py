@@ -90,20 +90,28 @@ def seed_step(*, seed: int, step: int, rank: int) -> None:
         rank: Data-parallel rank.
     """
     import numpy as np
-    import torch
 
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little")
-    # torch.manual_seed would also note, with a traceback, what devices that nobody has touched
-    # shall be seeded with one day: milliseconds in each step.
+    seed_torch(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
+def seed_torch(key: int) -> None:
+    """Start torch's own generators anew, on the host and on the devices in use.
+
+    `torch.manual_seed` would also note, with a traceback, what devices that nobody has touched
+    shall be seeded with one day: milliseconds in each step.
+    """
+    import torch
+
     torch.default_generator.manual_seed(key)
     for backend in (torch.cuda, torch.xpu):
         if backend.is_initialized():
             backend.manual_seed_all(key)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
 
 
 class Interruption:

@@ -1,8 +1,10 @@
 """The benchmarks run at toy size, and measure what they say they measure."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,42 @@ def test_our_side_reads_toy_batches_and_a_sample_far_away():
     assert any(row.startswith("| llm, the training loader | ") for row in rows)
     assert any(row.startswith("| sample 10^9 of a file of 10^12 tokens | ") for row in rows)
     assert any(row.startswith("| the step sleeps | ") for row in rows)
+
+
+def test_training_is_measured_at_toy_size_beside_a_bare_loop(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.train", "--shapes", "toy", "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--only", "speed", "long", "--long_steps", "40"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FAILED" not in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    speeds = {row.split(" | ")[0][2:]: row.split(" | ")[1] for row in rows}
+    assert float(speeds["llm"]) > 0
+    assert float(speeds["bare loop"]) > 0
+    assert any(row.startswith("| growth of resident memory") for row in rows)
+    assert any(row.startswith("| 40 | ") for row in rows)
+
+
+def test_a_family_is_measured_beside_a_plain_loop():
+    command = [sys.executable, "-m", "benchmarks.families", "--families", "gpt2", "--steps", "10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert any(line.startswith("| gpt2 | ") for line in done.stdout.splitlines())
+
+
+def test_a_checkout_that_is_none_is_refused():
+    command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "--nanogpt nowhere holds no train.py.\n"
+
+
+def test_a_line_of_the_log_is_timed(tmp_path):
+    source = "import time; time.sleep(0.5); print('step 1', flush=True); time.sleep(0.5)"
+    usage = run(replace(program(tmp_path, source), milestone="^step 1"))
+    assert 0.5 <= usage.reported["milestone_seconds"] < usage.wall_seconds - 0.4

@@ -18,6 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from llm.runtime import seed_torch
+
 
 def key(seed: int, name: str) -> int:
     """A generator seed that is a pure function of the run's seed and of a name."""
@@ -36,7 +38,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
     """
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(key(seed, name))
+        seed_torch(key(seed, name))
         yield
 
 
@@ -81,7 +83,7 @@ class _KeyedDraws(TorchFunctionMode):
         self.written: set[str] = set()
 
     def enter_module(self, module: nn.Module) -> None:
-        torch.manual_seed(key(self._seed, self._module_names[module]))
+        seed_torch(key(self._seed, self._module_names[module]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -94,7 +96,7 @@ class _KeyedDraws(TorchFunctionMode):
             if name is not None:
                 self.written.add(name)
                 # Two slices of one parameter must not start alike.
-                torch.manual_seed(key(self._seed, f"{name}/{target.storage_offset()}"))
+                seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,155 @@
+"""Our step beside a plain Hugging Face loop's, at toy size, for every family that is tested.
+
+python -m benchmarks.families [--families gpt2 llama] [--steps 100]
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.report import Section, at_most, machine, render, table
+from llm.command_line import parse
+from llm.errors import LLMError
+from llm.options import option
+
+_BATCH, _LENGTH = 4, 64
+
+
+@dataclass(kw_only=True)
+class FamiliesBenchmarkOptions:
+    """Options of the benchmark."""
+
+    families: tuple[str, ...] = option((), "Which; by default all.", group="Run")
+    steps: int = option(100, "Steps of each, in turns of ten.", group="Run", at_least=10)
+    output: str | None = option(None, "File for the report, besides the console.", group="Run")
+
+
+def our_step(family: str) -> Callable[[], None]:
+    """One step of the trainer's strategy, without data and log."""
+    import torch
+
+    from llm.models.gpt import build_model
+    from llm.models.loss import LanguageModelLoss
+    from llm.optim.groups import make_adamw
+    from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+    from llm.strategy import MicroBatch
+    from tests.support.models import tiny_config
+
+    config = tiny_config(family)
+    device = torch.device("cpu")
+    model = build_model(
+        config=config,
+        weights_from=None,
+        seed=1,
+        device=device,
+        vocab_size=config.get_text_config().vocab_size,
+        attention_implementation=None,
+        gradient_checkpointing=False,
+        no_bias=False,
+        pad_vocab_to_multiple_of=None,
+        fused_gelu=True,
+        tied_gradients=True,
+        trust_remote_code=False,
+    )
+    strategy = AcceleratedStrategy(
+        accelerator=make_accelerator("no", device=device), mixed_precision="no"
+    )
+    strategy.prepare(
+        LanguageModelLoss(model),
+        lambda module: make_adamw(
+            module, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8
+        ),
+    )
+    inputs, labels = _tokens(config.get_text_config().vocab_size)
+    batch = [MicroBatch(inputs, labels)]
+
+    def step() -> None:
+        strategy.forward_backward(batch, num_tokens=_BATCH * _LENGTH)
+        strategy.optimizer_step(1.0)
+
+    return step
+
+
+def plain_step(family: str) -> Callable[[], None]:
+    """The same as the libraries' introductions write it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.models import tiny_config
+
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    ids, _ = _tokens(config.get_text_config().vocab_size)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def _tokens(vocab_size: int) -> tuple[Any, Any]:
+    import torch
+
+    ids = torch.randint(
+        vocab_size, (_BATCH, _LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def times(steps: Sequence[Callable[[], None]], number: int) -> list[float]:
+    """Median seconds of each kind of step, done in turns of ten."""
+    found: list[list[float]] = [[] for _ in steps]
+    for _ in range(-(-number // 10)):
+        for step, seconds in zip(steps, found, strict=True):
+            for _ in range(10):
+                began = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - began)
+    return [statistics.median(seconds) for seconds in found]
+
+
+def measure(options: FamiliesBenchmarkOptions) -> Section:
+    """All families, one after the other."""
+    from tests.support.models import FAMILIES
+
+    rows, ratios = [], []
+    for family in options.families or FAMILIES:
+        ours, plain = times([our_step(family), plain_step(family)], options.steps)
+        ratios.append(ours / plain)
+        rows.append([family, f"{1000 * ours:.1f}", f"{1000 * plain:.1f}", f"{ours / plain:.2f}"])
+    return Section(
+        title=f"{_BATCH} x {_LENGTH} tokens a step, ms",
+        lines=table(["family", "llm", "plain loop", "llm / plain"], rows),
+        goals=[at_most("the slowest family beside a plain loop", max(ratios), 1.0, "x")],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    try:
+        options = parse(
+            FamiliesBenchmarkOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m benchmarks.families",
+            description="Our step beside a plain Hugging Face loop's, for every family.",
+        )
+    except LLMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = render("Families", machine(["torch", "transformers"]), [measure(options)])
+    print(text)
+    if options.output is not None:
+        with open(options.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
