@@ -13,7 +13,7 @@ from pathlib import Path
 TUNABLES = {
     "glibc.malloc.hugetlb": 1,  # huge pages, by madvise: a fault for 2 MiB in place of 4 KiB
     "glibc.malloc.trim_threshold": 8 * 2**30,  # keep what is freed
-    "glibc.malloc.mmap_threshold": 64 * 2**20,  # only what is larger comes from the kernel and
+    "glibc.malloc.mmap_threshold": 24 * 2**20,  # only what is larger comes from the kernel and
     # goes back to it: gradients of large matrices, which would leave holes
 }
 

@@ -59,6 +59,7 @@ class LanguageModelLoss(nn.Module):
             chunked = not self._router and has_plain_head(model)
         self.chunked = chunked
         self._chunk_bytes = chunk_bytes
+        self._buffer: Tensor | None = None
 
     def forward(
         self,
@@ -137,16 +138,35 @@ class LanguageModelLoss(nn.Module):
             tied = None  # nobody, or nobody in particular, would end the head's gradient
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
-        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows, tied)
+        buffer = self._logits_buffer(hidden, rows, head.weight.shape[0])
+        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
         # torch.compile unrolls the loop over chunks: welcome where they are few and large.
         apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
-        return apply(*arguments, torch.is_grad_enabled())
+        return apply(*arguments, tied, buffer, torch.is_grad_enabled())
 
     def _model_outputs(
         self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
     ) -> Any:
         kwargs = {"output_router_logits": True} if self._router else {}
         return run_model(self.model, input_ids, positions, documents, **kwargs)
+
+    def _logits_buffer(self, hidden: Tensor, rows: int, columns: int) -> Tensor | None:
+        """[rows, columns]: memory for the logits of a chunk, on a CPU kept from step to step.
+
+        The C library gives a block of this size back to the kernel, which clears it every time,
+        or else lets it tear holes between the activations. A GPU's allocator does neither.
+        """
+        compiling = torch.compiler.is_compiling()
+        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu") or compiling:
+            return None
+        shape = (min(rows, len(hidden)), columns)
+        if (
+            self._buffer is None
+            or self._buffer.shape != shape
+            or self._buffer.dtype != hidden.dtype
+        ):
+            self._buffer = torch.empty(shape, dtype=hidden.dtype)
+        return self._buffer
 
     def _chunk_rows(self, device: torch.device, columns: int) -> int:
         size = self._chunk_bytes
@@ -203,6 +223,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         rows: int,
         tied: TiedEmbedding | None,
+        buffer: Tensor | None,
         grad_enabled: bool,
     ) -> Tensor:
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
@@ -223,7 +244,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 chunk = hidden[part].to(dtype)
                 counted = labels[part] != IGNORED
                 targets = labels[part].clamp(min=0).unsqueeze(1)
-                log_probs = _log_probabilities(chunk, matrix, bias, vocab_size)
+                log_probs = _log_probabilities(chunk, matrix, bias, vocab_size, buffer)
                 losses[part] = -log_probs.gather(1, targets).squeeze(1) * counted
                 if not any(wanted):
                     continue
@@ -252,7 +273,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         if ctx.tied is not None:
             ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, None, None, None, None, None
+        return hidden, weight, bias, None, None, None, None, None, None
 
 
 def _apply(*arguments: Any) -> Tensor:
@@ -266,10 +287,15 @@ def _apply_uncompiled(*arguments: Any) -> Tensor:
 
 
 def _log_probabilities(
-    chunk: Tensor, matrix: Tensor, bias: Tensor | None, vocab_size: int
+    chunk: Tensor, matrix: Tensor, bias: Tensor | None, vocab_size: int, buffer: Tensor | None
 ) -> Tensor:
     """[rows, columns] in fp32; minus infinity for the columns that are padding."""
-    logits = F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
+    if buffer is None:
+        logits = F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
+    else:
+        logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
+        if bias is not None:
+            logits += bias
     logits[:, vocab_size:] = -torch.inf
     if logits.dtype == torch.float32:
         # In place: the kernels have read a row before they write it.

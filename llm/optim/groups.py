@@ -48,6 +48,18 @@ def make_adamw(
 
     The fused kernel also skips a step by a flag on the device (`found_inf`), so
     that a non-finite gradient needs no synchronisation.
+
+    Its state is made at once, where torch waits for the first step: a checkpoint can be loaded
+    into it, and moments do not settle in the memory that the first step's activations leave, and
+    the next step's want.
     """
     groups = parameter_groups(model, weight_decay=weight_decay)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    for group in groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return optimizer

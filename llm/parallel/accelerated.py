@@ -246,11 +246,9 @@ class AcceleratedStrategy:
         }
 
     def _make_moments(self) -> None:
-        """Let the optimizer create its state before the first step.
-
-        A checkpoint can be loaded into it, and it does not settle in the memory that the first
-        step's activations leave, and the next step's want.
-        """
+        """Let an optimizer that has no state yet create it before the first step, to load into."""
+        if self.optimizer.state:
+            return
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         # With the flag set, a step creates the moments and changes nothing.
