@@ -79,7 +79,7 @@ class AcceleratedStrategy:
     """
 
     second_order: SecondOrder | None = None
-    """Set after `prepare`, by who made the optimizer, if it is part of one."""
+    """Set after `prepare` by who made the optimizer, where K-FAC is part of it."""
 
     def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
         self.accelerator = accelerator

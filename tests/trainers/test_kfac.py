@@ -1,6 +1,7 @@
 """Whole runs with --kfac: what they reach, what they say, and that they resume bit for bit."""
 
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
 def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alone):
     log = (alone.folder / "log.txt").read_text()
     # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
-    assert log.count("K-FAC covers 8 layers with 25,344 of") == 1
+    assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
     assert "MiB of factors and bases on this rank" in log
     assert "method is ekfac; factors are updated every 10 steps" in log
@@ -137,6 +138,31 @@ def test_a_step_that_overflows_is_skipped_and_training_goes_on(plain, options, p
     assert "step 5 was skipped" in run.output
     assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
     assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "opt", "llama", "mixtral"])
+def test_other_families_train_with_kfac(family, tmp_path):
+    bench = Bench(tmp_path, family=family)
+    run = bench.train_well(kfac=True, max_train_steps=4, mixed_precision="bf16")
+    assert run.losses[-1] < run.losses[0]
+    assert "K-FAC covers" in run.output
+
+
+@pytest.mark.skipif(find_spec("kfac") is None, reason="kfac-pytorch is not installed")
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, method):
+    options = {"kfac": True, "kfac_method": method, "max_train_steps": 6}
+    ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
+    theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
+    resume_is_exact(dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch")
+
+
+@pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")
+def test_a_library_that_is_not_there_is_asked_for(plain):
+    run = plain.train("missing", kfac=True, kfac_library="kfac-pytorch")
+    assert run.codes == [2]
+    assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
 
 
 def test_gradient_checkpointing_changes_nothing(plain, alone):
