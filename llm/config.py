@@ -510,26 +510,93 @@ class GPTConfig:
         group=LOGGING,
     )
 
-    kfac: bool = option(False, "Precondition gradients with K-FAC.", group=KFAC, resume="fixed")
+    kfac: bool = option(
+        False,
+        "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
+        group=KFAC,
+        resume="fixed",
+    )
+    kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = option(
+        None,
+        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
+        "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
+        "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
+        group=KFAC,
+        resume="fixed",
+    )
     kfac_factor_update_steps: int | None = option(
         None,
-        "Steps between two updates of the Kronecker factors.",
+        "Steps between two updates of the Kronecker factors; 10 if not given.",
         group=KFAC,
         at_least=1,
         resume="fixed",
     )
     kfac_inv_update_steps: int | None = option(
-        None, "Steps between two inversions.", group=KFAC, at_least=1, resume="fixed"
-    )
-    kfac_damping: float = option(0.001, "Damping.", group=KFAC, above=0, resume="fixed")
-    kfac_factor_decay: float = option(
-        0.95,
-        "Decay of the factors' average.",
+        None,
+        "Steps between two updates of a factor's eigenbasis or inverse; 10 if not given.",
         group=KFAC,
-        above=0,
-        at_most=1,
+        at_least=1,
         resume="fixed",
     )
-    kfac_kl_clip: float = option(
-        0.001, "Bound on the update's KL divergence.", group=KFAC, above=0, resume="fixed"
+    kfac_factor_decay: float | None = option(
+        None,
+        "Weight of the past at an update of the factors' averages; if not given 0.9 for ekfac, "
+        "else 0.95.",
+        group=KFAC,
+        above=0,
+        below=1,
+        resume="fixed",
+    )
+    kfac_damping: float | None = option(
+        None,
+        "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
+        "kfac_compat and the library.",
+        group=KFAC,
+        above=0,
+        resume="fixed",
+    )
+    kfac_kl_clip: float | None = option(
+        None,
+        "Bound on the update's length in the curvature's own measure; 0.001 if not given.",
+        group=KFAC,
+        above=0,
+        resume="fixed",
+    )
+    kfac_skip_layers: tuple[str, ...] = option(
+        (),
+        "Regular expressions: layers in whose name one is found are left to AdamW.",
+        group=KFAC,
+        resume="fixed",
+    )
+    kfac_max_dim: int | None = option(
+        None,
+        "Wider factors are kept in diagonal blocks of at most this width; 8192 if not given.",
+        group=KFAC,
+        at_least=1,
+        resume="fixed",
+    )
+    kfac_strategy: Literal["comm-opt", "mem-opt", "hybrid-opt"] | None = option(
+        None,
+        "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
+        group=KFAC,
+    )
+    kfac_grad_worker_fraction: float | None = option(
+        None,
+        "The same as a share of the ranks: 1 is comm-opt, 1 / ranks (or 0) mem-opt.",
+        group=KFAC,
+        at_least=0,
+        at_most=1,
+    )
+    kfac_library: Literal["native", "kfac-pytorch"] | None = option(
+        None,
+        "native, this package's own, if not given; or kfac-pytorch, which must be installed.",
+        group=KFAC,
+        resume="fixed",
+    )
+    kfac_compat: bool = option(
+        False,
+        "Do the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
+        "damping, all layers due at once.",
+        group=KFAC,
+        resume="fixed",
     )

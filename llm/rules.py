@@ -4,6 +4,8 @@ They run before anything heavy is imported, so that a command that cannot work
 is refused at once.
 """
 
+from typing import Literal
+
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields
@@ -23,6 +25,7 @@ def check(config: GPTConfig) -> None:
         *_length_problems(config),
         *_schedule_problems(config),
         *_run_problems(config),
+        *_kfac_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -189,8 +192,46 @@ def _run_problems(config: GPTConfig) -> list[str]:
             problems.append(
                 f"--profile {config.profile} ends after the last of --max_train_steps {steps}."
             )
-    if config.kfac:
-        problems.append("--kfac is not available yet; leave it out to train with AdamW.")
+    return problems
+
+
+def kfac_method(config: GPTConfig) -> Literal["ekfac", "eigen", "cholesky"]:
+    """The K-FAC method that is asked for by name, or by options that only some have."""
+    if config.kfac_method is not None:
+        return config.kfac_method
+    return "eigen" if preconditioner_options(config) else "ekfac"
+
+
+def preconditioner_options(config: GPTConfig) -> list[str]:
+    """The K-FAC options given that ekfac, which takes AdamW's place, has no use for."""
+    given = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(config, n) is not None]
+    given += ["kfac_compat"] if config.kfac_compat else []
+    given += ["kfac_library kfac-pytorch"] if config.kfac_library == "kfac-pytorch" else []
+    return given
+
+
+def _kfac_problems(config: GPTConfig) -> list[str]:
+    names = [field.name for field in fields(GPTConfig) if field.name.startswith("kfac_")]
+    given = [name for name in names if getattr(config, name) not in (None, (), False)]
+    if not config.kfac:
+        return [f"--{name} belongs to K-FAC; give --kfac too." for name in given]
+    problems = []
+    if config.kfac_method == "ekfac":
+        problems += [
+            f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
+            for name in preconditioner_options(config)
+        ]
+    if config.kfac_strategy is not None and config.kfac_grad_worker_fraction is not None:
+        problems.append(
+            "--kfac_strategy and --kfac_grad_worker_fraction say the same; give one of them."
+        )
+    if config.kfac_library == "kfac-pytorch":
+        native = ("kfac_strategy", "kfac_grad_worker_fraction", "kfac_max_dim", "kfac_compat")
+        problems += [
+            f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
+            for name in native
+            if name in given
+        ]
     return problems
 
 

@@ -3,8 +3,9 @@
 Data, loss, schedule, checkpoint, evaluation and log do not know which layout runs.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +30,43 @@ class MicroBatch(NamedTuple):
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
+class SecondOrder(Protocol):
+    """What a second-order method such as K-FAC does around a step, besides the optimizer's."""
+
+    def recording(
+        self, *, token_weight: float, loss_scale: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Surround a step's passes and see what they compute.
+
+        Args:
+            token_weight: What each token's loss is multiplied by in the objective of a rank.
+            loss_scale: What the objective is multiplied by before `backward`.
+        """
+
+    def precondition(self, *, learning_rate: float) -> None:
+        """Change the gradient before it is clipped; every rank must call it."""
+
+    def describe(self) -> str:
+        """A few lines for the beginning of the log."""
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Numbers for the log, on the device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on; every rank must call it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+
+
+@runtime_checkable
+class SpreadOptimizer(Protocol):
+    """An optimizer of whose state a rank may have only a part."""
+
+    def gathered_state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """The state of all parameters, the same on all ranks; every rank must call it."""
+
+
 class Strategy(Protocol):
     """Spreads a model and its training step over devices.
 
@@ -38,11 +76,13 @@ class Strategy(Protocol):
         device: Where this process computes.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.
+        second_order: K-FAC, if the run has it.
     """
 
     device: torch.device
     rank: int
     world_size: int
+    second_order: SecondOrder | None
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Take over the model (inside its loss) and make its optimizer."""

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,11 @@ class Tracker:
             ]
         )
 
+    def log_kfac(self, values: Mapping[str, torch.Tensor], *, step: int) -> None:
+        """Report K-FAC's health at a step that is reported."""
+        record = {f"kfac_{name}": float(value) for name, value in values.items()}
+        self._add(step, record, group="kfac")
+
     def log_evaluation(self, results: dict[str, float], *, step: int) -> None:
         """Report the results of an evaluation."""
         self._add(step, {f"eval_{name}": value for name, value in results.items()}, group="eval")
@@ -261,7 +266,7 @@ class Tracker:
 
     def _add(self, step: int, record: dict[str, Any], *, group: str) -> None:
         self._record.update(record)
-        scalars = {f"{group}/{name.removeprefix('eval_')}": v for name, v in record.items()}
+        scalars = {f"{group}/{name.removeprefix(f'{group}_')}": v for name, v in record.items()}
         self._log_to_trackers(scalars, step)
 
     def join(self, step: int) -> None:

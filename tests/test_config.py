@@ -8,7 +8,7 @@ import pytest
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields, to_markdown, to_toml
-from llm.rules import check
+from llm.rules import check, kfac_method
 from llm.trainers.gpt.main import parse_args
 
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
@@ -70,9 +70,6 @@ ANCESTOR_DEFAULTS = {
     "resume_from_checkpoint": False,
     "low_cpu_mem_usage": False,
     "kfac": False,
-    "kfac_damping": 0.001,
-    "kfac_factor_decay": 0.95,
-    "kfac_kl_clip": 0.001,
 }
 
 
@@ -82,9 +79,25 @@ def test_every_flag_of_the_ancestor_keeps_its_name_and_default(name, default):
 
 
 def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
-    config = parse_args([*ENOUGH, "--kfac-factor-update-steps", "5", "--kfac-damping", "0.01"])
+    flags = ["--kfac", "--kfac-factor-update-steps", "5", "--kfac-damping", "0.01"]
+    config = parse_args([*ENOUGH, *flags])
+    assert config.kfac
     assert config.kfac_factor_update_steps == 5
     assert config.kfac_damping == 0.01
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        (["--kfac"], "ekfac"),
+        (["--kfac", "--kfac-damping", "0.001"], "eigen"),
+        (["--kfac", "--kfac-kl-clip", "0.001"], "eigen"),
+        (["--kfac", "--kfac-library", "kfac-pytorch"], "eigen"),
+        (["--kfac", "--kfac-compat", "--kfac-method", "cholesky"], "cholesky"),
+    ],
+)
+def test_kfac_is_ekfac_unless_an_option_asks_for_another_method(flags, method):
+    assert kfac_method(parse_args([*ENOUGH, *flags])) == method
 
 
 def test_flags_with_two_names_mean_the_same():
@@ -121,7 +134,21 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
-        ({"kfac": True}, ["--kfac is not available yet"]),
+        ({"kfac_damping": 0.001}, ["--kfac_damping belongs to K-FAC; give --kfac too."]),
+        ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers belongs to K-FAC"]),
+        ({"kfac_compat": True}, ["--kfac_compat belongs to K-FAC"]),
+        (
+            {"kfac": True, "kfac_method": "ekfac", "kfac_damping": 0.01, "kfac_kl_clip": 0.01},
+            ["--kfac_damping is not for --kfac_method ekfac", "--kfac_kl_clip is not"],
+        ),
+        (
+            {"kfac": True, "kfac_strategy": "mem-opt", "kfac_grad_worker_fraction": 0.5},
+            ["--kfac_strategy and --kfac_grad_worker_fraction say the same"],
+        ),
+        (
+            {"kfac": True, "kfac_library": "kfac-pytorch", "kfac_max_dim": 64},
+            ["--kfac_max_dim is for --kfac_library native"],
+        ),
         ({"model_type": "gpt2"}, ["--model_type starts from", "--model_name_or_path"]),
         ({"data_path": ("a",)}, ["--dataset_name and --data_path are two sources of data"]),
         ({**TOKENS, "train_data_path": ("a",)}, ["--data_path and --train_data_path are two"]),
@@ -195,12 +222,7 @@ def test_every_option_is_read_somewhere():
     package = Path(__file__).parent.parent / "llm"
     readers = [package / "rules.py", *(package / "trainers" / "gpt").glob("*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
-    # Until K-FAC is there, its options are only accepted, and --kfac itself is refused.
-    unread = [
-        field.name
-        for field in fields(GPTConfig)
-        if f"config.{field.name}" not in source and not field.name.startswith("kfac_")
-    ]
+    unread = [field.name for field in fields(GPTConfig) if f"config.{field.name}" not in source]
     assert unread == []
 
 

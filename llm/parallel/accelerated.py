@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
 
 from llm.errors import ParallelError
 from llm.state import model_tensors
-from llm.strategy import MakeOptimizer, MicroBatch
+from llm.strategy import MakeOptimizer, MicroBatch, SecondOrder, SpreadOptimizer
 
 logger = logging.getLogger("llm.parallel")
 
@@ -78,6 +78,9 @@ class AcceleratedStrategy:
         mixed_precision: no, fp8, fp16 or bf16.
     """
 
+    second_order: SecondOrder | None = None
+    """Set after `prepare` by who made the optimizer, where K-FAC is part of it."""
+
     def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
@@ -121,15 +124,22 @@ class AcceleratedStrategy:
         # DistributedDataParallel averages over ranks where the loss wants their sum.
         weight = self.world_size / num_tokens
         total = torch.zeros((), device=self.device)
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            with self._communicating(number == len(micro_batches)):
-                with self._autocast():
-                    objective, loss_sum = self.wrapped(*micro_batch)
-                self._scaled(objective * weight).backward()
-            total += loss_sum.detach()
+        with self._recording(weight):
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                with self._communicating(number == len(micro_batches)):
+                    with self._autocast():
+                        objective, loss_sum = self.wrapped(*micro_batch)
+                    self._scaled(objective * weight).backward()
+                total += loss_sum.detach()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         return total
+
+    def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+        """K-FAC sees all micro-batches of a step, if there is K-FAC."""
+        if self.second_order is None:
+            return contextlib.nullcontext()
+        return self.second_order.recording(token_weight=token_weight, loss_scale=self.loss_scale())
 
     def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients cross the network with the last micro-batch of a step only."""
@@ -239,9 +249,12 @@ class AcceleratedStrategy:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and loss scale, by parameter name, as live tensors."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
+        moments: Any = self.optimizer.state
+        if isinstance(self.optimizer, SpreadOptimizer):
+            moments = self.optimizer.gathered_state()
         return {
             "model": model_tensors(self.model),
-            "optimizer": {names[p]: self.optimizer.state[p] for p in self.parameters},
+            "optimizer": {names[p]: moments[p] for p in self.parameters},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
@@ -269,8 +282,9 @@ class AcceleratedStrategy:
         with torch.no_grad():
             for name, tensor in own["model"].items():
                 tensor.copy_(state["model"][name])
-            for name, moments in own["optimizer"].items():
-                for key, tensor in moments.items():
+            # Not into `own`: what is gathered from ranks is a copy of the optimizer's state.
+            for name, parameter in self.model.named_parameters():
+                for key, tensor in self.optimizer.state.get(parameter, {}).items():
                     tensor.copy_(state["optimizer"][name][key])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -198,7 +198,8 @@ def _reason(
 ) -> str | None:
     """Why a module is not covered."""
     if not _is_linear(module):
-        return f"since it is a {type(module).__name__}"
+        kind = type(module).__name__
+        return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     if module is head:
         return "since it is the output head"
     weight = module.weight

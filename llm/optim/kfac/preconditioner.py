@@ -120,17 +120,21 @@ class Preconditioner:
         """
         share = self._num_clipped / max(1, self._num_steps)
         damping = value_at(self._damping, max(0, self.curvature.steps - 1))
-        self._num_clipped, self._num_steps = torch.zeros_like(share), 0
+        self._num_clipped.zero_()
+        self._num_steps = 0
         own = {"damping": torch.full_like(share, damping), "clipped": share}
         return {**self.curvature.metrics(), **own}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on; see `Curvature`."""
-        return self.curvature.state_dict()
+        """All that the next steps and numbers depend on; see `Curvature`."""
+        own = {"num_clipped": self._num_clipped, "num_steps": self._num_steps}
+        return {**self.curvature.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.curvature.load_state_dict(state)
+        self._num_clipped.copy_(state["num_clipped"])
+        self._num_steps = int(state["num_steps"])
 
 
 def _replace(layer: Layer, result: Tensor, skipped: Tensor) -> None:

@@ -22,7 +22,6 @@ from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
-from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.profiling import StepProfiler
 from llm.rules import profiled_steps
@@ -32,6 +31,7 @@ from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.kfac import make_adamw_of, make_kfac
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
@@ -98,17 +98,11 @@ def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrat
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
-    beta1, beta2 = config.betas
-    strategy.prepare(
-        loss,
-        lambda module: make_adamw(
-            module,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            betas=(beta1, beta2),
-            eps=config.eps,
-        ),
-    )
+    # An evaluation takes the weights only, and needs no moments.
+    kfac = make_kfac(config, model) if config.kfac and not config.eval_only else None
+    optimizer = make_adamw_of(config, model) if kfac is None else kfac.optimizer
+    strategy.prepare(loss, lambda _: optimizer)
+    strategy.second_order = kfac
     return strategy
 
 
@@ -148,7 +142,7 @@ def load_init(inputs: Inputs, strategy: Strategy) -> None:
 def load_weights(inputs: Inputs, strategy: Strategy) -> None:
     """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
     if inputs.resume_from is not None:
-        checkpoint.load(inputs.resume_from, {"strategy": strategy})
+        checkpoint.load(inputs.resume_from, {"strategy": _Weights(strategy)})
         logger.info(f"Weights of {inputs.resume_from.path}.")
 
 
@@ -280,6 +274,8 @@ def make_trainer(
     state = TrainState()
     meter = Meter(strategy.device, rank=strategy.rank)
     parts: dict[str, Stateful] = {"strategy": strategy, "train": state, "meter": meter}
+    if strategy.second_order is not None:
+        parts["kfac"] = strategy.second_order
     if inputs.resume_from is not None:
         checkpoint.load(inputs.resume_from, parts)
         logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")

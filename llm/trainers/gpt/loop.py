@@ -133,8 +133,11 @@ class Trainer:
         """One optimizer step; nothing in it waits for the device."""
         step = self.state.step
         seed_step(seed=self.seed, step=step, rank=self.strategy.rank)
-        self.strategy.set_learning_rate(self.schedule(step))
+        learning_rate = self.schedule(step)
+        self.strategy.set_learning_rate(learning_rate)
         loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        if self.strategy.second_order is not None:
+            self.strategy.second_order.precondition(learning_rate=learning_rate)
         grad_norm, skipped = self.strategy.optimizer_step(self.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
@@ -185,6 +188,8 @@ class Trainer:
         values = self.meter.read()
         state = self.state
         self.report_skipped()
+        if self.strategy.second_order is not None:
+            self.tracker.log_kfac(self.strategy.second_order.metrics(), step=state.step)
         self.tracker.log_training(
             values,
             step=state.step,

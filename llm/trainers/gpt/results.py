@@ -54,6 +54,9 @@ def log_beginning(
         )
         if len(inputs.corpus.train) > 1:
             _log_sources(inputs, plan.total_samples, "will serve")
+    if strategy.second_order is not None:
+        for line in strategy.second_order.describe().splitlines():
+            logger.info(line)
     logger.info(
         f"world: {strategy.world_size} ranks, {strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, seed {inputs.seed}"

@@ -38,7 +38,7 @@ def test_output_head_embeddings_and_norms_are_skipped_with_a_reason():
     skipped = family("llama").skipped
 
     assert skipped["lm_head"] == "since it is the output head"
-    assert skipped["model.embed_tokens"] == "since it is a Embedding"
+    assert skipped["model.embed_tokens"] == "since it is an Embedding"
     assert skipped["model.norm"] == "since it is a LlamaRMSNorm"
 
 

@@ -1,0 +1,194 @@
+"""From the options to an optimizer: K-FAC in one of its forms, or AdamW alone."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llm.config import GPTConfig
+from llm.optim.groups import make_adamw, parameter_groups
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.external import ExternalPreconditioner
+from llm.optim.kfac.layers import Coverage, find_layers
+from llm.optim.kfac.preconditioner import Preconditioner
+from llm.rules import kfac_method, preconditioner_options
+
+UPDATE_STEPS = 10
+DAMPING = 0.001
+KL_CLIP = 0.001
+MAX_DIM = 8192
+
+
+class KFAC:
+    """What a run with K-FAC has; the trainer's `SecondOrder`.
+
+    Args:
+        optimizer: Takes the steps.
+        recorder: Sees the passes of a step.
+        preconditioner: Changes the gradient before the optimizer has it; None with EKFAC, which
+            is the optimizer and does everything in its own step.
+        description: What is covered, kept and done, in a few lines.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        recorder: Curvature | ExternalPreconditioner,
+        preconditioner: Preconditioner | ExternalPreconditioner | None,
+        description: str,
+    ) -> None:
+        self.optimizer = optimizer
+        self._description = description
+        self._recorder = recorder
+        self._preconditioner = preconditioner
+        self._state = recorder if preconditioner is None else preconditioner
+
+    def recording(
+        self, *, token_weight: float, loss_scale: Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        """Surround a step's passes; see `SecondOrder`."""
+        return self._recorder.recording(token_weight=token_weight, loss_scale=loss_scale)
+
+    def precondition(self, *, learning_rate: float) -> None:
+        """Change the gradients of the covered layers, where the method does so."""
+        if self._preconditioner is not None:
+            self._preconditioner.precondition(learning_rate=learning_rate)
+
+    def describe(self) -> str:
+        """A few lines for the beginning of the log."""
+        return self._description
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers for the log, on the device."""
+        return self._state.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages and bases; the moments are the optimizer's."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._state.load_state_dict(state)
+
+
+def make_adamw_of(config: GPTConfig, model: PreTrainedModel) -> torch.optim.AdamW:
+    """AdamW as the options have it."""
+    beta1, beta2 = config.betas
+    return make_adamw(
+        model,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(beta1, beta2),
+        eps=config.eps,
+    )
+
+
+def make_kfac(config: GPTConfig, model: PreTrainedModel) -> KFAC:
+    """K-FAC as the options have it; the ranks must have met.
+
+    Raises:
+        ConfigError: Nothing is covered, a pattern matches nothing, the ranks cannot be divided
+            as asked, or a library is missing.
+    """
+    coverage = find_layers(
+        model, skip_layers=config.kfac_skip_layers, sample_forward=_forward_a_few_tokens
+    )
+    if config.kfac_library == "kfac-pytorch":
+        return _external(config, model, coverage)
+    return _native(config, model, coverage)
+
+
+def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
+    method = kfac_method(config)
+    curvature = Curvature(
+        coverage,
+        method=method,
+        factor_update_steps=config.kfac_factor_update_steps or UPDATE_STEPS,
+        inv_update_steps=config.kfac_inv_update_steps or UPDATE_STEPS,
+        factor_decay=_factor_decay(config),
+        damping=config.kfac_damping or DAMPING,
+        max_dim=config.kfac_max_dim or MAX_DIM,
+        grad_worker_fraction=_grad_worker_fraction(config),
+        spread=not config.torch_compile,
+        compat=config.kfac_compat,
+    )
+    description = f"{curvature.describe()}\n{_course(config)}"
+    if method == "ekfac":
+        beta1, beta2 = config.betas
+        ekfac = EKFAC(
+            parameter_groups(model, weight_decay=config.weight_decay),
+            curvature,
+            lr=config.learning_rate,
+            betas=(beta1, beta2),
+            eps=config.eps,
+        )
+        return KFAC(ekfac, recorder=curvature, preconditioner=None, description=description)
+    adamw = make_adamw_of(config, model)
+    preconditioner = Preconditioner(
+        curvature,
+        _trained(adamw),
+        damping=config.kfac_damping or DAMPING,
+        kl_clip=config.kfac_kl_clip or KL_CLIP,
+        graft=not config.kfac_compat,
+    )
+    return KFAC(adamw, recorder=curvature, preconditioner=preconditioner, description=description)
+
+
+def _external(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
+    method = kfac_method(config)
+    assert method != "ekfac"  # rules.py has refused it
+    adamw = make_adamw_of(config, model)
+    external = ExternalPreconditioner(
+        coverage,
+        _trained(adamw),
+        method=method,
+        factor_update_steps=config.kfac_factor_update_steps or UPDATE_STEPS,
+        inv_update_steps=config.kfac_inv_update_steps or UPDATE_STEPS,
+        factor_decay=_factor_decay(config),
+        damping=config.kfac_damping or DAMPING,
+        kl_clip=config.kfac_kl_clip or KL_CLIP,
+    )
+    description = (
+        f"{coverage.describe()}\nkfac-pytorch keeps {external.num_bytes() / 2**20:,.1f} MiB of "
+        f"factors and what it computes of them on this rank.\n{_course(config)}"
+    )
+    return KFAC(adamw, recorder=external, preconditioner=external, description=description)
+
+
+def _forward_a_few_tokens(model: torch.nn.Module) -> None:
+    """Run the model once, to see which layers read the same tensor."""
+    device = next(model.parameters()).device
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device))
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _factor_decay(config: GPTConfig) -> float:
+    if config.kfac_factor_decay is not None:
+        return config.kfac_factor_decay
+    return 0.9 if kfac_method(config) == "ekfac" else 0.95
+
+
+def _grad_worker_fraction(config: GPTConfig) -> float:
+    if config.kfac_grad_worker_fraction is not None:
+        return config.kfac_grad_worker_fraction
+    fractions = {"comm-opt": 1.0, "hybrid-opt": 0.5, "mem-opt": 0.0}
+    return fractions[config.kfac_strategy or "comm-opt"]
+
+
+def _course(config: GPTConfig) -> str:
+    """What is done how often, and why by this method, for the log."""
+    asked = [f"--{name}" for name in preconditioner_options(config)]
+    chosen = config.kfac_method is None and asked
+    reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
+    return (
+        f"K-FAC's method is {kfac_method(config)}{reason}; factors are updated every "
+        f"{config.kfac_factor_update_steps or UPDATE_STEPS} steps, what is computed of them every "
+        f"{config.kfac_inv_update_steps or UPDATE_STEPS}."
+    )

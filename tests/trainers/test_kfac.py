@@ -1,0 +1,202 @@
+"""Whole runs with --kfac: what they reach, what they say, and that they resume bit for bit."""
+
+import shutil
+from importlib.util import find_spec
+
+import pytest
+
+from tests.support.faults import Fault
+from tests.support.training import Bench, Run
+from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+
+LOSS = "llm.models.loss:LanguageModelLoss.forward"
+PRECONDITIONERS = [
+    {"kfac_method": "eigen"},
+    {"kfac_method": "cholesky"},
+    {"kfac_damping": 0.01, "kfac_compat": True, "kfac_factor_update_steps": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("plain"), **NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("dropout"))
+
+
+@pytest.fixture(scope="module")
+def alone(plain) -> Run:
+    return plain.train_well("alone", kfac=True, per_device_train_batch_size=8)
+
+
+def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
+    options = {"max_train_steps": 60, "learning_rate": 3e-3}
+    adamw = plain.train_well("adamw", **options)
+    kfac = plain.train_well("kfac", kfac=True, **options)
+    assert kfac.losses[0] == adamw.losses[0]
+    ours, theirs = (run.read_json("all_results.json")["eval_loss"] for run in (kfac, adamw))
+    assert ours < theirs - 0.05
+
+
+def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alone):
+    log = (alone.folder / "log.txt").read_text()
+    # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
+    assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
+    assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
+    assert "MiB of factors and bases on this rank" in log
+    assert "method is ekfac; factors are updated every 10 steps" in log
+    assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
+    assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        (2, {"per_device_train_batch_size": 4}),
+        (2, {"per_device_train_batch_size": 4, "kfac_strategy": "mem-opt"}),
+    ],
+)
+def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ranks, options):
+    name = f"ranks{ranks}-" + "-".join(map(str, options.values()))
+    run = plain.train_well(name, ranks=ranks, kfac=True, **options)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-4)
+
+
+def resume_is_exact(bench: Bench, name: str, **options) -> None:
+    """Dropout is on, an interval of the log is open at the checkpoint, and bases are due after."""
+    options = {
+        "kfac": True,
+        "kfac_factor_update_steps": 2,
+        "kfac_inv_update_steps": 4,
+        "max_train_steps": 12,
+        "checkpointing_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 4,
+        **options,
+    }
+    straight = bench.train_well(f"straight-{name}", **options)
+    cut = bench.folder / f"cut-{name}"
+    shutil.copytree(straight.folder, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_00000012")
+    (cut / "model.safetensors").unlink()
+
+    resumed = bench.train_well(cut.name, resume_from_checkpoint=True, **options)
+
+    assert "at step 6" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
+    resume_is_exact(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
+
+
+def test_a_resumed_run_is_bit_identical_where_each_rank_keeps_a_part(dropout):
+    resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
+
+
+@pytest.mark.parametrize("options", PRECONDITIONERS)
+def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
+    resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
+
+
+@pytest.mark.parametrize("options", PRECONDITIONERS)
+def test_a_preconditioner_trains_and_reports_its_damping(plain, options):
+    name = "-".join(map(str, options.values()))
+    run = plain.train_well(name, kfac=True, **options)
+    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.metrics[0]["kfac_damping"] == pytest.approx(options.get("kfac_damping", 0.001))
+    assert 0 <= run.metrics[-1]["kfac_clipped"] <= 1
+
+
+def test_damping_selects_the_method_that_has_it_and_the_log_says_so(plain):
+    run = plain.train_well("damped", kfac=True, kfac_damping=0.001, max_train_steps=1)
+    assert "method is eigen, which --kfac_damping selects" in run.output
+
+
+@pytest.mark.parametrize("options", [{}, {"kfac_method": "eigen"}])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_step_that_overflows_is_skipped_and_training_goes_on(plain, options, precision):
+    """Every step is recorded and decomposed, so that the overflow meets all of it."""
+    fault = Fault(at=LOSS, what="nan", call=5)
+    run = plain.train_well(
+        f"nan-{precision}-{len(options)}",
+        kfac=True,
+        kfac_factor_update_steps=1,
+        kfac_inv_update_steps=1,
+        mixed_precision=precision,
+        max_train_steps=12,
+        faults=[fault],
+        **options,
+    )
+    assert "step 5 was skipped" in run.output
+    assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "opt", "llama", "mixtral"])
+def test_other_families_train_with_kfac(family, tmp_path):
+    bench = Bench(tmp_path, family=family)
+    run = bench.train_well(kfac=True, max_train_steps=4, mixed_precision="bf16")
+    assert run.losses[-1] < run.losses[0]
+    assert "K-FAC covers" in run.output
+
+
+@pytest.mark.skipif(find_spec("kfac") is None, reason="kfac-pytorch is not installed")
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, method):
+    options = {"kfac": True, "kfac_method": method, "max_train_steps": 6}
+    ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
+    theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
+    resume_is_exact(dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch")
+
+
+@pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")
+def test_a_library_that_is_not_there_is_asked_for(plain):
+    run = plain.train("missing", kfac=True, kfac_library="kfac-pytorch")
+    assert run.codes == [2]
+    assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
+
+
+def test_gradient_checkpointing_changes_nothing(plain, alone):
+    options = {"per_device_train_batch_size": 8, "gradient_checkpointing": True}
+    run = plain.train_well("checkpointing", kfac=True, **options)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_the_command_of_the_guide_runs(plain):
+    """Its flags of K-FAC, in dashes."""
+    flags = {"kfac-factor-update-steps": 5, "kfac-inv-update-steps": 50, "kfac-damping": 0.003}
+    run = plain.train_well("guide", kfac=True, max_train_steps=6, **flags)
+    assert len(run.losses) == 6
+
+
+def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
+    run = plain.train_well("saved", kfac=True, max_train_steps=2, checkpointing_steps=2)
+    loss = run.read_json("all_results.json")["eval_loss"]
+    plain.train_well("saved", eval_only=True, resume_from_checkpoint=True)
+    assert run.read_json("eval_results.json")["loss"] == pytest.approx(loss, rel=1e-6)
+    plain.train_well("from", init_from=run.folder, max_train_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kfac_skip_layers": ["transformer"]}, "--kfac found no layer to cover"),
+        ({"kfac_skip_layers": ["mlp", "atn"]}, "--kfac-skip-layers 'atn' matches no Linear"),
+        ({"kfac_skip_layers": ["("]}, "--kfac-skip-layers '(' is no regular expression"),
+        ({"kfac": False, "kfac_max_dim": 9}, "--kfac_max_dim belongs to K-FAC; give --kfac too."),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(plain, options, words):
+    run = plain.train("refused", **{"kfac": True, **options})
+    assert run.codes == [2]
+    assert words in run.output
+    assert "Traceback" not in run.output
