@@ -1,18 +1,18 @@
 """The built site in a real browser: nothing scrolls sideways, search finds, code can be copied."""
 
 import functools
-import html
 import http.server
 import importlib.util
 import json
 import os
-import re
+import queue
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 # Shows every page in a frame of a given width, one after the other, and measures it.
 LOOK = """
-<!doctype html><title></title><body><script>
+<!doctype html><body><script>
 const found = {};
 async function look(name, address, width, scheme) {
   const frame = document.createElement("iframe");
@@ -53,14 +53,14 @@ async function look(name, address, width, scheme) {
 }
 (async () => {
   for (const [name, address, width, scheme] of LOOKS) await look(name, address, width, scheme);
-  document.title = JSON.stringify(found);
+  fetch("/", {method: "POST", body: JSON.stringify(found)});
 })();
 </script></body>
 """
 
 # Types a word into the search of the home page.
 SEARCH = """
-<!doctype html><title></title><body><iframe src="index.html" width="1400" height="900"></iframe>
+<!doctype html><body><iframe src="index.html" width="1400" height="900"></iframe>
 <script>
 const frame = document.querySelector("iframe");
 frame.onload = () => {
@@ -78,16 +78,53 @@ frame.onload = () => {
     const links = [...page.querySelectorAll(".md-search-result__link")].map((a) => a.pathname);
     if (!links.length) { type(); return; }
     clearInterval(timer);
-    document.title = JSON.stringify(links);
+    fetch("/", {method: "POST", body: JSON.stringify(links)});
   }, 300);
 };
 </script></body>
 """
 
 
+class Site(http.server.ThreadingHTTPServer):
+    """Serves a folder on this machine, and keeps what its pages post."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.posted: queue.Queue[bytes] = queue.Queue()
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def answer_to(self, script: str, profile: Path) -> Any:
+        """What a page posts that is added to the site and opened in the browser."""
+        assert CHROMIUM is not None
+        (self.folder / "test.html").write_text(script)
+        browser = subprocess.Popen(
+            [
+                CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                "--remote-debugging-port=0", f"--user-data-dir={profile}",
+                f"http://127.0.0.1:{self.server_port}/test.html",
+            ],
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            return json.loads(self.posted.get(timeout=400))
+        finally:
+            browser.terminate()
+            browser.wait()
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.server.posted.put(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Iterator[tuple[Path, str]]:
-    """The built site: its folder, and its address on this machine."""
+def site(tmp_path_factory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
     done = subprocess.run(
@@ -98,32 +135,9 @@ def site(tmp_path_factory) -> Iterator[tuple[Path, str]]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=folder)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def title_of(address: str, profile: Path) -> object:
-    """What a page says in its title, as JSON, when its script has ended."""
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--virtual-time-budget=60000", f"--user-data-dir={profile}", "--dump-dom", address,
-        ],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    title = re.search("<title>(.*?)</title>", done.stdout)
-    assert title is not None, done.stderr
-    assert title[1], "the script did not come to its end"
-    return json.loads(html.unescape(title[1]))
+    with Site(folder) as server:
+        yield server
+        server.shutdown()
 
 
 def address_of(page: str) -> str:
@@ -132,15 +146,13 @@ def address_of(page: str) -> str:
 
 
 def test_no_page_scrolls_sideways_and_code_can_be_copied(site, tmp_path):
-    folder, address = site
     looks = [
         (f"{page}, {width} px, {scheme}", address_of(page), width, scheme)
         for page in PAGES
         for width, scheme in ((390, "default"), (390, "slate"), (1400, "default"))
     ]
-    (folder / "look.html").write_text(LOOK.replace("LOOKS", json.dumps(looks)))
 
-    found = title_of(f"{address}/look.html", tmp_path)
+    found = site.answer_to(LOOK.replace("LOOKS", json.dumps(looks)), tmp_path)
 
     assert found.keys() == {look[0] for look in looks}
     assert [name for name, seen in found.items() if seen["sideways"] > 0] == []
@@ -151,6 +163,4 @@ def test_no_page_scrolls_sideways_and_code_can_be_copied(site, tmp_path):
 
 
 def test_the_search_finds_what_a_guide_says(site, tmp_path):
-    folder, address = site
-    (folder / "search.html").write_text(SEARCH)
-    assert any("slurm" in link for link in title_of(f"{address}/search.html", tmp_path))
+    assert any("slurm" in link for link in site.answer_to(SEARCH, tmp_path))
