@@ -22,6 +22,7 @@ from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import JobOptions
+from llm.jobs.__main__ import main as write_job
 from llm.options import fields
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
@@ -36,35 +37,55 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 FOREIGN = {
     "torchrun": {
         "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
-        "rdzv_endpoint", "signals-to-handle",
+        "rdzv_endpoint", "signals-to-handle", "signals_to_handle",
     },
     "accelerate launch": {"multi_gpu"},
     "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},
     "mkdocs": {"strict"},
+    "wget": {"continue", "directory-prefix"},
+    "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
+    "benchmarks": {"make_corpus"},
     "pip and venv": {"system-site-packages"},
-    "tensorboard": {"logdir"},
+    "tensorboard": {"logdir", "port"},
     "wikiextractor": {"json", "discard_empty"},
-    "sbatch": {"dependency", "signal", "time"},
+    "sbatch, srun and scancel": {
+        "dependency", "signal", "time", "exclude", "mem", "ntasks", "gpus-per-task",
+        "gpus-per-node", "cpus-per-task",
+    },
     "Megatron-LM": {
         "json-keys", "append-eod", "split-sentences", "keep-newlines", "keep-sequential-samples",
         "partitions", "log-interval", "tokenizer-type", "tokenizer-model", "vocab-file",
         "merge-file", "data-path", "train-data-path", "valid-data-path", "test-data-path",
         "data-args-path", "data-cache-path", "per-split-data-args-path", "no-mmap-bin-files",
         "seq-length", "train-samples", "train-iters", "eval-iters", "num-workers",
-        "reset-position-ids", "reset-attention-mask", "eod-mask-loss",
+        "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "num-layers", "hidden-size",
+        "num-attention-heads", "max-position-embeddings", "micro-batch-size", "lr", "min-lr",
+        "lr-decay-style", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction",
+        "lr-decay-iters", "adam-beta1", "adam-beta2", "adam-eps", "clip-grad", "bf16", "fp16",
+        "recompute-activations", "make-vocab-size-divisible-by", "disable-bias-linear", "save",
+        "load", "save-interval", "eval-interval", "exit-duration-in-mins", "exit-signal-handler",
+        "finetune", "tensorboard-dir", "tensor-model-parallel-size",
+        "pipeline-model-parallel-size", "use-distributed-optimizer",
     },
     "NeMo": {
         "tokenizer-library", "dataset-impl", "preproc-folder", "apply-ftfy",
     },
     "run_clm": {
         "streaming", "overwrite_cache", "max_train_samples", "max_eval_samples",
-        "keep_linebreaks",
+        "keep_linebreaks", "do_train", "do_eval", "max_steps", "warmup_steps", "save_steps",
+        "save_total_limit", "adam_beta1", "adam_beta2", "adam_epsilon", "ddp_timeout",
     },
     "the trainer, besides its options": {"config", "help"},
     "placeholders": {"x", "no_x"},
 }  # fmt: skip
 
 PROGRAMS = (CheckpointOptions, ReportOptions, GenerateOptions, PreflightOptions, JobOptions)
+OTHER_PROGRAMS = {
+    "checkpoints": (CheckpointOptions, "run"),
+    "generate": (GenerateOptions, "run"),
+    "preflight": (PreflightOptions, None),
+    "report": (ReportOptions, "runs"),
+}
 DATA_PROGRAMS = {
     "prepare": PrepareConfig,
     "inspect": InspectOptions,
@@ -120,6 +141,36 @@ def data_commands(page: Path) -> list[tuple[str, list[str]]]:
     return [(match[1], shlex.split(match[2], comments=True)) for match in found if match]
 
 
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """The programs of the package that a page starts, and the words that it gives to them."""
+    lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
+    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.(\w+)(?: (.*))?$"
+    found = [re.match(starts, line) for line in lines]
+    commands = [(match[1], match[2] or "") for match in found if match]
+    # A file that is read from or written to by the shell is none of the program's words.
+    return [
+        (name, shlex.split(re.sub(r" [<>|] .*", "", words), comments=True))
+        for name, words in commands
+    ]
+
+
+def templates_of(path: Path) -> list[re.Pattern[str]]:
+    """What the strings of a module with some words in them look like once they are filled in."""
+    found = []
+    for node in ast.walk(ast.parse(read(path))):
+        if not isinstance(node, ast.JoinedStr | ast.Constant):
+            continue
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        filled = "".join(
+            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "\0"
+            for part in parts
+        )
+        for line in filled.splitlines():
+            if len(line.replace("\0", "")) >= 18:
+                found.append(re.escape(line).replace("\0", ".*"))
+    return [re.compile(pattern) for pattern in found]
+
+
 def table_keys(page: Path, heading: str) -> set[str]:
     """The names in the first column of the table below a heading."""
     section = read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -142,13 +193,6 @@ def keys_written_by(path: str, function: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_option_that_a_page_names_exists(page):
-    programs = (
-        GPTConfig,
-        CheckpointOptions,
-        ReportOptions,
-        GenerateOptions,
-        *DATA_PROGRAMS.values(),
-    )
     programs = (GPTConfig, *PROGRAMS, *DATA_PROGRAMS.values())
     declared = [field for program in programs for field in fields(program)]
     known = {name for field in declared for name in (*field.names, *field.opposites)}
@@ -176,6 +220,49 @@ def test_every_data_command_that_a_page_shows_parses(page):
             check_prepare(options)
         if isinstance(options, TrainTokenizerOptions):
             check_options(options)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_other_command_that_a_page_shows_parses(page):
+    for program, words in commands_of(page):
+        if program in OTHER_PROGRAMS:
+            options, positional = OTHER_PROGRAMS[program]
+            if positional and words and not words[0].startswith("-"):
+                words = [f"--{positional}", *words]  # whose name can be left out
+            assert parse(options, words, prog=program, description="")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_job_that_a_page_orders_is_written(page, capsys):
+    for program, words in commands_of(page):
+        if program == "jobs":
+            if "--output" in words:  # a test writes nothing
+                del words[words.index("--output") : words.index("--output") + 2]
+            assert write_job(words) == 0, capsys.readouterr().err
+            assert capsys.readouterr().out.startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize("guide", ["slurm", "polaris"])
+def test_the_guides_to_clusters_order_a_job_and_show_the_preflight(guide):
+    shown = {program for program, _ in commands_of(ROOT / f"docs/guides/{guide}.md")}
+    assert {"jobs", "preflight"} <= shown
+
+
+def test_the_troubles_show_messages_that_the_program_prints():
+    """Blocks without a title are our own words; one with a title shows somebody else's."""
+    page = read(ROOT / "docs/troubleshooting.md")
+    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    shown = [line for head, block in fenced if not head for line in block.splitlines()]
+    templates = [template for path in MODULES for template in templates_of(path)]
+    unknown = [line for line in shown if not any(t.search(line) for t in templates)]
+    assert len(shown) >= 20
+    assert not unknown
+
+
+def test_the_benchmarks_page_shows_every_report():
+    page = read(ROOT / "docs/benchmarks.md")
+    for report in (ROOT / "benchmarks/results").glob("*.md"):
+        assert f'--8<-- "benchmarks/results/{report.name}:3:"' in page
 
 
 def test_the_data_guide_shows_every_program():
