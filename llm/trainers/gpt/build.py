@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
+from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.profiling import StepProfiler
@@ -33,6 +35,7 @@ from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
 
@@ -89,19 +92,20 @@ def model_of(
     )
 
 
-def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:
+def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
-    strategy = AcceleratedStrategy(
-        accelerator=make_accelerator(config.mixed_precision, device=model.device),
-        mixed_precision=config.mixed_precision,
-    )
+    accelerator = make_accelerator(config.mixed_precision, device=model.device)
+    strategy = choose_strategy(config, inputs.replicas, accelerator)
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
     beta1, beta2 = config.betas
+    make_optimizer: Any = make_adamw
+    if inputs.replicas.accum_steps is not None:
+        make_optimizer = partial(make_accum_adamw, accum_steps=inputs.replicas.accum_steps)
     strategy.prepare(
         loss,
-        lambda module: make_adamw(
+        lambda module: make_optimizer(
             module,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
@@ -148,7 +152,7 @@ def load_init(inputs: Inputs, strategy: Strategy) -> None:
 def load_weights(inputs: Inputs, strategy: Strategy) -> None:
     """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
     if inputs.resume_from is not None:
-        checkpoint.load(inputs.resume_from, {"strategy": strategy})
+        checkpoint.load(inputs.resume_from, {"strategy": _Weights(strategy)})
         logger.info(f"Weights of {inputs.resume_from.path}.")
 
 
@@ -281,7 +285,7 @@ def make_trainer(
     meter = Meter(strategy.device, rank=strategy.rank)
     parts: dict[str, Stateful] = {"strategy": strategy, "train": state, "meter": meter}
     if inputs.resume_from is not None:
-        checkpoint.load(inputs.resume_from, parts)
+        load_checkpoint(inputs.resume_from, parts)
         logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
     loader = TrainLoader(
         samples=inputs.samples,
@@ -331,6 +335,7 @@ def _make_saver(
             "fixed": fixed,
             "global_batch_size": inputs.plan.global_batch_size,
             "data": inputs.data_digest,
+            **inputs.replicas.facts(),
         },
         rank=strategy.rank,
         world_size=strategy.world_size,
