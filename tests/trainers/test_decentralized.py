@@ -66,8 +66,25 @@ def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, opti
             continue  # a buffer, or frozen
         of_ranks = torch.stack([weights[name] for weights in replicas])
         assert not torch.equal(of_ranks[0], of_ranks[1])
-        torch.testing.assert_close(tensor, of_ranks.mean(dim=0), rtol=0, atol=1e-7)
+        torch.testing.assert_close(tensor, of_ranks.mean(dim=0), rtol=0, atol=5e-7)
         assert torch.equal(exported[name], tensor)
+
+
+def test_nodes_may_be_what_has_weights_of_its_own(bench):
+    run = bench.train_well(
+        "nodes",
+        ranks=4,
+        environment={"LOCAL_WORLD_SIZE": "2"},
+        gossip_group="nodes",
+        topology="exp",
+        per_device_train_batch_size=2,
+        max_train_steps=8,
+        checkpointing_steps=8,
+        **RING,
+    )
+    assert len(saved_replicas(run)[1]) == 2
+    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.metrics[-1]["eval_consensus_distance"] > 1e-5
 
 
 def test_the_mean_is_what_is_evaluated(bench):
@@ -124,7 +141,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     assert "holds 1 replicas of the model and this run has 2" in saved[16]
     losses = run.losses
     assert len(losses) == 16
-    assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
@@ -173,9 +190,21 @@ def test_a_number_of_ranks_that_the_topology_does_not_allow_is_refused_with_thos
     )
 
 
+def test_nodes_that_are_not_a_power_of_two_are_refused_by_an_alternating_topology(bench):
+    words = ["alternating-exp-ring takes a power of two of nodes", "not 3", "3 ranks in nodes of 1"]
+    assert_refused(
+        bench,
+        ranks=3,
+        environment={"LOCAL_WORLD_SIZE": "1"},
+        topology="alternating-exp-ring",
+        words=words,
+        **RING,
+    )
+
+
 def test_a_run_by_all_reduce_is_not_taken_over_by_gossip(bench):
     options = {"ranks": 2, "max_train_steps": 2, "checkpointing_steps": 1}
-    bench.train_well("reduced", **options)
+    reduced = bench.train_well("reduced", **options)
     again = {**options, "resume_from_checkpoint": True, **RING}
     refused = bench.train("reduced", **again)
     assert refused.codes == [2, 2]
@@ -183,7 +212,7 @@ def test_a_run_by_all_reduce_is_not_taken_over_by_gossip(bench):
     refused = bench.train("reduced", change_on_resume="data_parallel", **again)
     assert "start another run from its weights with --init_from" in refused.output
     fresh = bench.train_well("taken", init_from=bench.folder / "reduced", **{**options, **RING})
-    assert fresh.losses[0] < 5.6
+    assert fresh.losses[0] < reduced.losses[0] - 0.1
 
 
 @pytest.mark.parametrize("name", ["gpt2-small", "gpt2-small-decentralized"])
@@ -205,7 +234,8 @@ def test_the_decentralized_example_runs_at_toy_size(bench, tmp_path):
     write_flat(tokens, [number * 7 % 255 for number in range(2000)])
     run = bench.train_well(
         "toy",
-        ranks=2,
+        ranks=4,
+        environment={"LOCAL_WORLD_SIZE": "2"},
         config=EXAMPLES / "gpt2-small-decentralized.toml",
         model_name_or_path=None,
         train_file=None,
@@ -213,6 +243,7 @@ def test_the_decentralized_example_runs_at_toy_size(bench, tmp_path):
         config_overrides="n_layer=1,n_head=2,n_embd=16,n_positions=32,vocab_size=256",
         train_data_path=tokens,
         valid_data_path=tokens,
+        per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         global_batch_size=8,
         max_train_steps=6,
