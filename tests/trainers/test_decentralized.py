@@ -19,6 +19,7 @@ from tests.trainers.test_bad_input import assert_refused
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RING = {"data_parallel": "gossip"}
 DILOCO = {"data_parallel": "diloco", "sync_every": 3}
+LOSS = "llm.models.loss:LanguageModelLoss.forward"
 FORWARD = "llm.parallel.accelerated:AcceleratedStrategy.forward_backward"
 
 
@@ -142,6 +143,26 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     losses = run.losses
     assert len(losses) == 16
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_step_that_one_rank_skips_is_reported_and_other_ranks_go_on_from_whole_counts(bench):
+    options = {"global_batch_size": 8, "checkpointing_steps": 4, **RING}
+    undefined = Fault(at=LOSS, what="nan", call=3, rank=1)
+    run = bench.train_well("skip", ranks=2, faults=[undefined], max_train_steps=4, **options)
+    assert "step 3 was skipped" in run.output
+    assert [record["skipped_steps"] for record in run.metrics] == [0, 0, 1, 1]
+    assert run.losses[2] == pytest.approx(run.losses[1], abs=0.5)  # that of the other rank
+
+    options = {**options, "max_train_steps": 8, "resume_from_checkpoint": True}
+    run = bench.train_well("skip", per_device_train_batch_size=8, **options)
+    newest = newest_valid(run.folder / "checkpoints")
+    assert newest is not None
+    saved: dict[str, torch.Tensor] = {}
+    for path in newest.path.glob("*.safetensors"):
+        saved.update(load_file(path))
+    steps = {float(tensor) for name, tensor in saved.items() if name.endswith("/step")}
+    # One rank had taken 4 steps and the other 3; 3.5 would never fill a block of 2.
+    assert steps == {8.0}
 
 
 @pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
