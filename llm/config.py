@@ -22,6 +22,7 @@ CHECKPOINTS = "Output and checkpoints"
 SPEED = "Speed"
 FAULTS = "Faults and time limits"
 LOGGING = "Logging"
+DECENTRALIZED = "Decentralised training"
 KFAC = "K-FAC"
 
 
@@ -253,6 +254,21 @@ class GPTConfig:
         None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
     )
 
+    optimizer: Literal["adamw", "accumadamw"] | None = option(
+        None,
+        "AdamW, or AccumAdamW, whose moments advance once in accum_steps steps; by default "
+        "accumadamw for gossip, else adamw.",
+        group=OPTIMIZER,
+        resume="fixed",
+    )
+    accum_steps: int | None = option(
+        None,
+        "Steps in which the moments of accumadamw advance once; by default as many as models are "
+        "trained side by side, 8 at most.",
+        group=OPTIMIZER,
+        at_least=1,
+        resume="fixed",
+    )
     learning_rate: float = option(
         5e-5, "Peak learning rate.", group=OPTIMIZER, at_least=0, resume="fixed"
     )
@@ -508,6 +524,52 @@ class GPTConfig:
         "Text that the trained model continues at the end of the run, for a look at what it has "
         "learnt.",
         group=LOGGING,
+    )
+
+    data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
+        "allreduce",
+        "How ranks train one model: with the mean gradient of all in each step; or each with "
+        "weights of its own, averaged with a few other ranks in each step (gossip), or with all "
+        "every sync_every steps (diloco).",
+        group=DECENTRALIZED,
+        resume="fixed",
+    )
+    topology: Literal["complete", "exp", "ring", "alternating-exp-ring"] = option(
+        "ring",
+        "Which ranks average in which step of gossip; `python -m llm.parallel.topology` shows it.",
+        group=DECENTRALIZED,
+        resume="fixed",
+    )
+    gossip_order: Literal["overlap", "blocking"] = option(
+        "overlap",
+        "Whether weights travel while the next gradient is computed, or each step waits for them.",
+        group=DECENTRALIZED,
+        resume="fixed",
+    )
+    gossip_group: Literal["world", "nodes"] = option(
+        "world",
+        "What has weights of its own in gossip: each rank, or each node, whose ranks share their "
+        "gradients.",
+        group=DECENTRALIZED,
+        resume="fixed",
+    )
+    sync_every: int = option(
+        500,
+        "Steps that ranks train alone between two common steps of diloco.",
+        group=DECENTRALIZED,
+        at_least=1,
+        resume="fixed",
+    )
+    outer_learning_rate: float = option(
+        0.7, "Rate of diloco's common step.", group=DECENTRALIZED, above=0, resume="fixed"
+    )
+    outer_momentum: float = option(
+        0.9,
+        "Nesterov momentum of diloco's common step.",
+        group=DECENTRALIZED,
+        at_least=0,
+        below=1,
+        resume="fixed",
     )
 
     kfac: bool = option(

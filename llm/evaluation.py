@@ -114,20 +114,30 @@ def evaluate_parts(
 
     Returns:
         Those of `evaluate_model`, as the mean by weight over the sources; perplexity and bits per
-        byte follow from the mean loss. With several sources also `loss/NAME` of each.
+        byte follow from the mean loss. With several sources also `loss/NAME` of each. Where ranks
+        have weights of their own, their mean is evaluated, and `consensus_distance` says how far
+        they are from it.
     """
-    by_part = [
-        evaluate_model(
-            strategy,
-            part.batches,
-            bytes_per_token=part.bytes_per_token,
-            metrics=metrics,
-            on_batch=on_batch,
-        )
-        for part in parts
-    ]
-    if len(parts) == 1:
-        return by_part[0]
+    with strategy.averaged() as distance:
+        by_part = [
+            evaluate_model(
+                strategy,
+                part.batches,
+                bytes_per_token=part.bytes_per_token,
+                metrics=metrics,
+                on_batch=on_batch,
+            )
+            for part in parts
+        ]
+    results = by_part[0] if len(parts) == 1 else _mean_of_parts(parts, by_part)
+    if distance is not None:
+        results["consensus_distance"] = float(distance)
+    return results
+
+
+def _mean_of_parts(
+    parts: Sequence[EvaluatedPart], by_part: Sequence[dict[str, float]]
+) -> dict[str, float]:
     results: dict[str, float] = {
         name: sum(part.weight * found[name] for part, found in zip(parts, by_part, strict=True))
         for name, value in by_part[0].items()

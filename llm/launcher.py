@@ -81,6 +81,20 @@ def hosts_of(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
+    """How many ranks share the host of this one; all of them where nobody says.
+
+    Args:
+        environ: Its environment.
+        world_size: Number of ranks.
+    """
+    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
+        if name in environ:
+            return int(environ[name])
+    hosts = hosts_of(environ) if ranks_of(environ) else []
+    return max(1, world_size // max(1, len(hosts)))
+
+
 def expand(nodes: str) -> list[str]:
     """The names in Slurm's short form: `nid[08-10],login1` is nid08, nid09, nid10, login1."""
     names = []

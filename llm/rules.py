@@ -10,6 +10,10 @@ from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields
 
+_OF_MODE = {
+    "gossip": ("topology", "gossip_order", "gossip_group"),
+    "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
+}
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -26,6 +30,7 @@ def check(config: GPTConfig) -> None:
         *_schedule_problems(config),
         *_run_problems(config),
         *_kfac_problems(config),
+        *_decentralized_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -232,6 +237,26 @@ def _kfac_problems(config: GPTConfig) -> list[str]:
             for name in native
             if name in given
         ]
+    return problems
+
+
+def _decentralized_problems(config: GPTConfig) -> list[str]:
+    mode = config.data_parallel
+    defaults = {field.name: field.default for field in fields(GPTConfig)}
+    problems = [
+        f"--{name} belongs to --data_parallel {owner}, and this run has {mode}; leave it out."
+        for owner, names in _OF_MODE.items()
+        for name in names
+        if mode != owner and getattr(config, name) != defaults[name]
+    ]
+    uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
+    if config.accum_steps is not None and not uses_blocks:
+        problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
+    if config.kfac and mode != "allreduce":
+        problems.append(
+            f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
+            "bring together; leave one of them out."
+        )
     return problems
 
 

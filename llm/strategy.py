@@ -3,8 +3,8 @@
 Data, loss, schedule, checkpoint, evaluation and log do not know which layout runs.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -35,7 +35,7 @@ class SecondOrder(Protocol):
 
     def recording(
         self, *, token_weight: float, loss_scale: torch.Tensor
-    ) -> AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Surround a step's passes and see what they compute.
 
         Args:
@@ -104,11 +104,18 @@ class Strategy(Protocol):
         """
 
     def optimizer_step(self, max_grad_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradient (0: no clipping) and update the weights, or skip on all ranks.
+        """Clip the gradient (0: no clipping) and update the weights, or skip.
 
         Returns:
-            The gradient's norm before clipping, and 1.0 if it was not finite and the
-            step was skipped, else 0.0. Both are equal on all ranks.
+            The gradient's norm before clipping, and 1.0 if it was not finite and the step was
+            skipped, else 0.0: equal on all ranks, or of this one if it has weights of its own.
+        """
+
+    def averaged(self) -> contextlib.AbstractContextManager[torch.Tensor | None]:
+        """Within it, the model is the one that is evaluated; every rank must enter it.
+
+        Where ranks have weights of their own, that is their mean, and it gives how far they are
+        from it: the root of the mean squared distance, as a part of the mean's norm. Else None.
         """
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

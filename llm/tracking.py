@@ -41,8 +41,10 @@ class Meter:
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
         self.skipped_in_a_row = 0
-        self._flags: list[tuple[int, torch.Tensor]] = []  # of steps that were not counted yet
-        self._skipped: list[int] = []  # those of them that were skipped
+        # Of steps that were not folded yet: whether this rank skipped them, and its norm was NaN.
+        self._own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        # Of steps that were not counted yet: whether any rank skipped them.
+        self._flags: list[tuple[int, torch.Tensor]] = []
 
     def add(
         self,
@@ -59,32 +61,50 @@ class Meter:
             step: Its number, counted from 0.
             loss_sum: Sum of this rank's token losses.
             num_tokens: Tokens of the step over all ranks.
-            grad_norm: Norm of the step's gradient, the same on all ranks.
-            skipped: 1.0 if the step was skipped, else 0.0, the same on all ranks.
+            grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
+            skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
         """
         self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
-        self.skipped_steps += skipped
-        self.nan_steps += torch.isnan(grad_norm)
         self.grad_norm = grad_norm
-        self._flags.append((step, skipped))
+        self._own.append((step, skipped, torch.isnan(grad_norm)))
 
     def take_skipped(self) -> list[int]:
-        """The steps that were skipped since the last call; counts those in a row up to now."""
+        """The steps that any rank skipped, after `fold`; counts those in a row up to now."""
+        skipped = []
         if self._flags:
-            flags = torch.stack([skipped for _, skipped in self._flags]).tolist()
+            flags = torch.stack([flag for _, flag in self._flags]).tolist()
             for (step, _), flag in zip(self._flags, flags, strict=True):
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if flag else 0
                 if flag:
-                    self._skipped.append(step)
+                    skipped.append(step)
             self._flags = []
-        skipped, self._skipped = self._skipped, []
         return skipped
 
     def fold(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put the sum over all ranks on rank 0, so that it can be saved or read."""
-        total = reduce_sum(self.loss_sum)
-        self.loss_sum = total if self._rank == 0 else torch.zeros_like(total)
+        """Bring the ranks' numbers together, so that they can be saved or read.
+
+        The losses are summed on rank 0. Norms are averaged, and so are tokens: a rank that
+        skipped a step alone leaves out its part of it. A step is skipped where any rank did so.
+
+        Args:
+            reduce_sum: Sums a tensor over all ranks.
+        """
+        dtype = self.loss_sum.dtype
+        flags = [flag for _, skipped, nan in self._own for flag in (skipped, nan)]
+        own = [torch.ones_like(self.loss_sum), self.loss_sum, self.num_tokens, self.grad_norm]
+        total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
+        ranks, loss_sum, num_tokens, grad_norm = total[:4]
+        self.loss_sum = loss_sum if self._rank == 0 else torch.zeros_like(loss_sum)
+        self.num_tokens = num_tokens / ranks
+        self.grad_norm = (grad_norm / ranks).to(self.grad_norm.dtype)
+        of_steps = total[4:].view(-1, 2) > 0
+        self.skipped_steps += of_steps[:, 0].sum()
+        self.nan_steps += of_steps[:, 1].sum()
+        self._flags += [
+            (step, flag) for (step, *_), flag in zip(self._own, of_steps[:, 0], strict=True)
+        ]
+        self._own = []
 
     def read(self) -> dict[str, float]:
         """The interval's loss and the run's counts, after `fold`; starts a new interval."""

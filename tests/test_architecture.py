@@ -48,7 +48,7 @@ FLOORS = [
     {"checkpoint_folder"},
     {"saving"},
     {"trainers.gpt.loop"},
-    {"trainers.gpt.start", "trainers.gpt.kfac"},
+    {"trainers.gpt.start", "trainers.gpt.kfac", "trainers.gpt.replicas"},
     {"trainers.gpt.inputs"},
     {"trainers.gpt.build"},
     {"trainers.gpt.results", "trainers.gpt.trained_model"},
@@ -69,6 +69,7 @@ FLOORS = [
 READ_CONFIG = {
     "rules",
     "trainers.gpt.start",
+    "trainers.gpt.replicas",
     "trainers.gpt.inputs",
     "trainers.gpt.kfac",
     "trainers.gpt.build",

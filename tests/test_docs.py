@@ -24,6 +24,7 @@ from llm.generate import GenerateOptions
 from llm.jobs.__main__ import JobOptions
 from llm.jobs.__main__ import main as write_job
 from llm.options import fields
+from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.trainers.gpt.main import parse_args
@@ -79,7 +80,14 @@ FOREIGN = {
     "placeholders": {"x", "no_x"},
 }  # fmt: skip
 
-PROGRAMS = (CheckpointOptions, ReportOptions, GenerateOptions, PreflightOptions, JobOptions)
+PROGRAMS = (
+    CheckpointOptions,
+    ReportOptions,
+    GenerateOptions,
+    PreflightOptions,
+    JobOptions,
+    TopologyOptions,
+)
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointOptions, "run"),
     "generate": (GenerateOptions, "run"),
@@ -394,7 +402,8 @@ def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
 def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     page = ROOT / "docs/run-folder.md"
     training = keys_written_by("tracking.py", "log_training") | {"step"}
-    evaluation = {f"eval_{key}" for key in keys_written_by("evaluation.py", "evaluate_model")}
+    written = [keys_written_by("evaluation.py", f"evaluate_{of}") for of in ("model", "parts")]
+    evaluation = {f"eval_{key}" for key in set().union(*written)}
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
         table_keys(page, "metrics.jsonl")

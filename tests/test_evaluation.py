@@ -1,3 +1,4 @@
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,9 @@ class Told:
     """A strategy to which a batch's input says the loss of each of its tokens."""
 
     device = torch.device("cpu")
+
+    def averaged(self):
+        return contextlib.nullcontext()
 
     def evaluate(self, batch):
         return batch.input_ids.double().sum(), torch.tensor(batch.labels.numel())

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llm.errors import ParallelError
-from llm.launcher import adopt_launcher, expand, hosts_of, ranks_of
+from llm.launcher import adopt_launcher, expand, hosts_of, ranks_of, ranks_per_node
 
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "41",
@@ -166,3 +166,17 @@ def test_mpiexec_on_unknown_hosts_asks_for_the_address(environ):
 )
 def test_slurms_short_form_of_hosts_is_written_out(short, names):
     assert expand(short) == names
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 8),  # nobody says: one machine
+        ({**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 2),
+        ({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, 4),
+        (BATCH_SCRIPT, 8),  # which is not one of the step's tasks
+    ],
+)
+def test_how_many_ranks_share_a_node(variables, expected):
+    assert ranks_per_node(variables, 8) == expected

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 
@@ -21,6 +22,11 @@ def add(
     )
 
 
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks where there is one."""
+    return values
+
+
 def test_the_intervals_loss_is_the_sum_of_losses_over_the_number_of_tokens():
     meter = Meter(CPU, rank=0)
     add(meter, 10.0, 4)
@@ -35,6 +41,7 @@ def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
     add(meter, 8.0, 4)
     add(meter, math.nan, 4, norm=math.nan)
     add(meter, 100.0, 4, norm=math.inf)
+    meter.fold(alone)
     values = meter.read()
     assert values["loss"] == 2.0
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
@@ -45,12 +52,15 @@ def test_skipped_steps_are_named_once_and_counted_in_a_row():
     for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
         add(meter, 1.0, 1, norm=norm, step=step)
 
+    meter.fold(alone)
     assert meter.take_skipped() == [1, 3]
     assert meter.skipped_in_a_row == 1
     add(meter, 1.0, 1, norm=math.inf, step=4)
+    meter.fold(alone)
     assert meter.take_skipped() == [4]
     assert meter.skipped_in_a_row == 2
     add(meter, 1.0, 1, step=5)
+    meter.fold(alone)
     assert meter.take_skipped() == []
     assert meter.skipped_in_a_row == 0
 
@@ -58,19 +68,46 @@ def test_skipped_steps_are_named_once_and_counted_in_a_row():
 def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
     meter = Meter(CPU, rank=0)
     add(meter, 8.0, 4, norm=math.inf)
+    meter.fold(alone)
     meter.read()
     add(meter, 6.0, 2)
+    meter.fold(alone)
     values = meter.read()
     assert (values["loss"], values["skipped_steps"]) == (3.0, 1)
+
+
+def fold_together(*meters: Meter) -> None:
+    """Fold the meters of several ranks, as an all-reduce does."""
+    given: list[torch.Tensor] = []
+    for meter in meters:
+        copy.deepcopy(meter).fold(lambda values: given.append(values) or values)
+    for meter in meters:
+        meter.fold(lambda values: torch.stack(given).sum(dim=0))
 
 
 def test_folding_puts_the_sum_of_all_ranks_on_the_first():
     first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
     add(first, 3.0, 4)
     add(second, 5.0, 4)
-    for meter in (first, second):
-        meter.fold(lambda values: torch.tensor(8.0, dtype=values.dtype))
+    fold_together(first, second)
     assert (float(first.loss_sum), float(second.loss_sum)) == (8.0, 0.0)
+    assert first.read()["loss"] == 2.0
+
+
+def test_a_step_that_one_rank_skipped_loses_that_ranks_part_and_counts_as_skipped_on_all():
+    first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
+    for meter, norm in ((first, 1.0), (second, math.inf)):
+        add(meter, 6.0, 4, norm=2.0)
+        add(meter, 3.0, 4, norm=norm, step=1)
+    add(first, 6.0, 4, norm=2.0, step=2)
+    add(second, 6.0, 4, norm=4.0, step=2)
+    fold_together(first, second)
+    fold_together(first, second)  # as where a step is both logged and saved
+    assert first.take_skipped() == second.take_skipped() == [1]
+    values = first.read()
+    assert values["loss"] == (6 + 6 + 3 + 6 + 6) / (4 + 2 + 4)
+    assert values["grad_norm"] == 3.0
+    assert values["skipped_steps"] == 1
 
 
 def test_an_open_interval_goes_on_after_a_resume():

@@ -101,13 +101,16 @@ class AcceleratedStrategy:
         self.optimizer = make_optimizer(self.model)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._make_moments()
+        self.wrapped = self._wrap(loss)
+
+    def _wrap(self, loss: torch.nn.Module) -> torch.nn.Module:
+        """Put around the loss what averages gradients."""
         with warnings.catch_warnings():
             # Accelerate hands on the older name of broadcast_buffers.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
             # device_placement: the model was built where it lives.
-            self.wrapped: torch.nn.Module = self.accelerator.prepare_model(
-                loss, device_placement=False
-            )
+            wrapped: torch.nn.Module = self.accelerator.prepare_model(loss, device_placement=False)
+        return wrapped
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of the next `optimizer_step`."""
@@ -172,6 +175,10 @@ class AcceleratedStrategy:
         if self.scaler is not None:
             self.scaler.update()
         return norm, skipped
+
+    def averaged(self) -> contextlib.AbstractContextManager[torch.Tensor | None]:
+        """All ranks have the same weights, which are what is evaluated."""
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

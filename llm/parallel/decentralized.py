@@ -83,13 +83,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Take over the model (inside its loss) and make its optimizer."""
-        self.loss = loss
-        self.model = loss.get_submodule("model")
+        super().prepare(loss, make_optimizer)
         self._make_equal()
-        self.optimizer = make_optimizer(self.model)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._make_moments()
-        self.wrapped = self._wrap(loss)
         self._averaging = self._make_averaging(self._trained())
         self._consensus = Consensus(self.parameters, world_size=self.world_size)
 
@@ -132,11 +127,11 @@ class DecentralizedStrategy(AcceleratedStrategy):
         return norm, skipped
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model has the mean of all ranks' weights meanwhile; every rank must enter it."""
+    def averaged(self) -> Iterator[Tensor | None]:
+        """The model has the mean of all ranks' weights meanwhile; see `Strategy`."""
         self._averaging.settle()
         with self._consensus.averaged():
-            yield
+            yield self.consensus_distance()
 
     def consensus_distance(self) -> Tensor | None:
         """How far ranks were from their mean when it was last taken; None before, or of one."""
@@ -227,6 +222,9 @@ class DecentralizedStrategy(AcceleratedStrategy):
             ),
             replicas=replicas,
         )
+        for moments in live["optimizer"].values():
+            if "step" in moments:
+                moments["step"].round_()  # replicas may have skipped different numbers of steps
         scaler = self._scaler_tensors()
         if scaler:
             read(_paths(f"{_key(0)}/scaler", scaler))

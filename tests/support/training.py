@@ -107,10 +107,17 @@ class Bench:
         return argv
 
     def start(
-        self, name: str = "run", *, ranks: int = 1, faults: Sequence[Fault] = (), **options: Any
+        self,
+        name: str = "run",
+        *,
+        ranks: int = 1,
+        faults: Sequence[Fault] = (),
+        environment: dict[str, str] | None = None,
+        **options: Any,
     ) -> Ranks:
         """Start the trainer on some ranks, to which something shall happen."""
-        return Ranks(_main, ranks, self.command(name, **options), faults)
+        command = self.command(name, **options)
+        return Ranks(_main, ranks, command, faults, environment=environment)
 
     def train(
         self,

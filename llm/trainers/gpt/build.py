@@ -33,6 +33,7 @@ from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.kfac import make_adamw_of, make_kfac
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
 
@@ -89,18 +90,19 @@ def model_of(
     )
 
 
-def make_strategy(config: GPTConfig, model: PreTrainedModel) -> AcceleratedStrategy:
+def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
-    strategy = AcceleratedStrategy(
-        accelerator=make_accelerator(config.mixed_precision, device=model.device),
-        mixed_precision=config.mixed_precision,
-    )
+    accelerator = make_accelerator(config.mixed_precision, device=model.device)
+    strategy = choose_strategy(config, inputs.replicas, accelerator)
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
     # An evaluation takes the weights only, and needs no moments.
     kfac = make_kfac(config, model) if config.kfac and not config.eval_only else None
-    optimizer = make_adamw_of(config, model) if kfac is None else kfac.optimizer
+    if kfac is None:
+        optimizer = make_adamw_of(config, model, accum_steps=inputs.replicas.accum_steps)
+    else:
+        optimizer = kfac.optimizer
     strategy.prepare(loss, lambda _: optimizer)
     strategy.second_order = kfac
     return strategy
@@ -277,7 +279,7 @@ def make_trainer(
     if strategy.second_order is not None:
         parts["kfac"] = strategy.second_order
     if inputs.resume_from is not None:
-        checkpoint.load(inputs.resume_from, parts)
+        load_checkpoint(inputs.resume_from, parts)
         logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
     loader = TrainLoader(
         samples=inputs.samples,
@@ -327,6 +329,7 @@ def _make_saver(
             "fixed": fixed,
             "global_batch_size": inputs.plan.global_batch_size,
             "data": inputs.data_digest,
+            **inputs.replicas.facts(),
         },
         rank=strategy.rank,
         world_size=strategy.world_size,

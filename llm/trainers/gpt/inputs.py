@@ -30,6 +30,7 @@ from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import World, device_of, launch_id
 from llm.text_tokenizer import from_transformers
 from llm.tokenizer import fingerprint, load_tokenizer
+from llm.trainers.gpt.replicas import Replicas, plan_replicas
 from llm.trainers.gpt.start import (
     check_apart,
     check_same_data,
@@ -62,6 +63,7 @@ class Inputs:
         plan: Batch arithmetic; None when only evaluating.
         schedule: Learning rate by step; None when only evaluating.
         metrics: Metrics of the evaluate library by name.
+        replicas: The models that train side by side.
     """
 
     run: RunFolder
@@ -79,6 +81,7 @@ class Inputs:
     plan: BatchPlan | None
     schedule: Schedule | None
     metrics: dict[str, Any]
+    replicas: Replicas
 
 
 def read_inputs(config: GPTConfig, world: World) -> Inputs:
@@ -94,6 +97,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     if not config.eval_only:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
+    replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
     block_size = _block_size(config, model_config)
@@ -131,6 +135,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         plan=plan,
         schedule=schedule,
         metrics=metrics,
+        replicas=replicas,
     )
 
 

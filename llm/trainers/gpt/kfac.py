@@ -1,6 +1,7 @@
 """From the options to an optimizer: K-FAC in one of its forms, or AdamW alone."""
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llm.config import GPTConfig
+from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw, parameter_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
@@ -75,16 +77,22 @@ class KFAC:
         self._state.load_state_dict(state)
 
 
-def make_adamw_of(config: GPTConfig, model: PreTrainedModel) -> torch.optim.AdamW:
-    """AdamW as the options have it."""
+def make_adamw_of(
+    config: GPTConfig, model: PreTrainedModel, *, accum_steps: int | None = None
+) -> torch.optim.Optimizer:
+    """AdamW as the options have it; with `accum_steps` the one whose moments wait so long."""
     beta1, beta2 = config.betas
-    return make_adamw(
+    make: Any = make_adamw
+    if accum_steps is not None:
+        make = functools.partial(make_accum_adamw, accum_steps=accum_steps)
+    optimizer: torch.optim.Optimizer = make(
         model,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(beta1, beta2),
         eps=config.eps,
     )
+    return optimizer
 
 
 def make_kfac(config: GPTConfig, model: PreTrainedModel) -> KFAC:

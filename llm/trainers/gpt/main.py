@@ -124,7 +124,7 @@ def run(config: GPTConfig, world: World) -> int:
     model = make_model(config, inputs, world)
     if world.is_main and not config.eval_only:
         inputs.run.lock()
-    strategy = make_strategy(config, model)
+    strategy = make_strategy(config, inputs, model)
     check_same_start(inputs, strategy)
     load_init(inputs, strategy)
     if config.eval_only:
@@ -198,8 +198,10 @@ def _train(
         # The run had ended before it was resumed.
         trainer.results = trainer.evaluate()
     write_results(config, inputs, trainer, model)
+    with strategy.averaged():
+        if strategy.rank == 0:
+            log_sample(config, inputs, model)
     if strategy.rank == 0:
-        log_sample(config, inputs, model)
         log_ending(config, inputs, trainer)
         loss = trainer.results.get("loss", 0.0)
         diverged = None if math.isfinite(loss) else "the validation loss is not finite"

@@ -1,0 +1,148 @@
+"""Replicas of the model that train side by side: how many, how they average, how they go on."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from llm import checkpoint
+from llm.checkpoint import Checkpoint, Stateful
+from llm.config import GPTConfig
+from llm.errors import CheckpointError
+from llm.launcher import ranks_per_node
+from llm.parallel.accelerated import AcceleratedStrategy
+from llm.parallel.decentralized import Averaging, DecentralizedStrategy
+from llm.parallel.diloco import OuterOptimizer
+from llm.parallel.mixing import Mixer
+from llm.parallel.rounds import Round, check_topology, make_rounds
+
+MOST_ACCUM_STEPS = 8
+
+logger = logging.getLogger("llm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Models that train side by side, each with weights and an optimizer of its own.
+
+    Attributes:
+        number: How many; 1 where all ranks train one model.
+        ranks_each: How many ranks in a row train one of them.
+        rounds: Which replicas average in which round of gossip; empty without gossip.
+        accum_steps: Steps of a block of AccumAdamW; None for AdamW.
+    """
+
+    number: int
+    ranks_each: int
+    rounds: tuple[Round, ...]
+    accum_steps: int | None
+
+    def facts(self) -> dict[str, int | None]:
+        """What a checkpoint says of them, for the run that goes on from it."""
+        return {"replicas": self.number, "accum_steps": self.accum_steps}
+
+
+def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | None) -> Replicas:
+    """Lay out the replicas over the ranks that there are.
+
+    Raises:
+        ConfigError: The topology does not allow so many; with the numbers that it does.
+    """
+    mode = "allreduce" if config.eval_only else config.data_parallel
+    number, ranks_each, rounds = world_size, 1, []
+    if mode == "allreduce":
+        number, ranks_each = 1, world_size
+    elif mode == "gossip":
+        on_node = ranks_per_node(os.environ, world_size)
+        check_topology("complete", ranks=world_size, ranks_per_node=on_node)
+        if config.gossip_group == "nodes":
+            number, ranks_each, on_node = world_size // on_node, on_node, 1
+        rounds = make_rounds(config.topology, ranks=number, ranks_per_node=on_node)
+    return Replicas(
+        number=number,
+        ranks_each=ranks_each,
+        rounds=tuple(rounds),
+        accum_steps=_accum_steps(config, number, resume_from),
+    )
+
+
+def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
+    if config.accum_steps is not None:
+        return config.accum_steps
+    if resume_from is not None and "accum_steps" in resume_from.facts:
+        # On other ranks the blocks stay what they were: the optimizer has counted them.
+        saved: int | None = resume_from.facts["accum_steps"]
+        return saved
+    steps = min(MOST_ACCUM_STEPS, replicas)
+    if config.optimizer is None:
+        # With blocks of one step it would be AdamW, which has a fused kernel.
+        return steps if config.data_parallel == "gossip" and steps > 1 else None
+    return steps if config.optimizer == "accumadamw" else None
+
+
+def choose_strategy(
+    config: GPTConfig, replicas: Replicas, accelerator: Accelerator
+) -> AcceleratedStrategy:
+    """The strategy of `data_parallel`; an evaluation needs no replicas."""
+    if config.data_parallel == "allreduce" or config.eval_only:
+        return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
+
+    def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
+        if config.data_parallel == "gossip":
+            return Mixer(
+                list(tensors.values()),
+                rounds=replicas.rounds,
+                rank=accelerator.process_index,
+                ranks_per_replica=replicas.ranks_each,
+                overlap=config.gossip_order == "overlap",
+            )
+        return OuterOptimizer(
+            tensors,
+            world_size=replicas.number,
+            # One rank has nobody to step with: it trains on as it would without.
+            sync_every=config.sync_every if replicas.number > 1 else sys.maxsize,
+            learning_rate=config.outer_learning_rate,
+            momentum=config.outer_momentum,
+        )
+
+    return DecentralizedStrategy(
+        accelerator=accelerator,
+        mixed_precision=config.mixed_precision,
+        make_averaging=make_averaging,
+        ranks_per_replica=replicas.ranks_each,
+    )
+
+
+def load_checkpoint(found: Checkpoint, parts: Mapping[str, Stateful]) -> None:
+    """Bring a run to the state of a checkpoint, which other numbers of replicas may have saved.
+
+    Raises:
+        CheckpointError: It is that of another model or optimizer, or of another data_parallel.
+    """
+    strategy = parts["strategy"]
+    saved = int(found.facts.get("replicas", 1))
+    has_replicas = found.facts["fixed"].get("data_parallel", "allreduce") != "allreduce"
+    if isinstance(strategy, DecentralizedStrategy) != has_replicas:
+        raise CheckpointError(
+            f"{found.path} was written with --data_parallel "
+            f"{found.facts['fixed'].get('data_parallel', 'allreduce')}, whose optimizer cannot be "
+            "taken over; start another run from its weights with --init_from."
+        )
+    if not isinstance(strategy, DecentralizedStrategy) or saved == strategy.num_replicas:
+        checkpoint.load(found, parts)
+        return
+    checkpoint.load(found, {name: part for name, part in parts.items() if name != "strategy"})
+    strategy.load_averaged(
+        lambda tensors: checkpoint.read_tensors(
+            found, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
+        ),
+        replicas=saved,
+    )
+    logger.info(
+        f"The checkpoint holds {saved} replicas of the model and this run has "
+        f"{strategy.num_replicas}: they begin with the mean of the weights and moments."
+    )

@@ -1,0 +1,279 @@
+"""Gossip and DiLoCo through the trainer: whole runs, kills, other numbers of ranks, bad input."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llm.checkpoint import newest_valid
+from llm.errors import ConfigError
+from llm.trainers.gpt.main import parse_args
+from tests.support.faults import Fault
+from tests.support.recovery import check_same, kill_and_go_on, without_times
+from tests.support.token_files import write_flat
+from tests.support.training import Bench, Run
+from tests.trainers.test_bad_input import assert_refused
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+RING = {"data_parallel": "gossip"}
+DILOCO = {"data_parallel": "diloco", "sync_every": 3}
+LOSS = "llm.models.loss:LanguageModelLoss.forward"
+FORWARD = "llm.parallel.accelerated:AcceleratedStrategy.forward_backward"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def saved_replicas(run: Run) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """The model of a run's newest checkpoint, and the weights of each replica in it."""
+    newest = newest_valid(run.folder / "checkpoints")
+    assert newest is not None
+    found: dict[str, torch.Tensor] = {}
+    for path in newest.path.glob("*.safetensors"):
+        found.update(load_file(path))
+    numbers = sorted({name.split("/")[1] for name in found if "/replica_" in name})
+    return _under(found, "strategy/model/"), [
+        _under(found, f"strategy/{number}/model/") for number in numbers
+    ]
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, RING), (4, {**RING, "gossip_order": "blocking"}), (2, DILOCO)],
+    ids=["ring of 2", "blocking ring of 4", "diloco"],
+)
+def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, options):
+    options = {**options, "per_device_train_batch_size": 8 // ranks, "checkpointing_steps": 10}
+    run = bench.train_well(f"mean-{ranks}-{options['data_parallel']}", ranks=ranks, **options)
+
+    # The text's entropy leaves much to learn in 20 steps from ln 256 nats a token.
+    assert run.losses[-1] < run.losses[0] - 0.7
+    last = run.metrics[-1]
+    assert last["step"] == 20
+    assert 1e-5 < last["eval_consensus_distance"] < 0.1
+    model, replicas = saved_replicas(run)
+    assert len(replicas) == ranks
+    exported = load_file(run.folder / "model.safetensors")
+    for name, tensor in model.items():
+        if name not in replicas[0]:
+            continue  # a buffer, or frozen
+        of_ranks = torch.stack([weights[name] for weights in replicas])
+        assert not torch.equal(of_ranks[0], of_ranks[1])
+        torch.testing.assert_close(tensor, of_ranks.mean(dim=0), rtol=0, atol=5e-7)
+        assert torch.equal(exported[name], tensor)
+
+
+def test_nodes_may_be_what_has_weights_of_its_own(bench):
+    run = bench.train_well(
+        "nodes",
+        ranks=4,
+        environment={"LOCAL_WORLD_SIZE": "2"},
+        gossip_group="nodes",
+        topology="exp",
+        per_device_train_batch_size=2,
+        max_train_steps=8,
+        checkpointing_steps=8,
+        **RING,
+    )
+    assert len(saved_replicas(run)[1]) == 2
+    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.metrics[-1]["eval_consensus_distance"] > 1e-5
+
+
+def test_the_mean_is_what_is_evaluated(bench):
+    run = bench.train_well("evaluated", ranks=2, max_train_steps=8, **RING)
+    again = bench.train_well(
+        "evaluated-again", model_name_or_path=run.folder, eval_only=True, tokenizer_name=bench.model
+    )
+    loss = again.read_json("eval_results.json")["loss"]
+    assert loss == pytest.approx(run.metrics[-1]["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(4, RING), (2, {**RING, "topology": "alternating-exp-ring"}), (2, DILOCO)],
+    ids=["ring", "alternating-exp-ring", "diloco"],
+)
+def test_a_killed_run_goes_on_bit_for_bit_on_every_rank(bench, ranks, options):
+    """Dropout is on; a logging interval, a block of moments and an inner phase are open."""
+    name = f"{options.get('topology', options['data_parallel'])}-{ranks}"
+    options = {
+        **options,
+        "ranks": ranks,
+        "per_device_train_batch_size": 8 // ranks,
+        "max_train_steps": 12,
+        "checkpointing_steps": 5,
+        "logging_steps": 3,
+        "eval_steps": 4,
+        "report_to": "tensorboard",
+    }
+    straight = bench.train_well(f"straight-{name}", **options)
+    kill = Fault(at=FORWARD, what="SIGKILL", call=9, rank=ranks - 1)
+    resumed = kill_and_go_on(bench, f"killed-{name}", [kill], together=True, **options)
+    check_same(resumed, straight)
+
+
+@pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
+def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
+    name = f"grows-{options['data_parallel']}"
+    # The schedule has no end, and so a run may become longer.
+    options = {**options, "global_batch_size": 8, "checkpointing_steps": 4}
+    saved = {}
+    for steps, ranks in ((4, 4), (8, 2), (12, 1), (16, 2)):
+        run = bench.train_well(
+            name,
+            ranks=ranks,
+            max_train_steps=steps,
+            per_device_train_batch_size=8 // ranks,
+            resume_from_checkpoint=True,
+            **options,
+        )
+        assert len(saved_replicas(run)[1]) == ranks
+        saved[steps] = run.output
+    assert "holds 4 replicas of the model and this run has 2" in saved[8]
+    assert "holds 1 replicas of the model and this run has 2" in saved[16]
+    losses = run.losses
+    assert len(losses) == 16
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_step_that_one_rank_skips_is_reported_and_other_ranks_go_on_from_whole_counts(bench):
+    options = {"global_batch_size": 8, "checkpointing_steps": 4, **RING}
+    undefined = Fault(at=LOSS, what="nan", call=3, rank=1)
+    run = bench.train_well("skip", ranks=2, faults=[undefined], max_train_steps=4, **options)
+    assert "step 3 was skipped" in run.output
+    assert [record["skipped_steps"] for record in run.metrics] == [0, 0, 1, 1]
+    assert run.losses[2] == pytest.approx(run.losses[1], abs=0.5)  # that of the other rank
+
+    options = {**options, "max_train_steps": 8, "resume_from_checkpoint": True}
+    run = bench.train_well("skip", per_device_train_batch_size=8, **options)
+    newest = newest_valid(run.folder / "checkpoints")
+    assert newest is not None
+    saved: dict[str, torch.Tensor] = {}
+    for path in newest.path.glob("*.safetensors"):
+        saved.update(load_file(path))
+    steps = {float(tensor) for name, tensor in saved.items() if name.endswith("/step")}
+    # One rank had taken 4 steps and the other 3; 3.5 would never fill a block of 2.
+    assert steps == {8.0}
+
+
+@pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
+def test_one_rank_is_a_plain_run_bit_for_bit(bench, options):
+    name = options["data_parallel"]
+    plain = bench.train_well(f"plain-{name}", max_train_steps=8, eval_steps=4)
+    alone = bench.train_well(f"alone-{name}", max_train_steps=8, eval_steps=4, **options)
+    assert without_times(alone) == without_times(plain)
+    weights = "model.safetensors"
+    assert (alone.folder / weights).read_bytes() == (plain.folder / weights).read_bytes()
+
+
+def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench):
+    adamw = bench.train_well("adamw", max_train_steps=8)
+    blocks = bench.train_well("blocks", max_train_steps=8, optimizer="accumadamw", accum_steps=1)
+    assert blocks.losses == pytest.approx(adamw.losses, rel=1e-5)
+    other = bench.train_well("longer", max_train_steps=8, optimizer="accumadamw", accum_steps=4)
+    assert other.losses != pytest.approx(adamw.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"topology": "exp"}, "--topology belongs to --data_parallel gossip, and this run has"),
+        ({"gossip_order": "blocking"}, "--gossip_order belongs to --data_parallel gossip"),
+        ({"gossip_group": "nodes", **DILOCO}, "--gossip_group belongs to .*this run has diloco"),
+        ({"sync_every": 4, **RING}, "--sync_every belongs to --data_parallel diloco"),
+        ({"outer_momentum": 0.5}, "--outer_momentum belongs to --data_parallel diloco"),
+        ({"accum_steps": 4}, "--accum_steps belongs to --optimizer accumadamw"),
+        ({"accum_steps": 4, "optimizer": "adamw", **RING}, "--accum_steps belongs to --optimizer"),
+        ({"kfac": True, **RING}, "--kfac needs the gradients of all ranks.*gossip"),
+        ({"kfac": True, **DILOCO}, "--kfac needs the gradients of all ranks.*diloco"),
+        ({"topology": "star", **RING}, "complete, exp, ring, alternating-exp-ring"),
+    ],
+)
+def test_options_that_do_not_fit_the_mode_are_refused(bench, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_args(bench.command("refused", **options))
+
+
+def test_a_number_of_ranks_that_the_topology_does_not_allow_is_refused_with_those_that_it_does(
+    bench,
+):
+    assert_refused(
+        bench, ranks=3, topology="exp", words=["--topology exp", "power of two", "2, 4"], **RING
+    )
+
+
+def test_nodes_that_are_not_a_power_of_two_are_refused_by_an_alternating_topology(bench):
+    words = ["alternating-exp-ring takes a power of two of nodes", "not 3", "3 ranks in nodes of 1"]
+    assert_refused(
+        bench,
+        ranks=3,
+        environment={"LOCAL_WORLD_SIZE": "1"},
+        topology="alternating-exp-ring",
+        words=words,
+        **RING,
+    )
+
+
+def test_a_run_by_all_reduce_is_not_taken_over_by_gossip(bench):
+    options = {"ranks": 2, "max_train_steps": 2, "checkpointing_steps": 1}
+    reduced = bench.train_well("reduced", **options)
+    again = {**options, "resume_from_checkpoint": True, **RING}
+    refused = bench.train("reduced", **again)
+    assert refused.codes == [2, 2]
+    assert "data_parallel was 'allreduce' and is 'gossip'" in refused.output
+    refused = bench.train("reduced", change_on_resume="data_parallel", **again)
+    assert "start another run from its weights with --init_from" in refused.output
+    fresh = bench.train_well("taken", init_from=bench.folder / "reduced", **{**options, **RING})
+    assert fresh.losses[0] < reduced.losses[0] - 0.1
+
+
+@pytest.mark.parametrize("name", ["gpt2-small", "gpt2-small-decentralized"])
+def test_the_examples_of_gpt2_small_are_the_same_model_and_batch(name):
+    config = parse_args(["--config", str(EXAMPLES / f"{name}.toml")])
+    plain = tomllib.loads((EXAMPLES / "gpt2-small.toml").read_text())
+    changed = {"data_parallel", "topology", "output_dir"}
+    ours = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+    assert {k: v for k, v in ours.items() if k not in changed} == {
+        k: v for k, v in plain.items() if k not in changed
+    }
+    assert (config.global_batch_size, config.num_warmup_steps) == (480, 2000)
+    gossip = name.endswith("decentralized")
+    assert config.data_parallel == ("gossip" if gossip else "allreduce")
+
+
+def test_the_decentralized_example_runs_at_toy_size(bench, tmp_path):
+    tokens = tmp_path / "tokens.bin"
+    write_flat(tokens, [number * 7 % 255 for number in range(2000)])
+    run = bench.train_well(
+        "toy",
+        ranks=4,
+        environment={"LOCAL_WORLD_SIZE": "2"},
+        config=EXAMPLES / "gpt2-small-decentralized.toml",
+        model_name_or_path=None,
+        train_file=None,
+        tokenizer_name=bench.model,
+        config_overrides="n_layer=1,n_head=2,n_embd=16,n_positions=32,vocab_size=256",
+        train_data_path=tokens,
+        valid_data_path=tokens,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        global_batch_size=8,
+        max_train_steps=6,
+        num_warmup_steps=2,
+        lr_scheduler_type="cosine",
+        mixed_precision="no",
+        torch_compile=False,
+        checkpointing_steps=3,
+        eval_steps=3,
+    )
+    assert run.metrics[-1]["eval_consensus_distance"] > 0
+    assert len(run.losses) == 6
