@@ -321,7 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = [
             *machine(_PACKAGES),
             f"Medians of {options.repeats} interleaved runs, smallest and largest in brackets; the "
-            "first fifth of a run's steps does not count; memory is that of the whole process tree",
+            "speed of a run is that of its median step (our log: of its median tenth) after the "
+            "first fifth; memory is that of the whole process tree",
         ]
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             report = render("Training benchmark", facts, measure(options, Path(folder)))

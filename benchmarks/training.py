@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.measure import Case
@@ -230,10 +231,8 @@ def our_case(
 def _our_figures(folder: Path, shape: Shape) -> dict[str, Any]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    counted = [r for r in records if r["step"] > _WARM_UP * shape.steps]
-    steps = max(1, shape.steps // 10)
-    seconds = sum(r["ms_per_step"] * steps / 1000 for r in counted)
-    return {"tokens_per_second": len(counted) * steps * shape.tokens / seconds}
+    counted = [r["ms_per_step"] for r in records if r["step"] > _WARM_UP * shape.steps]
+    return {"tokens_per_second": 1000 * shape.tokens / median(counted)}
 
 
 def nanogpt_case(
@@ -338,7 +337,7 @@ def _from_log(
         text = (folder / log).read_text(errors="replace")
         times = {int(step): float(time) for step, time in re.findall(pattern, text, re.MULTILINE)}
         counted = [time for step, time in times.items() if step > _WARM_UP * shape.steps]
-        seconds = sum(counted) / (1000 if milliseconds else 1)
-        return {"tokens_per_second": len(counted) * shape.tokens / seconds} if counted else {}
+        unit = 1000 if milliseconds else 1
+        return {"tokens_per_second": unit * shape.tokens / median(counted)} if counted else {}
 
     return read

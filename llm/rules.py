@@ -252,6 +252,11 @@ def _decentralized_problems(config: GPTConfig) -> list[str]:
     uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
     if config.accum_steps is not None and not uses_blocks:
         problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
+    if config.kfac and config.optimizer == "accumadamw":
+        problems.append(
+            "--optimizer accumadamw does not go with --kfac, which has an optimizer of its own or "
+            "adamw; leave one of them out."
+        )
     if config.kfac and mode != "allreduce":
         problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "

@@ -4,6 +4,7 @@ python -m benchmarks.peers.bare_loop MODEL_FOLDER TOKENS '{"steps": ..., ...}'
 """
 
 import json
+import statistics
 import sys
 import time
 
@@ -43,17 +44,17 @@ def main() -> None:
     ids = np.fromfile(tokens, dtype=np.uint16)[: batch * (length + 1)].astype(np.int64)
     windows = torch.from_numpy(ids).view(batch, length + 1)
     inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-    for step in range(sizes["steps"]):
-        if step == sizes["warm_up"]:
-            began = time.perf_counter()
+    times = []
+    for _ in range(sizes["steps"]):
+        began = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         objective, _ = loss(inputs, labels)
         (objective / (batch * length)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    seconds = time.perf_counter() - began
-    done = (sizes["steps"] - sizes["warm_up"]) * batch * length
-    print(json.dumps({"tokens_per_second": done / seconds}))
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times[sizes["warm_up"] :])
+    print(json.dumps({"tokens_per_second": batch * length / seconds}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 python -m benchmarks.peers.hf_trainer MODEL_FOLDER TOKENS '{"steps": ..., ...}'
 """
 
+import itertools
 import json
+import statistics
 import sys
 import time
 
@@ -63,9 +65,9 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
-    warm_up = sizes["warm_up"]
-    seconds = clock.times[-1] - clock.times[warm_up - 1]
-    done = (sizes["steps"] - warm_up) * sizes["batch_size"] * sizes["block_size"]
+    counted = clock.times[sizes["warm_up"] - 1 :]
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(counted))
+    done = sizes["batch_size"] * sizes["block_size"]
     print(json.dumps({"tokens_per_second": done / seconds}))
 
 

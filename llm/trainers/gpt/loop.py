@@ -109,7 +109,8 @@ class Trainer:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
                 self.profiler.begin_step(state.step)
                 self.train_step(batch)
-                self.profiler.end_step(state.step)
+                with self.tracker.paused():
+                    self.profiler.end_step(state.step)
                 if self.report_and_save() == "preempted":
                     break
                 waiting_since = time.perf_counter()

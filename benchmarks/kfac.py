@@ -1,0 +1,273 @@
+"""K-FAC beside other optimizers: steps and processor time to AdamW's validation loss.
+
+python -m benchmarks.kfac --help. Every method gets the best of the same learning rates, found in
+shorter trainings of one seed; then all seeds train in full.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.report import Goal, Section, machine, render, table
+from llm.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.options import option
+
+ROOT = Path(__file__).parent.parent
+Method = Literal["adamw", "ekfac", "soap", "muon", "kfac-pytorch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACBenchmarkOptions:
+    """What to train, and how often."""
+
+    methods: tuple[Method, ...] = option(
+        ("adamw", "ekfac", "soap", "muon", "kfac-pytorch"),
+        "Optimizers, adamw among them; soap needs `pip install pytorch_optimizer`.",
+        group="Methods",
+    )
+    learning_rates: tuple[float, ...] = option(
+        (1e-3, 2e-3, 4e-3, 8e-3), "Peak rates to choose from.", group="Methods", above=0
+    )
+    factor_update_steps: int = option(
+        10, "Steps between updates of K-FAC's factors.", group="Methods", at_least=1
+    )
+    inv_update_steps: int = option(
+        10, "Steps between updates of K-FAC's and SOAP's bases.", group="Methods", at_least=1
+    )
+    text: str = option(
+        "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
+    )
+    steps: int = option(2000, "Steps of a training.", group="Training", at_least=20)
+    sweep_steps: int = option(
+        400, "Steps of a training that chooses a rate.", group="Training", at_least=10
+    )
+    batch_size: int = option(16, "Samples of a step.", group="Training", at_least=1)
+    block_size: int = option(128, "Characters of a sample.", group="Training", at_least=2)
+    width: int = option(128, "Width of the model.", group="Training", at_least=4)
+    layers: int = option(4, "Layers of the model.", group="Training", at_least=1)
+    seeds: int = option(3, "Trainings of each method.", group="Training", at_least=1)
+    jobs: int = option(
+        len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
+    )
+    output: str | None = option(None, "File for the report, besides the console.", group="Run")
+    plot: str | None = option(
+        None, "PNG of the curves; needs `pip install 'llm-trainers[report]'`.", group="Run"
+    )
+
+
+class Trainings:
+    """Runs trainings as processes, some at once.
+
+    Args:
+        options: What they have in common.
+    """
+
+    def __init__(self, options: KFACBenchmarkOptions) -> None:
+        names = ("batch_size", "block_size", "width", "layers")
+        intervals = ("factor_update_steps", "inv_update_steps")
+        self._common = {name: getattr(options, name) for name in (*names, *intervals)}
+        self._common["text"] = str(Path(options.text).resolve())
+        self._jobs = options.jobs
+
+    def run(self, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What `benchmarks.kfac_run` prints for each case, in their order."""
+        with ThreadPoolExecutor(self._jobs) as pool:
+            return list(pool.map(self._run_one, cases))
+
+    def _run_one(self, case: dict[str, Any]) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.kfac_run", json.dumps(self._common | case)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise LLMError(f"{case} failed: {done.stderr.strip()[-600:]}")
+        found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+        print(f"{case}: {found['curve'][-1][2]:.4f}", file=sys.stderr, flush=True)
+        return found
+
+
+def choose_rates(
+    options: KFACBenchmarkOptions, trainings: Trainings
+) -> tuple[dict[str, float], list[list[str]]]:
+    """The best learning rate of each method, and a row of losses for the table."""
+    cases = [
+        {
+            "method": method,
+            "learning_rate": rate,
+            "seed": 1000,
+            "steps": options.sweep_steps,
+            "evaluate_every": options.sweep_steps,
+        }
+        for method in options.methods
+        for rate in options.learning_rates
+    ]
+    losses = [found["curve"][-1][2] for found in trainings.run(cases)]
+    chosen, rows = {}, []
+    width = len(options.learning_rates)
+    for number, method in enumerate(options.methods):
+        own = losses[number * width : (number + 1) * width]
+        chosen[method] = options.learning_rates[own.index(min(own))]
+        rows.append([method, *(f"{loss:.4f}" for loss in own)])
+    return chosen, rows
+
+
+def train_all(
+    options: KFACBenchmarkOptions, trainings: Trainings, rates: dict[str, float]
+) -> dict[str, list[dict[str, Any]]]:
+    """All seeds of all methods at their rates, seed by seed."""
+    cases = [
+        {
+            "method": method,
+            "learning_rate": rates[method],
+            "seed": seed,
+            "steps": options.steps,
+            "evaluate_every": max(1, options.steps // 40),
+        }
+        for seed in range(options.seeds)
+        for method in options.methods
+    ]
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in options.methods}
+    for case, result in zip(cases, trainings.run(cases), strict=True):
+        found[case["method"]].append(result)
+    return found
+
+
+def reached(curve: Sequence[Sequence[float]], loss: float) -> tuple[float, float] | None:
+    """Step and processor seconds at which a curve first is at a loss, if it ever is."""
+    for step, seconds, value in curve:
+        if value <= loss:
+            return step, seconds
+    return None
+
+
+def to_the_same_loss(
+    found: dict[str, list[dict[str, Any]]], method: str
+) -> tuple[float, float] | None:
+    """Steps and processor time to AdamW's final loss as shares of AdamW's, means over the seeds."""
+    shares = []
+    for own, adamw in zip(found[method], found["adamw"], strict=True):
+        steps, seconds, loss = adamw["curve"][-1]
+        there = reached(own["curve"], loss)
+        if there is None:
+            return None
+        shares.append((there[0] / steps, there[1] / seconds))
+    return statistics.fmean(s for s, _ in shares), statistics.fmean(t for _, t in shares)
+
+
+def section(
+    options: KFACBenchmarkOptions,
+    rates: dict[str, float],
+    sweep: list[list[str]],
+    found: dict[str, list[dict[str, Any]]],
+) -> Section:
+    """Tables and goals."""
+    rows = []
+    for method, runs in found.items():
+        losses = [run["curve"][-1][2] for run in runs]
+        shares = to_the_same_loss(found, method)
+        rows.append(
+            [
+                method,
+                f"{rates[method]:g}",
+                f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})",
+                "never" if shares is None else f"{shares[0]:.2f}",
+                "never" if shares is None else f"{shares[1]:.2f}",
+                f"{statistics.median(run['mean_ms'] for run in runs):.1f}",
+                f"{statistics.median(run['slowest_over_median'] for run in runs):.2f}",
+            ]
+        )
+    tokens = options.batch_size * options.block_size
+    header = [
+        *("method", "rate", "final validation loss", "steps to AdamW's", "CPU time to AdamW's"),
+        *("CPU ms a step", "slowest step / median"),
+    ]
+    lines = [
+        f"GPT-Neo of {options.layers} layers, width {options.width}, {tokens:,} characters a step, "
+        f"{options.steps:,} steps, {options.seeds} seeds, one thread each.",
+        "",
+        *table(header, rows),
+        "",
+        f"Validation loss after {options.sweep_steps} steps of another seed, by learning rate:",
+        "",
+        *table(["method", *(f"{rate:g}" for rate in options.learning_rates)], sweep),
+    ]
+    return Section(title="Convergence", lines=lines, goals=_goals(found))
+
+
+def _goals(found: dict[str, list[dict[str, Any]]]) -> list[Goal]:
+    if "ekfac" not in found:
+        return []
+    shares = to_the_same_loss(found, "ekfac")
+    told = ("never", "never") if shares is None else tuple(f"{share:.2f}" for share in shares)
+    bounds = (("steps", 0.5), ("CPU time", 0.6))
+    return [
+        Goal(
+            what=f"ekfac's {what} to AdamW's final loss: at most {bound:g} of AdamW's",
+            measured=text,
+            met=shares is not None and share <= bound,
+        )
+        for (what, bound), text, share in zip(bounds, told, shares or (9.0, 9.0), strict=True)
+    ]
+
+
+def plot(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Validation loss against steps and against processor time, the mean of the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for method, runs in found.items():
+        curves = [run["curve"] for run in runs]
+        losses = [statistics.fmean(point[2] for point in at) for at in zip(*curves, strict=True)]
+        for axis, column in zip(axes, (0, 1), strict=True):
+            xs = [
+                statistics.fmean(point[column] for point in at) for at in zip(*curves, strict=True)
+            ]
+            axis.plot(xs, losses, label=method)
+    axes[0].set_xlabel("steps")
+    axes[1].set_xlabel("processor seconds")
+    axes[0].set_ylabel("validation loss, nats a character")
+    lowest = min(run["curve"][-1][2] for runs in found.values() for run in runs)
+    axes[0].set_ylim(lowest - 0.05, lowest + 1.2)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    try:
+        options = parse(
+            KFACBenchmarkOptions,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m benchmarks.kfac",
+            description="K-FAC beside other optimizers.",
+        )
+        if "adamw" not in options.methods:
+            raise ConfigError("--methods must have adamw, whose loss the others are to reach.")
+        trainings = Trainings(options)
+        rates, sweep = choose_rates(options, trainings)
+        found = train_all(options, trainings, rates)
+    except LLMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    facts = machine(["torch", "transformers"])
+    text = render("K-FAC", facts, [section(options, rates, sweep, found)])
+    print(text)
+    if options.output is not None:
+        Path(options.output).write_text(text, encoding="utf-8")
+    if options.plot is not None:
+        plot(Path(options.plot), found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""One training of `benchmarks.kfac`: a small GPT-Neo on characters, by one optimizer.
+
+python -m benchmarks.kfac_run '{"method": "ekfac", ...}' prints a JSON object: the validation loss
+after every so many steps, and the processor time until then.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPTNeoConfig
+
+from llm.models.gpt import build_model
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import decays, make_adamw, parameter_groups
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.preconditioner import Preconditioner
+from llm.optim.schedule import make_schedule
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+_EVALUATION_BATCHES = 20
+
+
+class Text:
+    """A text as characters, its last tenth for validation.
+
+    Args:
+        path: The file.
+        batch_size: Samples of a step.
+        block_size: Characters of a sample.
+    """
+
+    def __init__(self, path: Path, *, batch_size: int, block_size: int) -> None:
+        text = path.read_text(encoding="utf-8")
+        self.vocab = sorted(set(text))
+        number = {character: i for i, character in enumerate(self.vocab)}
+        ids = torch.tensor([number[character] for character in text])
+        cut = int(0.9 * len(ids))
+        self.parts = {"train": ids[:cut], "validation": ids[cut:]}
+        self.shape = (batch_size, block_size)
+
+    def batch(self, part: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random windows and what follows each character; [batch_size, block_size] each."""
+        ids, (batch_size, block_size) = self.parts[part], self.shape
+        starts = torch.randint(len(ids) - block_size - 1, (batch_size, 1), generator=generator)
+        windows = ids[starts + torch.arange(block_size + 1)]
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def make_model(options: dict[str, Any], vocab_size: int) -> Any:
+    """The GPT-Neo of the comparison, its start keyed by the seed."""
+    config = GPTNeoConfig(
+        vocab_size=vocab_size,
+        hidden_size=options["width"],
+        num_layers=options["layers"],
+        num_heads=4,
+        attention_types=[[["global"], options["layers"]]],
+        max_position_embeddings=options["block_size"],
+        **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
+    )
+    return build_model(
+        config=config,
+        weights_from=None,
+        seed=options["seed"],
+        device=torch.device("cpu"),
+        vocab_size=vocab_size,
+        attention_implementation=None,
+        gradient_checkpointing=False,
+        no_bias=False,
+        pad_vocab_to_multiple_of=None,
+        fused_gelu=True,
+        tied_gradients=True,
+        trust_remote_code=False,
+    )
+
+
+class Optimizers:
+    """What takes the steps: one optimizer or two, and perhaps K-FAC before or around them."""
+
+    def __init__(self, options: dict[str, Any], model: Any) -> None:
+        self.curvature: Curvature | None = None
+        self.preconditioner: Preconditioner | None = None
+        method, rate = options["method"], options["learning_rate"]
+        groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
+        if method in ("ekfac", "kfac-pytorch"):
+            self.curvature = Curvature(
+                find_layers(model, sample_forward=lambda m: m(torch.zeros(1, 8, dtype=torch.long))),
+                method="ekfac" if method == "ekfac" else "eigen",
+                factor_update_steps=options["factor_update_steps"],
+                inv_update_steps=options["inv_update_steps"],
+                factor_decay=0.9 if method == "ekfac" else 0.95,
+                damping=0.001,
+                compat=method != "ekfac",
+            )
+        if method == "ekfac":
+            assert self.curvature is not None
+            self.all: list[torch.optim.Optimizer] = [
+                EKFAC(groups, self.curvature, lr=rate, betas=BETAS)
+            ]
+        elif method == "muon":
+            self.all = _muon_and_adamw(model, rate)
+        elif method == "soap":
+            from pytorch_optimizer import SOAP
+
+            soap: torch.optim.Optimizer = SOAP(
+                groups, lr=rate, betas=BETAS, precondition_frequency=options["inv_update_steps"]
+            )
+            self.all = [soap]
+        else:
+            self.all = [
+                make_adamw(
+                    model, learning_rate=rate, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=1e-8
+                )
+            ]
+        if method == "kfac-pytorch":
+            assert self.curvature is not None
+            self.preconditioner = Preconditioner(
+                self.curvature, model.parameters(), damping=0.001, kl_clip=0.001, graft=False
+            )
+
+    def recording(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Surround the passes of a step."""
+        if self.curvature is None:
+            return contextlib.nullcontext()
+        return self.curvature.recording(token_weight=1 / tokens)
+
+    def step(self, model: Any, learning_rate: float) -> None:
+        """Precondition, clip, update."""
+        if self.preconditioner is not None:
+            self.preconditioner.precondition(learning_rate=learning_rate)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _muon_and_adamw(model: Any, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) on the matrices inside, AdamW on embeddings and the rest."""
+    inside = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    others = [(name, p) for name, p in named if id(p) not in inside]
+    muon = torch.optim.Muon(
+        [p for _, p in named if id(p) in inside],
+        lr=rate,
+        weight_decay=WEIGHT_DECAY,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    groups = [
+        {"params": [p for name, p in others if decays(name, p) == kind], "weight_decay": decay}
+        for kind, decay in ((True, WEIGHT_DECAY), (False, 0.0))
+    ]
+    return [muon, torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)]
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Train and evaluate; see the module for what comes back."""
+    text = Text(
+        Path(options["text"]), batch_size=options["batch_size"], block_size=options["block_size"]
+    )
+    model = make_model(options, len(text.vocab))
+    loss = LanguageModelLoss(model)
+    optimizers = Optimizers(options, model)
+    steps, peak = options["steps"], options["learning_rate"]
+    schedule: Callable[[int], float] = make_schedule(
+        "cosine",
+        learning_rate=peak,
+        min_learning_rate=0.1 * peak,
+        total_steps=steps,
+        warmup_steps=steps // 20,
+        constant_steps=0,
+        decay_steps=None,
+    )
+    generator = torch.Generator().manual_seed(options["seed"])
+    tokens = options["batch_size"] * options["block_size"]
+    curve, seconds, each = [], 0.0, []
+    for step in range(steps):
+        inputs, labels = text.batch("train", generator)
+        began = time.process_time()
+        with optimizers.recording(tokens):
+            objective, _ = loss(inputs, labels)
+            (objective / tokens).backward()
+        optimizers.step(model, schedule(step))
+        each.append(time.process_time() - began)
+        seconds += each[-1]
+        if (step + 1) % options["evaluate_every"] == 0:
+            curve.append([step + 1, seconds, validation_loss(loss, text)])
+    return {
+        "curve": curve,
+        "median_ms": 1000 * statistics.median(each),
+        "mean_ms": 1000 * statistics.fmean(each),
+        "slowest_over_median": max(each[steps // 10 :]) / statistics.median(each),
+    }
+
+
+@torch.no_grad()
+def validation_loss(loss: LanguageModelLoss, text: Text) -> float:
+    """Nats a character over the same windows each time."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(
+        float(loss(*text.batch("validation", generator))[1]) for _ in range(_EVALUATION_BATCHES)
+    )
+    return total / (_EVALUATION_BATCHES * text.shape[0] * text.shape[1])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(train(json.loads(sys.argv[1]))))
