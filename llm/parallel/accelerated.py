@@ -182,7 +182,7 @@ class AcceleratedStrategy:
 
     def _clip(self, norm: torch.Tensor, max_grad_norm: float) -> None:
         """Shorten the gradient to the largest norm, if it is longer."""
-        if type(self.optimizer) is torch.optim.AdamW:
+        if type(self.optimizer) is torch.optim.AdamW and norm.dtype == torch.float32:
             # Its kernel divides by this on the way, which saves a pass over all gradients.
             scale = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TOOLS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings")))
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(900),  # of wall clock, on a busy machine
     pytest.mark.skipif(
         CHROMIUM is None, reason="needs the browser Chromium (apt install chromium)"
