@@ -45,7 +45,7 @@ FOREIGN = {
     "mkdocs": {"strict"},
     "wget": {"continue", "directory-prefix"},
     "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
-    "benchmarks": {"make_corpus"},
+    "benchmarks": {"make_corpus", "nanogpt", "llm_pytorch", "hf_trainer"},
     "pip and venv": {"system-site-packages"},
     "tensorboard": {"logdir", "port"},
     "wikiextractor": {"json", "discard_empty"},
