@@ -41,8 +41,8 @@ def parse(
         argv: Arguments without the program's name.
         prog: Name of the program for `--help`.
         description: What the program does, for `--help`.
-        positional: Option of text whose name can be left out: a word that belongs to no other
-            option is its value.
+        positional: Option whose name can be left out: a word that belongs to no other option is
+            its value, and all such words are if it takes several.
 
     Returns:
         The options.
@@ -56,10 +56,17 @@ def parse(
     known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
     given = vars(known)
     if positional is not None and positional not in given:
-        bare = next((word for word in unknown if not word.startswith("-")), None)
-        if bare is not None:
-            given[positional] = bare
-            unknown.remove(bare)
+        # What follows an unknown option is likelier its value.
+        bare = [
+            word
+            for before, word in zip(["", *unknown], unknown, strict=False)
+            if not word.startswith("-") and not before.startswith("-")
+        ]
+        many = next(field.many for field in declared if field.name == positional)
+        bare = bare if many else bare[:1]
+        if bare:
+            given |= vars(parser.parse_args([f"--{positional}", *bare]))
+            unknown = [word for word in unknown if word not in bare]
     if unknown:
         raise ConfigError(_unknown_option(unknown[0], declared))
     path = given.pop("config", None)

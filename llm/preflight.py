@@ -126,9 +126,10 @@ def _check_together(options: PreflightOptions, world: World, facts: dict[str, An
     roll.say("here", facts)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
-        everybody = roll.wait("here", deadline)
-        here = roll.heard("here")
-        found = differences(here) if everybody else silent(here, world, options.timeout)
+        roll.wait("here", deadline)
+        here = roll.heard("here")  # somebody may have come since
+        complete = len(here) == world.world_size
+        found = differences(here) if complete else silent(here, world, options.timeout)
         roll.judge("here", found)
     verdict = roll.verdict("here", deadline + _GRACE_SECONDS)
     if verdict == "":
@@ -179,7 +180,7 @@ def _communicate_in_time(options: PreflightOptions, world: World, roll: Roll) ->
             roll.say("stage", "done")
             roll.say("done", True)
         except Exception as error:  # whatever a library raises, rank 0 shall hear of it
-            roll.fail(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            roll.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     # What hangs in a library can only be left behind: a daemon ends with the process.
     threading.Thread(target=work, daemon=True).start()

@@ -152,7 +152,9 @@ def test_options_that_the_script_computes_are_taken_out_however_they_are_written
 
 
 def test_frontiers_nodes_are_whole_for_torchrun(capsys):
-    found = directives(write(capsys, "--site", "frontier", "--launcher", "torchrun"))
+    found = directives(
+        write(capsys, "--site", "frontier", "--time", "2:00:00", "--launcher", "torchrun")
+    )
     assert (found["gpus-per-node"], found["cpus-per-task"]) == ("8", "56")
     assert "gpus-per-task" not in found
 
@@ -165,12 +167,14 @@ def test_one_task_for_each_gpu_has_that_many_tasks(capsys):
 
 
 def test_polaris_gets_what_it_demands(capsys):
-    script = write(capsys, "pbs", "--site", "polaris", "--nodes", "16", "--account", "A")
+    script = write(
+        capsys, "pbs", "--site", "polaris", "--nodes", "16", "--time", "3:00:00", "--account", "A"
+    )
     for line in (
         "-A A",
         "-q prod",
         "-l select=16:system=polaris",
-        "-l walltime=06:00:00",
+        "-l walltime=03:00:00",
         "-l filesystems=home:eagle",
         "-l place=scatter",
     ):
@@ -181,7 +185,8 @@ def test_polaris_gets_what_it_demands(capsys):
 
 @pytest.mark.parametrize(
     ("nodes", "time", "queue"),
-    [("1", "1:00:00", "debug"), ("4", "0:30:00", "debug-scaling"), ("10", "24:00:00", "prod"),
+    [("1", "1:00:00", "debug"), ("4", "0:30:00", "debug-scaling"), ("10", "3:00:00", "prod"),
+     ("24", "3:00:00", "prod"), ("99", "6:00:00", "prod"), ("100", "24:00:00", "prod"),
      ("9", "24:00:00", "preemptable"), ("4", "168:00:00", "capacity")],
 )  # fmt: skip
 def test_polaris_queue_goes_by_the_size_of_the_job(nodes, time, queue, capsys):
@@ -195,7 +200,7 @@ def test_aurora_frontier_and_perlmutter_get_what_they_demand(capsys):
     assert "-l filesystems=home:flare" in aurora
     assert "module load frameworks" in aurora
     assert "GPUS=12" in aurora
-    frontier = directives(write(capsys, "--site", "frontier", "--nodes", "2"))
+    frontier = directives(write(capsys, "--site", "frontier", "--nodes", "2", "--time", "2:00:00"))
     assert frontier["cpus-per-task"] == "7"
     assert frontier["gpu-bind"] == "closest"
     assert frontier["network"] == "disable_rdzv_get"
@@ -226,8 +231,13 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["slurm", "--sweep", "sead=1,2"], "There is no option --sead"),
         (["slurm", "--requeue", "--sweep", "seed=1,2"], "do not go together"),
         (["--site", "polaris", "--nodes", "600"], "No queue takes --nodes 600"),
-        (["--site", "polaris", "--queue", "prod"], "--queue prod takes 10 to 496 nodes"),
-        (["lsf"], "'lsf' is no scheduler; name slurm or pbs."),
+        (["--site", "polaris", "--queue", "prod"], "--queue prod does not take --nodes 1 for 360"),
+        (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
+        (["--site", "frontier", "--nodes", "80"], "batch (1-91 nodes, 2 h)"),
+        (["lsf"], "lsf"),
+        (["pbs", "--chain", "--time", "0:30:00"], "--chain needs a --time of more than 30 minutes"),
+        (["slurm", "--requeue", "--time", "0:05:00"], "--requeue needs a --time of more than 30"),
+        (["slurm", "--name", "my job"], "--name 'my job' has a blank in it"),
         (["--nods", "3"], "There is no option --nods"),
     ],
 )
@@ -310,3 +320,15 @@ def test_only_a_run_that_this_start_has_preempted_is_queued_again(
     assert (asked.read_text() if asked.exists() else "") == (
         "scontrol requeue 41\n" if queued_again else ""
     )
+
+
+def test_what_the_script_adds_is_checked_with_the_trainers_options(capsys):
+    error = refuse(capsys, "slurm", trainer=[*TRAINER, "--overwrite_output_dir"])
+    assert "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it" in error
+
+
+def test_cores_are_bound_as_many_as_asked_for(capsys):
+    asked = ("--site", "polaris", "--cpus_per_gpu", "16", "--launcher", "task_per_gpu")
+    script = write(capsys, *asked, "--time", "1:00:00")
+    assert "--cpu-bind depth --depth 16" in script
+    assert "OMP_NUM_THREADS=16" in script

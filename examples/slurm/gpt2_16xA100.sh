@@ -61,7 +61,7 @@ source "$VENV/bin/activate"
 # Where the ranks meet: the first host, at a port that other jobs hardly use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
-PORT=$((20000 + SLURM_JOB_ID % 10000))
+PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 GPUS=${SLURM_GPUS_PER_NODE:-8}
 GPUS=${GPUS##*:}  # without a type, as in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))

@@ -2,7 +2,7 @@
 # Pretrains on 2 nodes of 8 GPUs through Slurm, with one task for each GPU. Submit it with sbatch,
 # whose options win over the lines below. Submitted again, it goes on from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm --site frontier --nodes 2 -- OPTIONS
+# Made by: python -m llm.jobs slurm --site frontier --nodes 2 --time 2:00:00 -- OPTIONS
 #
 #SBATCH --job-name=pretrain
 #SBATCH --account=__ALLOCATION__
@@ -13,7 +13,7 @@
 #SBATCH --gpus-per-task=1
 #SBATCH --gpu-bind=closest
 #SBATCH --network=disable_rdzv_get
-#SBATCH --time=06:00:00
+#SBATCH --time=02:00:00
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log

@@ -4,6 +4,7 @@ What follows `--` are the trainer's options, which are checked now rather than i
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from llm.jobs.script import Job, read_minutes
 from llm.jobs.sites import SITES, Scheduler, choose_queue
 from llm.options import option
 from llm.trainers.gpt.main import parse_args
+
+_LEAST_MINUTES = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Write a job script; the trainer's options follow after --.",
             positional="scheduler",
         )
-        if options.scheduler not in (None, "slurm", "pbs"):  # one without its option's name
-            raise ConfigError(f"'{options.scheduler}' is no scheduler; name slurm or pbs.")
         job = make_job(options, made_by=words[:cut], trainer=words[cut + 1 :])
         text = slurm.write(job) if job.scheduler == "slurm" else pbs.write(job)
         if options.output is None:
@@ -110,6 +111,8 @@ def make_job(options: JobOptions, *, made_by: Sequence[str], trainer: Sequence[s
     if not trainer:
         raise ConfigError("The trainer's options are missing: write them after --.")
     minutes = read_minutes(options.time)
+    _check_time(options, minutes)
+    trainer = _with_what_the_job_needs(options, trainer, minutes)
     return Job(
         made_by=_without_output(made_by),
         scheduler=scheduler,
@@ -132,6 +135,21 @@ def make_job(options: JobOptions, *, made_by: Sequence[str], trainer: Sequence[s
     )
 
 
+def _with_what_the_job_needs(
+    options: JobOptions, trainer: Sequence[str], minutes: int
+) -> list[str]:
+    """The trainer's arguments and those that let it end in time and go on."""
+    given = [word for word in trainer if word.startswith("--")]
+    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in given}
+    words = list(trainer)
+    if options.chain and "exit_after" not in named:
+        # Long enough before the limit for the start of the job and the last checkpoint.
+        words += ["--exit_after", str(minutes - max(15, minutes // 20))]
+    if not named & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
+        words.append("--resume_from_checkpoint")
+    return words
+
+
 def _output_dir(trainer: Sequence[str]) -> str:
     """The run's folder, from options that the trainer accepts.
 
@@ -142,6 +160,16 @@ def _output_dir(trainer: Sequence[str]) -> str:
     if folder is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     return folder
+
+
+def _check_time(options: JobOptions, minutes: int) -> None:
+    """Refuse a limit that leaves no time between start and warning."""
+    for name in ("requeue", "chain"):
+        if getattr(options, name) and minutes <= _LEAST_MINUTES:
+            raise ConfigError(
+                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
+                f"and save in; --time {options.time} is less."
+            )
 
 
 def _check(options: JobOptions, scheduler: Scheduler) -> None:
@@ -158,6 +186,12 @@ def _check(options: JobOptions, scheduler: Scheduler) -> None:
             raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
     if scheduler == "slurm" and options.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
+    for name in ("name", "account", "queue"):
+        value = getattr(options, name)
+        if value is not None and re.search(r"\s", value):
+            raise ConfigError(
+                f"--{name} '{value}' has a blank in it, which a directive cannot have."
+            )
     if options.requeue and options.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 

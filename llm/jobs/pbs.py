@@ -88,8 +88,8 @@ def _surroundings(job: Job) -> str:
         """mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")""",
         "NNODES=${#HOSTS[@]}",
         "JOB=${PBS_JOBID%%[!0-9]*}",
-        f"MASTER_ADDR={job.site.master_addr or '${HOSTS[0]}'}",
-        "MASTER_PORT=$((20000 + JOB % 10000))",
+        f"MASTER_ADDR=${{MASTER_ADDR:-{job.site.master_addr or '${HOSTS[0]}'}}}",
+        "MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}",
         "export MASTER_ADDR MASTER_PORT",
     ]
     return "\n".join(lines)
@@ -97,7 +97,7 @@ def _surroundings(job: Job) -> str:
 
 def _launch(job: Job) -> str:
     """EACH_GPU, which starts a Python on each, and LAUNCH, which starts the training."""
-    each_node, each_gpu = job.site.spread
+    each_node, each_gpu = (text.format(cpus=job.cpus_per_gpu) for text in job.site.spread)
     each = [
         'mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"',
         each_gpu,

@@ -32,7 +32,7 @@ class Job:
         chain: Whether it saves and ends before its limit, for a next job to go on.
         sweep: Name and values of the option in which the jobs of an array differ.
         output_dir: Folder of the run.
-        trainer: The trainer's arguments.
+        trainer: The trainer's arguments, with those that the job needs.
     """
 
     made_by: tuple[str, ...]
@@ -136,12 +136,6 @@ def options_block(job: Job) -> str:
         rows.append([f"--{job.sweep[0]}", '"$VALUE"'])
     if job.names_run:
         rows.append(["--output_dir", '"$RUN"'])
-    named = [_option_of(row) for row in rows]
-    if job.chain and "exit_after" not in named:
-        # Long enough before the limit for the start of the job and the last checkpoint.
-        rows.append(["--exit_after", str(job.minutes - max(15, job.minutes // 20))])
-    if "resume_from_checkpoint" not in named:
-        rows.append(["--resume_from_checkpoint"])
     return "\n".join(["OPTIONS=(", *(f"    {' '.join(row)}" for row in rows), ")"])
 
 

@@ -39,7 +39,8 @@ class Site:
         queue_option: Slurm's option that names the queue.
         set_up: Shell lines that make Python and the network usable.
         master_addr: Shell text for the address of rank 0, where the first host's name will not do.
-        spread: What mpiexec is told about cores, for one process a node and for one a device.
+        spread: What mpiexec is told about cores, for one process a node and for one a device, of
+            `{cpus}` cores each.
     """
 
     schedulers: tuple[Scheduler, ...]
@@ -71,7 +72,10 @@ SITES = {
         queues=(
             Queue(name="debug", min_nodes=1, max_nodes=2, hours=1),
             Queue(name="debug-scaling", min_nodes=1, max_nodes=10, hours=1),
-            Queue(name="prod", min_nodes=10, max_nodes=496, hours=24),
+            # prod hands jobs on by their size.
+            Queue(name="prod", min_nodes=10, max_nodes=24, hours=3),
+            Queue(name="prod", min_nodes=25, max_nodes=99, hours=6),
+            Queue(name="prod", min_nodes=100, max_nodes=496, hours=24),
             Queue(name="preemptable", min_nodes=1, max_nodes=10, hours=72),
             Queue(name="capacity", min_nodes=1, max_nodes=4, hours=168),
         ),
@@ -83,7 +87,7 @@ conda activate base
 export TMPDIR=/tmp  # the paths of sockets must be short
 # ALCF's settings for more bandwidth between nodes; its page (2025-01) warns that jobs may hang:
 # export NCCL_NET="AWS Libfabric" NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1""",
-        spread=("--cpu-bind none", "--cpu-bind depth --depth 8"),
+        spread=("--cpu-bind none", "--cpu-bind depth --depth {cpus}"),
     ),
     # ALCF's pages, 2026. Each of the 6 GPUs of a node counts as 2 tiles.
     "aurora": Site(
@@ -97,7 +101,7 @@ module load frameworks
 {_ALCF_PROXY}
 export TMPDIR=/tmp  # the paths of sockets must be short""",
         master_addr="$(hostname).hsn.cm.aurora.alcf.anl.gov",
-        spread=("--cpu-bind none", "--cpu-bind depth --depth 8"),
+        spread=("--cpu-bind none", "--cpu-bind depth --depth {cpus}"),
     ),
     # OLCF's page, 2026-07-22, advises against torchrun. Each of the 4 GPUs counts as 2 devices.
     "frontier": Site(
@@ -107,7 +111,12 @@ export TMPDIR=/tmp  # the paths of sockets must be short""",
         launcher="task_per_gpu",
         directives=("--network=disable_rdzv_get",),
         task_directives=("--gpus-per-task=1", "--gpu-bind=closest"),
-        queues=(Queue(name="batch", min_nodes=1, max_nodes=9408, hours=24),),
+        queues=(
+            Queue(name="batch", min_nodes=1, max_nodes=91, hours=2),
+            Queue(name="batch", min_nodes=92, max_nodes=183, hours=6),
+            Queue(name="batch", min_nodes=184, max_nodes=9472, hours=12),
+            Queue(name="extended", min_nodes=1, max_nodes=64, hours=24),
+        ),
         set_up="""\
 module load rocm rccl-net-plugin
 export NCCL_SOCKET_IFNAME=hsn0""",
@@ -129,25 +138,18 @@ def choose_queue(site: Site, *, asked: str | None, nodes: int, minutes: int) -> 
     Raises:
         ConfigError: None does, or the one that was asked for does not.
     """
-    known = {queue.name: queue for queue in site.queues}
-    if asked is not None:
-        queue = known.get(asked)
-        if queue is not None and not queue.takes(nodes, minutes):
-            raise ConfigError(
-                f"--queue {asked} takes {queue.min_nodes} to {queue.max_nodes} nodes for "
-                f"{queue.hours} hours at most; change --nodes, --time or --queue."
-            )
-        return asked
-    if not known:
-        return "__QUEUE__"
-    fitting = [queue.name for queue in site.queues if queue.takes(nodes, minutes)]
-    if not fitting:
-        offers = ", ".join(
-            f"{queue.name} ({queue.min_nodes}-{queue.max_nodes} nodes, {queue.hours} h)"
-            for queue in site.queues
-        )
-        raise ConfigError(
-            f"No queue takes --nodes {nodes} for {minutes} minutes. There are {offers}; --queue "
-            "names another."
-        )
-    return fitting[0]
+    rows = [queue for queue in site.queues if asked in (None, queue.name)]
+    if not rows:
+        return asked or "__QUEUE__"
+    fitting = [queue.name for queue in rows if queue.takes(nodes, minutes)]
+    if fitting:
+        return fitting[0]
+    offers = ", ".join(
+        f"{queue.name} ({queue.min_nodes}-{queue.max_nodes} nodes, {queue.hours} h)"
+        for queue in rows
+    )
+    verb = "No queue takes" if asked is None else f"--queue {asked} does not take"
+    raise ConfigError(
+        f"{verb} --nodes {nodes} for {minutes} minutes. There are {offers}; change --nodes, "
+        "--time or --queue."
+    )

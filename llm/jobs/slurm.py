@@ -99,7 +99,7 @@ def _surroundings(job: Job) -> str:
             "# Where the ranks meet: the first host, at a port that other jobs hardly use.",
             'mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             "NNODES=${#HOSTS[@]}",
-            "PORT=$((20000 + SLURM_JOB_ID % 10000))",
+            "PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}",
             *lines,
         ]
     return "\n".join(lines)

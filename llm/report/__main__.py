@@ -25,8 +25,8 @@ class ReportOptions:
 
     runs: tuple[str, ...] = option(
         (),
-        "The folders of runs (--output_dir of their trainings), finished or not. Written first, "
-        "they need no option's name.",
+        "The folders of runs (--output_dir of their trainings), finished or not; the option's "
+        "name can be left out.",
         group="Report",
     )
     output: str | None = option(
@@ -52,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(
             ReportOptions,
-            _name_runs(sys.argv[1:] if argv is None else argv),
+            sys.argv[1:] if argv is None else argv,
             prog="python -m llm.report",
             description="Show the curves of runs, finished or under way, as a page for a browser.",
+            positional="runs",
         )
         written = write_report(options)
     except LLMError as error:
@@ -67,11 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _name_runs(argv: Sequence[str]) -> list[str]:
-    """Words before the first option are runs."""
-    return ["--runs", *argv] if argv and not argv[0].startswith("-") else list(argv)
-
-
 def write_report(options: ReportOptions) -> list[Path]:
     """Write the page, and the images if they are wished for.
 
@@ -82,7 +78,7 @@ def write_report(options: ReportOptions) -> list[Path]:
         ConfigError: A folder holds no run, or a target cannot be what it has to be.
     """
     if not options.runs:
-        raise ConfigError("No run is named: give its folder first, as in llm.report runs/wiki.")
+        raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name an HTML file.")

@@ -72,7 +72,6 @@ def event_table(runs: list[Run]) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: (row[0], row[1]), reverse=True)
-    rows.sort(key=lambda row: row[2])
     lines = "".join(
         f'<tr class="run-{number}"><th scope="row"><i class="swatch"></i>{escape(name)}</th>'
         f"<td>{step:,}</td><td>{escape(text)}</td><td>{escape(when) or '-'}</td></tr>"
