@@ -60,6 +60,15 @@ class AccumAdamW(torch.optim.Optimizer):
             "accum_steps": accum_steps,
         }
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                # At once, so that a checkpoint can be loaded into it.
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                    "grad_mean": torch.zeros_like(p),
+                }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,7 +89,7 @@ class AccumAdamW(torch.optim.Optimizer):
                 self._step(alike, group, found_inf)
 
     def _step(self, params: list[Tensor], group: dict[str, Any], found_inf: Tensor | None) -> None:
-        states = [self._state_of(p) for p in params]
+        states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
         averages = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
@@ -123,14 +132,6 @@ class AccumAdamW(torch.optim.Optimizer):
             squares, torch._foreach_mul(means, means), (moved * (1 - beta2)).unbind()
         )
         torch._foreach_mul_(means, (1 - ended).unbind())
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq", "grad_mean"):
-                state[name] = torch.zeros_like(parameter)
-        return state
 
 
 def _scalar_dtype(parameter: Tensor) -> torch.dtype:

@@ -66,7 +66,7 @@ def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ra
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
-def resume_is_exact(bench: Bench, name: str, **options) -> None:
+def assert_resume_is_exact(bench: Bench, name: str, **options) -> None:
     """Dropout is on, an interval of the log is open at the checkpoint, and bases are due after."""
     options = {
         "kfac": True,
@@ -94,16 +94,16 @@ def resume_is_exact(bench: Bench, name: str, **options) -> None:
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
-    resume_is_exact(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
+    assert_resume_is_exact(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
 
 
 def test_a_resumed_run_is_bit_identical_where_each_rank_keeps_a_part(dropout):
-    resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
+    assert_resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
 
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)
 def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
-    resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
+    assert_resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
 
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)
@@ -155,7 +155,9 @@ def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, m
     ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
     theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
-    resume_is_exact(dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch")
+    assert_resume_is_exact(
+        dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch"
+    )
 
 
 @pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")
@@ -190,8 +192,8 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
     ("options", "words"),
     [
         ({"kfac_skip_layers": ["transformer"]}, "--kfac found no layer to cover"),
-        ({"kfac_skip_layers": ["mlp", "atn"]}, "--kfac-skip-layers 'atn' matches no Linear"),
-        ({"kfac_skip_layers": ["("]}, "--kfac-skip-layers '(' is no regular expression"),
+        ({"kfac_skip_layers": ["mlp", "atn"]}, "--kfac_skip_layers 'atn' matches no Linear"),
+        ({"kfac_skip_layers": ["("]}, "--kfac_skip_layers '(' is no regular expression"),
         ({"kfac": False, "kfac_max_dim": 9}, "--kfac_max_dim belongs to K-FAC; give --kfac too."),
     ],
 )

@@ -61,9 +61,11 @@ def assign(
     """
     workers = max(1, round(grad_worker_fraction * world_size))
     if not 0 <= grad_worker_fraction <= 1 or world_size % workers:
+        allowed = [f"{n / world_size:g}" for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"--kfac-grad-worker-fraction {grad_worker_fraction:g} is {workers} of {world_size} "
-            "ranks, which does not divide them; use 1, or a fraction such as 0.5 that does."
+            f"--kfac_grad_worker_fraction {grad_worker_fraction:g} (0.5 is --kfac_strategy "
+            f"hybrid-opt) is {workers} of {world_size} ranks, which does not divide them; use one "
+            f"of {', '.join(allowed)}."
         )
     num_columns = world_size // workers
     costs = {name: sum(cost for _, cost in factors) for name, factors in groups.items()}

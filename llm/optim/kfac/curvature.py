@@ -170,7 +170,7 @@ class Curvature:
             loss_scale: What the objective is multiplied by before `backward`.
         """
         for factor in self.factors:
-            factor.drain()  # of a step that was begun and given up
+            factor.discard()  # of a step that was begun and given up
         self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
         # G of compat is that of the objective, not that of single tokens.
         self._scale = (loss_scale if self.compat else loss_scale * token_weight) ** -2
@@ -236,18 +236,19 @@ class Curvature:
         return self.assignment.turn_of[factor.name] if self._spread else 0.0
 
     def _renew(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
-        before = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
-        failed = {}
+        before = {}
+        if self.method == "ekfac":
+            before = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
         for factor in due:
             if factor.owned:
-                failed[factor.name] = self._solve(factor, found_inf)
-        self._fallbacks += self.exchange.share_solutions(due, failed)
+                self._fallbacks += self._solve(factor, found_inf)
+        self.exchange.share_solutions(due)
         return {
             factor.name: [
                 old.T @ new for old, new in zip(before[factor.name], factor.bases, strict=True)
             ]
             for factor in due
-            if self.method == "ekfac"
+            if before
         }
 
     def _solve(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
@@ -275,17 +276,23 @@ class Curvature:
         return power_iteration(average, basis)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Numbers for the log, on the device: failures so far, largest condition number.
+        """Numbers for the log, on the device; all ranks must call it.
 
-        Of the factors that this rank keeps; a condition above 1e7 is beyond fp32.
+        Returns:
+            `fallbacks`: failures so far, on all ranks. `condition`: the largest condition number
+            of a factor that this rank keeps, cut off at 1e7, which is beyond fp32; not with
+            inverses, which are found without eigenvalues.
         """
+        found = {"fallbacks": self.exchange.add_up(self._fallbacks)}
+        if self.method == "cholesky":
+            return found
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors
             for values in factor.values
         ]
         largest = torch.stack(conditions).max() if conditions else torch.ones_like(self._fallbacks)
-        return {"fallbacks": self._fallbacks, "condition": largest}
+        return {**found, "condition": largest}
 
     def num_bytes(self) -> int:
         """Memory of averages, bases and eigenvalues on this rank."""
@@ -306,7 +313,7 @@ class Curvature:
         return {
             "steps": self.steps,
             "solved_at": self.solved_at,
-            "fallbacks": self._fallbacks,
+            "fallbacks": self.exchange.add_up(self._fallbacks),
             "factors": {factor.name: self.exchange.gather(factor) for factor in self.factors},
         }
 
@@ -315,7 +322,8 @@ class Curvature:
         """Take over what `state_dict` gave."""
         self.steps = int(state["steps"])
         self.solved_at = int(state["solved_at"])
-        self._fallbacks.copy_(state["fallbacks"])
+        # Each rank counts its own, and rank 0 those of before.
+        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.rank == 0)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():
                 tensor.copy_(state["factors"][factor.name][key])

@@ -19,11 +19,14 @@ class Exchange:
     Args:
         assignment: Who owns and keeps what.
         rank: Rank of this process.
+
+    Attributes:
+        rank: The same.
     """
 
     def __init__(self, assignment: Assignment, *, rank: int) -> None:
         self._assignment = assignment
-        self._rank = rank
+        self.rank = rank
         # Forming groups is collective: every rank takes part in those of the others.
         columns = [assignment.column_ranks(c) for c in range(assignment.num_columns)]
         self._columns = [_new_group(ranks) for ranks in columns]
@@ -46,32 +49,30 @@ class Exchange:
                 parts += [count.reshape(1), *(_pack(block) for block in sums)]
             flat = torch.cat(parts)
             dist.reduce(flat, dst=owner)
-            if owner == self._rank:
+            if owner == self.rank:
                 own = _unpack_all(flat, theirs)
         return own
 
-    def share_solutions(self, factors: Sequence[Factor], fallbacks: Mapping[str, Tensor]) -> Tensor:
+    def add_up(self, count: Tensor) -> Tensor:
+        """The sum over all ranks: live with one rank, else a copy."""
+        if self._assignment.world_size == 1:
+            return count
+        total = count.clone()
+        dist.all_reduce(total)
+        return total
+
+    def share_solutions(self, factors: Sequence[Factor]) -> None:
         """Tell bases and eigenvalues from their owners to all ranks of their columns.
 
         Args:
             factors: Those with new ones at their owners; others receive them in place.
-            fallbacks: For this rank's, whether a decomposition had failed.
-
-        Returns:
-            How many of all that this rank has learnt of had failed.
         """
-        device = factors[0].device
-        failed = torch.zeros((), device=device)
         for owner, theirs in self._by_owner(factors).items():
             column = owner % self._assignment.num_columns
-            if column != self._rank % self._assignment.num_columns:
+            if column != self.rank % self._assignment.num_columns:
                 continue
-            flags = [fallbacks.get(factor.name, failed.new_zeros(())) for factor in theirs]
             tensors = [tensor for factor in theirs for tensor in (*factor.bases, *factor.values)]
-            flags_and_tensors = [torch.stack(flags), *tensors]
-            _broadcast(flags_and_tensors, source=owner, group=self._columns[column])
-            failed += flags_and_tensors[0].sum()
-        return failed
+            _broadcast(tensors, source=owner, group=self._columns[column])
 
     def share_updates(self, updates: Mapping[int, Sequence[Tensor]]) -> None:
         """Tell updates from each column to the others, in place.
@@ -79,7 +80,7 @@ class Exchange:
         Args:
             updates: The tensors of each column, filled where this rank is in that column.
         """
-        for column, source in enumerate(self._assignment.row_ranks(self._rank)):
+        for column, source in enumerate(self._assignment.row_ranks(self.rank)):
             _broadcast(list(updates.get(column, ())), source=source, group=self._row)
 
     def gather(self, factor: Factor) -> dict[str, Tensor]:

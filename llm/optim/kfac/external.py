@@ -215,7 +215,7 @@ def _library(module: str) -> Any:
         return importlib.import_module(f"kfac.{module}")
     except ImportError as error:
         raise ConfigError(
-            "--kfac-library kfac-pytorch needs a library that is not installed: "
+            "--kfac_library kfac-pytorch needs a library that is not installed: "
             "pip install git+https://github.com/gpauloski/kfac-pytorch; or use "
-            "--kfac-library native."
+            "--kfac_library native."
         ) from error

@@ -78,6 +78,11 @@ class Factor:
         self._step_sums, self._step_count = None, torch.zeros_like(count)
         return sums, count
 
+    def discard(self) -> None:
+        """Forget what was recorded since the last time."""
+        if self._step_sums is not None:
+            self._step_sums, self._step_count = None, torch.zeros_like(self._step_count)
+
     def _zeros(self) -> list[Tensor]:
         return [torch.zeros(w, w, device=self.device) for w in self.widths]
 

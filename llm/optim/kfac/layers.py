@@ -150,13 +150,13 @@ def find_layers(
             skipped[name] = reason
     if unmatched:
         raise ConfigError(
-            f"--kfac-skip-layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
+            f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
             "model; correct the pattern or leave it out."
         )
     if not found:
         raise ConfigError(
             "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
-            "its output head that --kfac-skip-layers leaves; train without --kfac."
+            "its output head that --kfac_skip_layers leaves; train without --kfac."
         )
     input_names = _shared_inputs(model, found, sample_forward)
     layers = tuple(
@@ -180,7 +180,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"--kfac-skip-layers {pattern!r} is no regular expression: {error}."
+            f"--kfac_skip_layers {pattern!r} is no regular expression: {error}."
         ) from error
 
 
@@ -209,7 +209,7 @@ def _reason(
         return "since its weight is tied to another's or computed"
     if not weight.requires_grad:
         return "since its weight is frozen"
-    return "as --kfac-skip-layers asks" if matched else None
+    return "as --kfac_skip_layers asks" if matched else None
 
 
 @torch.no_grad()

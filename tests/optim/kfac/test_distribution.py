@@ -206,5 +206,22 @@ def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
 
 @pytest.mark.parametrize("fraction", [0.75, 1.5, -1])
 def test_a_fraction_that_does_not_divide_the_ranks_is_refused(fraction):
-    with pytest.raises(ConfigError, match="--kfac-grad-worker-fraction"):
+    with pytest.raises(ConfigError, match="--kfac_grad_worker_fraction"):
         assign({"a": [("a.A", 1.0)]}, world_size=4, grad_worker_fraction=fraction)
+
+
+def count_failures():
+    """Rank 1 fails once; what each rank says of it, before and after a resume."""
+    dist.init_process_group("gloo")
+    curvature, *_ = make_optimizer(make_model(), "ekfac", 0.0)
+    if dist.get_rank() == 1:
+        curvature._fallbacks += 1
+    told = [curvature.metrics()["fallbacks"].item(), curvature.state_dict()["fallbacks"].item()]
+    curvature.load_state_dict(curvature.state_dict())
+    told.append(curvature.metrics()["fallbacks"].item())
+    dist.destroy_process_group()
+    return told
+
+
+def test_failures_are_counted_over_all_ranks_and_once_after_a_resume():
+    assert values(run_ranks(count_failures, 2)) == [[1.0, 1.0, 1.0]] * 2

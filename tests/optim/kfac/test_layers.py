@@ -111,4 +111,4 @@ def test_the_description_counts_parameters_and_says_why_modules_are_skipped():
     lines = family("gpt2", skip_layers=["mlp"]).describe().splitlines()
 
     assert lines[0] == "K-FAC covers 4 layers with 8,448 of 37,760 parameters (22.4%)."
-    assert "Not covered, as --kfac-skip-layers asks: transformer.h.0.mlp.c_fc" in "\n".join(lines)
+    assert "Not covered, as --kfac_skip_layers asks: transformer.h.0.mlp.c_fc" in "\n".join(lines)
