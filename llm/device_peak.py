@@ -1,5 +1,7 @@
 """What a device can do at best, and how much memory a process takes: yardsticks for the log."""
 
+import os
+import re
 import time
 from pathlib import Path
 
@@ -23,12 +25,17 @@ PEAK_TFLOPS = {
 """Dense bf16 or fp16 rate of one device in TFLOP/s, from the makers' data sheets."""
 
 _SIZE = 1024
-_SECONDS = 0.02
+_SECONDS = 0.2
 
 
 def peak_flops(device_name: str) -> float | None:
     """FLOP/s that a device can do at best in half precision, or None when unknown."""
-    names = [name for name in PEAK_TFLOPS if name.lower() in device_name.lower()]
+    names = [
+        name
+        for name in PEAK_TFLOPS
+        # As a whole word: an A4000 is no A40.
+        if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", device_name, re.IGNORECASE)
+    ]
     return PEAK_TFLOPS[max(names, key=len)] * 1e12 if names else None
 
 
@@ -49,7 +56,10 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of products of 1024 x 1024 matrices, the best of as many as 0.02 s allow."""
+    """FLOP/s of products of 1024 x 1024 matrices, the best of as many as 0.2 s allow.
+
+    Fewer are not enough: other programs make some of them slow.
+    """
     one, other = (torch.ones(_SIZE, _SIZE, device=device, dtype=dtype) for _ in range(2))
     product = one @ other  # the first one also sets the library up
     best = 0.0
@@ -64,10 +74,8 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def memory_in_use(device: torch.device) -> int | None:
@@ -83,4 +91,4 @@ def memory_in_use(device: torch.device) -> int | None:
         resident = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return None
-    return int(resident) * 4096
+    return int(resident) * os.sysconf("SC_PAGE_SIZE")

@@ -29,6 +29,7 @@ _CLASSES = (
     ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "gemm")),
 )
 _OTHER, _WAITING = "other operations", "waiting"
+_DEVICES = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
 
 
 class StepProfiler:
@@ -47,38 +48,51 @@ class StepProfiler:
         self._start, self._stop = span or (-1, -1)
         self._folder = folder
         self._rank = rank
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = device.type in _DEVICES
+        self._activities = [ProfilerActivity.CPU, *_DEVICES.get(device.type, ())]
         self._profile: Any = None
 
     def begin_step(self, step: int) -> None:
         """Called before a step; `step` steps are done."""
         if step != self._start:
             return
-        activities = [ProfilerActivity.CPU]
         if self._on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
-        self._profile = profile(activities=activities)
+            torch.accelerator.synchronize()
+        self._profile = profile(activities=self._activities)
         self._profile.__enter__()
         self._began = time.perf_counter()
 
-    def end_step(self, step: int) -> None:
-        """Called after a step; `step` steps are done."""
+    def end_step(self, step: int) -> bool:
+        """Called after a step; `step` steps are done. Whether there is something to write now."""
         if step != self._stop or self._profile is None:
-            return
+            return False
         if self._on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - self._began
+            torch.accelerator.synchronize()
+        self._seconds = time.perf_counter() - self._began
         self._profile.__exit__(None, None, None)
+        return True
+
+    def close(self) -> None:
+        """Called after the last step: says if a span was asked for and not seen as a whole."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+        if self._stop >= 0 and self._rank == 0:
+            logger.info(
+                f"--profile {self._start}:{self._stop}: this start did not train all of these "
+                "steps, and nothing was written."
+            )
+
+    def write(self) -> None:
+        """Write the trace, and on rank 0 the table."""
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"rank{self._rank}.trace.json.gz"
         self._profile.export_chrome_trace(str(trace))
         if self._rank == 0:
             busy = time_by_class(self._profile.events(), on_gpu=self._on_gpu)
-            lines = table(busy, seconds, steps=self._stop - self._start)
+            lines = table(busy, self._seconds, steps=self._stop - self._start)
             write_whole(self._folder / "profile.txt", "\n".join(lines) + "\n")
             logger.info("\n".join([*lines, f"trace: {trace}"]))
-        self._profile = None
+        self._profile, self._start, self._stop = None, -1, -1
 
 
 def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
@@ -90,6 +104,8 @@ def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     """
     busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
     for event in events:
+        if event.device_type.name != "CPU":
+            continue  # a kernel, which the operation that started it counts as its own time
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         busy[_class_of(event)] += microseconds / 1e6
     return busy

@@ -15,14 +15,16 @@ CPU = torch.device("cpu")
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
     ],
 )
 def test_the_peak_is_that_of_the_device(name, tflops):
     assert peak_flops(name) == tflops * 1e12
 
 
-def test_the_peak_of_an_unknown_device_is_unknown():
-    assert peak_flops("Abacus 2000") is None
+@pytest.mark.parametrize("name", ["Abacus 2000", "NVIDIA RTX A4000", "NVIDIA L40", "RTX A1000"])
+def test_the_peak_of_an_unknown_device_is_unknown(name):
+    assert peak_flops(name) is None
 
 
 def test_the_measured_peak_is_about_what_a_larger_product_reaches():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,43 @@ def test_a_product_inside_the_loss_counts_as_loss():
     assert busy["matmul"] == 0
 
 
+def event(name, *, device="CPU", microseconds, around=None):
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        self_device_time_total=microseconds,
+        self_cpu_time_total=1,
+        cpu_parent=around,
+    )
+
+
+def test_a_kernel_counts_once_as_the_operation_that_started_it():
+    step = event("Optimizer.step#AdamW.step", microseconds=0)
+    events = [
+        step,
+        event("aten::_fused_adamw_", microseconds=20, around=step),
+        event("adamw_kernel", device="CUDA", microseconds=20),
+        event("Optimizer.step#AdamW.step", device="CUDA", microseconds=20),
+        event("aten::mm", microseconds=100),
+        event("ampere_gemm", device="CUDA", microseconds=100),
+    ]
+    busy = time_by_class(events, on_gpu=True)
+    assert {name: round(1e6 * seconds) for name, seconds in busy.items() if seconds} == {
+        "optimizer": 20,
+        "matmul": 100,
+    }
+
+
+def test_a_span_that_this_start_does_not_train_is_said(tmp_path, caplog):
+    profiler = StepProfiler((1, 3), folder=tmp_path, rank=0, device=torch.device("cpu"))
+    with caplog.at_level("INFO", logger="llm"):
+        profiler.begin_step(1)
+        assert not profiler.end_step(2)
+        profiler.close()
+    assert "--profile 1:3: this start did not train all" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_nothing_accounts_for_is_waiting():
     lines = table({"matmul": 0.2, "loss": 0.1}, 0.4, steps=2)
     assert lines == [
@@ -59,7 +97,7 @@ def test_without_a_span_nothing_is_profiled(tmp_path):
     profiler = StepProfiler(None, folder=tmp_path / "p", rank=0, device=torch.device("cpu"))
     for step in range(3):
         profiler.begin_step(step)
-        profiler.end_step(step + 1)
+        assert not profiler.end_step(step + 1)
     assert not (tmp_path / "p").exists()
 
 
