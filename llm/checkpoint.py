@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -128,16 +128,18 @@ def found(folder: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def newest_valid(folder: Path) -> Checkpoint | None:
+def newest_valid(folder: Path, *, say: Callable[[str], object] = logger.info) -> Checkpoint | None:
     """The newest checkpoint whose every byte is as it was written; None if there is none.
 
-    A damaged one is passed over with a line in the log.
+    Args:
+        folder: Where checkpoints lie.
+        say: Told of each damaged one that is passed over.
     """
     for path in reversed(folders(folder)):
         try:
             return read_valid(path)
         except CheckpointError as error:
-            logger.info(f"A checkpoint is passed over. {error}")
+            say(f"A checkpoint is passed over. {error}")
     return None
 
 

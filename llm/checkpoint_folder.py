@@ -63,16 +63,15 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
             remove(checkpoint.path)
 
 
-def set_aside(folder: Path, *, after: int, saved: int) -> None:
+def set_aside(folder: Path, *, after: int) -> None:
     """Rename the checkpoints of a branch that was left, so that no resume takes them for newest.
 
     Args:
         folder: The run's `checkpoints` folder.
         after: Step from which training went on; what is later is of that branch.
-        saved: Step of the first checkpoint of the new branch, which stays.
     """
     for path in folders(folder):
-        if (step_of(path) or 0) > after and step_of(path) != saved:
+        if (step_of(path) or 0) > after:
             aside = path.with_name(f"{path.name}.superseded")
             if aside.exists():
                 remove(aside)

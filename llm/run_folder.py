@@ -110,6 +110,8 @@ class RunFolder:
                         shutil.rmtree(item)
                     else:
                         item.unlink(missing_ok=True)
+            for leftover in self.path.glob(".*.tmp"):  # of a start that was killed
+                leftover.unlink()
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable(error) from error

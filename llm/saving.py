@@ -30,7 +30,7 @@ from llm.checkpoint import (
     seal,
     split_state,
 )
-from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, set_aside, sync_file
+from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, sync_file
 from llm.errors import CheckpointError, NotFiniteError
 from llm.files import sync_folder
 
@@ -77,8 +77,7 @@ class Saver:
         keep_newest: How many of the newest to keep; None keeps all.
         keep_best: How many of the lowest validation loss to keep besides.
         max_failures: Saves in a row that may fail before training stops.
-        resumed_at: Step from which training goes on: later checkpoints are of a branch that it
-            leaves.
+        ranks_per_replica: Ranks in a row that hold the same where others hold something else.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Saver:
         keep_newest: int | None = None,
         keep_best: int = 0,
         max_failures: int = 3,
-        resumed_at: int | None = None,
+        ranks_per_replica: int = 1,
     ) -> None:
         self.held_up = 0.0
         self._folder = folder
@@ -105,7 +104,8 @@ class Saver:
         self._keep_newest = keep_newest
         self._keep_best = keep_best
         self._max_failures = max_failures
-        self._resumed_at = resumed_at
+        first = rank - rank % ranks_per_replica
+        self._replica = range(first, first + ranks_per_replica)
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -179,7 +179,8 @@ class Saver:
         # What is shared comes first: there all ranks must agree on who writes it.
         items = sorted(state.items(), key=lambda i: (REPLICA in i[0], -i[1].nbytes, i[0]))
         for name, tensor in items:
-            rank = self._rank if REPLICA in name else loads.index(min(loads))
+            among = self._replica if REPLICA in name else range(self._world_size)
+            rank = min(among, key=loads.__getitem__)
             if loads[rank] >= full_at[rank]:
                 files[rank] += 1
                 full_at[rank] = loads[rank] + _FILE_BYTES
@@ -312,9 +313,6 @@ class Saver:
         sync_file(temporary / MANIFEST)
         put_in_place(temporary, final)
         try:
-            if self._resumed_at is not None:
-                set_aside(self._folder, after=self._resumed_at, saved=snapshot.step)
-                self._resumed_at = None
             prune(
                 self._folder,
                 saved=snapshot.step,

@@ -39,6 +39,8 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of `state_dict`."""
+        # Checkpoints of before there was such a count.
+        state = {"evaluated_at": state["step"], **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 

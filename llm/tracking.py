@@ -141,7 +141,8 @@ class Tracker:
         log_to_trackers: Takes values and step, such as `Accelerator.log`.
         total_steps: Steps of the whole run.
         flops_per_token: Floating-point operations of one token, forward and backward.
-        peak_flops: FLOP/s of all devices together at best.
+        find_peak_flops: FLOP/s of all devices together at best; may take a moment to find out,
+            and is asked once, after the first steps.
         memory_in_use: Says how many bytes this process has taken, None where nobody knows.
     """
 
@@ -152,7 +153,7 @@ class Tracker:
         log_to_trackers: Callable[[dict[str, float], int], None],
         total_steps: int,
         flops_per_token: float,
-        peak_flops: float,
+        find_peak_flops: Callable[[], float],
         memory_in_use: Callable[[], int | None],
     ) -> None:
         self._path = metrics_path
@@ -160,7 +161,8 @@ class Tracker:
         self._log_to_trackers = log_to_trackers
         self._total_steps = total_steps
         self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
+        self._find_peak_flops = find_peak_flops
+        self._peak_flops: float | None = None
         self._memory_in_use = memory_in_use
         self._record: dict[str, Any] = {}
         self._before: str | None = None  # all lines but the one that is written anew
@@ -224,6 +226,9 @@ class Tracker:
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples of a step.
         """
+        if self._peak_flops is None:
+            with self.paused():
+                self._peak_flops = self._find_peak_flops()
         now = time.perf_counter()
         elapsed = now - self._started
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
@@ -289,12 +294,27 @@ class Tracker:
         scalars = {f"{group}/{name.removeprefix(f'{group}_')}": v for name, v in record.items()}
         self._log_to_trackers(scalars, step)
 
-    def join(self, step: int) -> None:
-        """Let what is reported next join the line of a step that an earlier start has written."""
+    def resume(self, step: int, *, evaluates: bool) -> None:
+        """Tell the trackers again what an earlier start has reported of the step to go on from.
+
+        They forget that step as they are opened, for it may get an evaluation.
+
+        Args:
+            step: Steps done.
+            evaluates: Whether the step's evaluation comes now: what is reported next joins the
+                line that the step has, in place of an evaluation that may stand there.
+        """
         lines = [] if self._path is None else self._path.read_text(encoding="utf-8").splitlines()
-        if lines and json.loads(lines[-1])["step"] == step:
-            self._record = json.loads(lines.pop())
-            self._before = "".join(f"{line}\n" for line in lines)
+        if not lines or json.loads(lines[-1])["step"] != step:
+            return
+        for name, value in json.loads(lines[-1]).items():
+            group = next((g for g in ("eval", "kfac") if name.startswith(f"{g}_")), "train")
+            if name != "step" and not (evaluates and group == "eval"):
+                self._add(step, {name: math.nan if value is None else value}, group=group)
+        if evaluates:
+            self._before = "".join(f"{line}\n" for line in lines[:-1])
+        else:
+            self._record = {}
 
     def commit(self, step: int) -> None:
         """Write what was reported for a step as one line, and see it on disk."""

@@ -11,7 +11,7 @@ import torch
 
 from llm import checkpoint, saving
 from llm.checkpoint import MANIFEST, PLAIN, REPLACED, seal
-from llm.checkpoint_folder import prune
+from llm.checkpoint_folder import prune, set_aside
 from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 
@@ -300,14 +300,14 @@ def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_the
     assert checkpoint.newest_valid(tmp_path).step == 5
 
 
-def test_a_branch_that_was_left_is_set_aside_by_the_first_save_of_the_new_one(tmp_path):
+def test_a_branch_that_was_left_is_set_aside(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
 
-    saver_of(tmp_path, filled(3), resumed_at=2).save(step=3, eval_loss=None)
+    set_aside(tmp_path, after=2)
 
-    assert checkpoint.newest_valid(tmp_path).step == 3
-    assert [c.step for c in checkpoint.found(tmp_path)] == [2, 3]
+    assert checkpoint.newest_valid(tmp_path).step == 2
+    assert [c.step for c in checkpoint.found(tmp_path)] == [2]
     assert sorted(path.name for path in tmp_path.glob("*.superseded")) == [
         "step_00000004.superseded",
         "step_00000006.superseded",

@@ -134,7 +134,7 @@ def make_tracker(path, seen):
         log_to_trackers=lambda values, step: seen.append((step, values)),
         total_steps=10,
         flops_per_token=1e6,
-        peak_flops=1e12,
+        find_peak_flops=lambda: 1e12,
         memory_in_use=lambda: 3 * 2**20,
     )
 
@@ -177,7 +177,8 @@ def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
 
 
 def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
-    clock = iter([0.0, 10.0, 110.0, 120.0])
+    # Begun; paused; paused once more, to find the peak; reported.
+    clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0])
     monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
     tracker.start(step=0, tokens=0, seconds=5.0)
@@ -198,12 +199,18 @@ def test_another_rank_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_reported_after_a_resume_joins_the_line_of_the_step(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n')
-    tracker = make_tracker(path, [])
+LINES = (
+    '{"step": 2, "loss": 2.0}\n{"step": 3, "loss": null, "kfac_condition": 9.0, "eval_loss": 7.0}\n'
+)
 
-    tracker.join(3)
+
+def test_an_evaluation_that_is_made_up_for_joins_the_line_of_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(LINES)
+    seen = []
+    tracker = make_tracker(path, seen)
+
+    tracker.resume(3, evaluates=True)
     tracker.log_evaluation({"loss": 1.5}, step=3)
     tracker.commit(3)
     tracker.log_evaluation({"loss": 1.25}, step=4)
@@ -212,6 +219,36 @@ def test_what_is_reported_after_a_resume_joins_the_line_of_the_step(tmp_path):
 
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 2, "loss": 2.0},
-        {"step": 3, "loss": 1.0, "eval_loss": 1.5},
+        {"step": 3, "loss": None, "kfac_condition": 9.0, "eval_loss": 1.5},
         {"step": 4, "eval_loss": 1.25},
     ]
+    told = [(step, name) for step, values in seen for name in values]
+    assert told == [
+        (3, "train/loss"), (3, "kfac/condition"), (3, "eval/loss"), (4, "eval/loss"),
+    ]  # fmt: skip
+
+
+def test_what_was_reported_of_the_step_to_go_on_from_is_told_again_and_written_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(LINES)
+    seen = []
+    tracker = make_tracker(path, seen)
+
+    tracker.resume(3, evaluates=False)
+    tracker.commit(3)
+    tracker.close()
+
+    assert path.read_text() == LINES
+    told = {name: value for _, values in seen for name, value in values.items()}
+    assert math.isnan(told.pop("train/loss"))
+    assert told == {"kfac/condition": 9.0, "eval/loss": 7.0}
+
+
+def test_a_step_of_which_nothing_was_reported_is_not_told(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(LINES)
+    seen = []
+    tracker = make_tracker(path, seen)
+    tracker.resume(4, evaluates=False)
+    tracker.close()
+    assert seen == []

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +61,9 @@ def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerat
     here; the second is left to `AcceleratedStrategy`, which does that autocast itself.
     """
     on_cpu = device.type == "cpu"
+    # Else DistributedDataParallel is told the rank's number on its node as its device, which is
+    # another one where a task sees its own GPU only. Batches are on the device already.
+    os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     data_parallel = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, broadcast_buffers=False
     )
@@ -79,7 +83,7 @@ class AcceleratedStrategy:
     """
 
     second_order: SecondOrder | None = None
-    """Set after `prepare` by who made the optimizer, where K-FAC is part of it."""
+    """Set by who makes the optimizer, where K-FAC is part of it."""
 
     def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
         self.accelerator = accelerator
@@ -100,7 +104,6 @@ class AcceleratedStrategy:
         self.model = loss.get_submodule("model")
         self.optimizer = make_optimizer(self.model)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._make_moments()
         self.wrapped = self._wrap(loss)
 
     def _wrap(self, loss: torch.nn.Module) -> torch.nn.Module:
@@ -273,17 +276,6 @@ class AcceleratedStrategy:
             "optimizer": {names[p]: moments[p] for p in self.parameters},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
-
-    def _make_moments(self) -> None:
-        """Let an optimizer that has no state yet create it before the first step, to load into."""
-        if self.optimizer.state:
-            return
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        # With the flag set, a step creates the moments and changes nothing.
-        self.optimizer.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave.

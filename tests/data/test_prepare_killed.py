@@ -22,7 +22,7 @@ GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix"
 pytestmark = pytest.mark.usefixtures("at_home")
 
 
-# Each part of the work takes a twentieth of a second, and leaves a line in a file.
+# Each part of the work takes some time, and leaves a line in a file.
 SLOW = """
 import os, sys, time
 from llm.data import preparation, tokenize_parts
@@ -31,17 +31,17 @@ preparation.PART_BYTES = 200
 write_part = tokenize_parts.write_part
 def slow(source, stem, **options):
     with open("begun", "a") as file:
-        file.write(f"{os.getpid()} {stem.name}\\n")
-    time.sleep(0.05)
+        print(os.getpid(), stem.name, file=file)
+    time.sleep({seconds})
     write_part(source, stem, **options)
 tokenize_parts.write_part = slow
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def start_slow(*argv):
+def start_slow(*argv, seconds=0.05):
     return subprocess.Popen(
-        [sys.executable, "-c", SLOW, *GOOD, *map(str, argv)],
+        [sys.executable, "-c", SLOW.format(seconds=seconds), *GOOD, *map(str, argv)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -145,7 +145,7 @@ def test_a_run_killed_at_any_time_goes_on_to_the_same_bytes(tmp_path):
 
 def test_a_killed_worker_is_one_sentence_and_no_other_goes_on(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
-    process = start_slow("--workers", 2)
+    process = start_slow("--workers", 2, seconds=0.5)
     wait_until(lambda: len({pid for pid, _ in begun()}) == 2)
     workers = {pid for pid, _ in begun()}
 
@@ -162,7 +162,7 @@ def test_a_killed_worker_is_one_sentence_and_no_other_goes_on(tmp_path):
 
 def test_an_interruption_ends_all_processes_with_a_sentence(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
-    process = start_slow("--workers", 2)
+    process = start_slow("--workers", 2, seconds=0.5)
     wait_until(lambda: len({pid for pid, _ in begun()}) == 2)
 
     process.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """What must be the same of a run that was cut and went on, and of one that was not."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def last_hash(run: Run) -> str:
     return f"step {newest.step}: {saved_hash(newest.path)}"
 
 
+def last_counts(run: Run) -> dict[str, Any]:
+    """What the newest checkpoint holds besides tensors, without what the clock says."""
+    newest = newest_valid(run.folder / "checkpoints")
+    assert newest is not None
+    counts = json.loads((newest.path / "state.json").read_text(encoding="utf-8"))
+    del counts["train"]["seconds"]
+    return counts
+
+
 def without_times(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without what the clock says."""
     return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
@@ -54,6 +64,7 @@ def curves(run: Run) -> dict[str, list[tuple[int, float]]]:
 def check_same(run: Run, straight: Run) -> None:
     """Compare state, metrics, curves and model with those of an uninterrupted run, bit by bit."""
     assert last_hash(run) == last_hash(straight)
+    assert last_counts(run) == last_counts(straight)
     assert without_times(run) == without_times(straight)
     assert curves(run) == curves(straight)
     model = "model.safetensors"

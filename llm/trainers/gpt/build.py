@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm import checkpoint, options
 from llm.checkpoint import Stateful
+from llm.checkpoint_folder import set_aside
 from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.device_peak import device_peak_flops, memory_in_use
@@ -97,14 +98,16 @@ def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> 
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
-    # An evaluation takes the weights only, and needs no moments.
-    kfac = make_kfac(config, model) if config.kfac and not config.eval_only else None
-    if kfac is None:
-        optimizer = make_adamw_of(config, model, accum_steps=inputs.replicas.accum_steps)
-    else:
-        optimizer = kfac.optimizer
-    strategy.prepare(loss, lambda _: optimizer)
-    strategy.second_order = kfac
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        # An evaluation takes the weights only.
+        if config.kfac and not config.eval_only:
+            kfac = make_kfac(config, model)
+            strategy.second_order = kfac
+            return kfac.optimizer
+        return make_adamw_of(config, model, accum_steps=inputs.replicas.accum_steps)
+
+    strategy.prepare(loss, make_optimizer)
     return strategy
 
 
@@ -189,17 +192,21 @@ def make_tracker(
     step = inputs.resume_from.step if inputs.resume_from else 0
     if strategy.rank == 0:
         inputs.run.cut_metrics(step=step)
+        if inputs.resume_from is not None:
+            set_aside(inputs.run.checkpoints, after=step)
     _open_trackers(config, inputs, accelerator, step=step)
-    if config.device_peak_tflops is None:
-        peak = device_peak_flops(strategy.device, config.mixed_precision)
-    else:
-        peak = config.device_peak_tflops * 1e12
+
+    def find_peak_flops() -> float:
+        if config.device_peak_tflops is not None:
+            return config.device_peak_tflops * 1e12 * strategy.world_size
+        return device_peak_flops(strategy.device, config.mixed_precision) * strategy.world_size
+
     return Tracker(
         metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: accelerator.log(values, step=step),
         total_steps=inputs.plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=inputs.block_size),
-        peak_flops=peak * strategy.world_size,
+        find_peak_flops=find_peak_flops,
         memory_in_use=lambda: memory_in_use(strategy.device),
     )
 
@@ -210,7 +217,8 @@ def _open_trackers(
     names: list[Any] = [name for name in config.report_to if name != "none"]
     if "tensorboard" in names:
         # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
-        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step + 1)
+        # The checkpoint's own step is told again by Tracker.resume.
+        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step)
         names[names.index("tensorboard")] = board
     accelerator.project_configuration.set_directories(str(inputs.run.path))
     accelerator.log_with = names
@@ -337,5 +345,5 @@ def _make_saver(
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
         max_failures=config.max_failed_saves,
-        resumed_at=inputs.resume_from.step if inputs.resume_from else None,
+        ranks_per_replica=inputs.replicas.ranks_each,
     )

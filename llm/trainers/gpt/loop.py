@@ -102,33 +102,36 @@ class Trainer:
         """Train; returns early, with everything saved, when asked to stop."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
-        self.make_up_for_evaluation()
+        if state.step:
+            self.take_up()
         waiting_since = time.perf_counter()
         with closing(self.loader.steps(self.state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
                 self.profiler.begin_step(state.step)
                 self.train_step(batch)
-                with self.tracker.paused():
-                    self.profiler.end_step(state.step)
+                if self.profiler.end_step(state.step):
+                    with self.tracker.paused():
+                        self.profiler.write()
                 if self.report_and_save() == "preempted":
                     break
                 waiting_since = time.perf_counter()
+        self.profiler.close()
         self.watchdog.got_on(step=state.step, phase="save")
         self.saver.finish(last=True)
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
-    def make_up_for_evaluation(self) -> None:
-        """Do what an earlier start, asked to stop at this very step, had no time for."""
+    def take_up(self) -> None:
+        """Go on from a step, with the evaluation that a stop at this very step had no time for."""
         step = self.state.step
-        if step == 0 or self.evaluate is None or self.state.evaluated_at == step:
-            return
-        if self.is_due(self.eval_every, or_last=True):
-            with self.tracker.paused():
-                self.tracker.join(step)
+        due = self.is_due(self.eval_every, or_last=True) and self.state.evaluated_at != step
+        evaluates = due and self.evaluate is not None
+        with self.tracker.paused():
+            self.tracker.resume(step, evaluates=evaluates)
+            if evaluates:
                 self.run_evaluation()
                 self.tracker.commit(step)
-            self.watchdog.got_on(step=step, phase="start")
+                self.watchdog.got_on(step=step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""

@@ -57,12 +57,10 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         ConfigError: There is none of that step.
     """
     if step == "latest":
-        for path in reversed(checkpoint.folders(folder)):
-            try:
-                return checkpoint.read_valid(path)
-            except CheckpointError as error:
-                sys.stderr.write(f"A checkpoint is passed over. {error}\n")
-        raise CheckpointError(f"{folder} holds no valid checkpoint.")
+        newest = checkpoint.newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
+        if newest is None:
+            raise CheckpointError(f"{folder} holds no valid checkpoint.")
+        return newest
     if step == BEST:
         best, remark = follow_best(folder)
         if best is None:
