@@ -45,7 +45,7 @@ FLOORS = [
         "tracking",
     },
     {"report.*"},
-    {"checkpoint_folder"},
+    {"checkpoint_folder", "snapshot"},
     {"saving"},
     {"trainers.gpt.loop"},
     {"trainers.gpt.start", "trainers.gpt.kfac", "trainers.gpt.replicas"},

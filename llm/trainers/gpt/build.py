@@ -345,5 +345,5 @@ def _make_saver(
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
         max_failures=config.max_failed_saves,
-        ranks_per_replica=inputs.replicas.ranks_each,
+        holders=strategy.holders,
     )
