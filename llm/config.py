@@ -465,6 +465,19 @@ class GPTConfig:
         group=CHECKPOINTS,
         resume="fixed",
     )
+    push_to_hub: bool = option(
+        False,
+        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
+        group=CHECKPOINTS,
+    )
+    hub_model_id: str | None = option(
+        None,
+        "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
+        group=CHECKPOINTS,
+    )
+    hub_private: bool = option(
+        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS
+    )
 
     exit_after: float | None = option(
         None,
@@ -525,6 +538,13 @@ class GPTConfig:
         "Text that the trained model continues at the end of the run, for a look at what it has "
         "learnt.",
         group=LOGGING,
+    )
+    sample_every: int | None = option(
+        None,
+        "Steps between samples that the model writes into log and TensorBoard while it trains; "
+        "they continue sample_prompt, or begin a text.",
+        group=LOGGING,
+        at_least=1,
     )
 
     data_parallel_shard_size: int = option(

@@ -33,6 +33,7 @@ def check(config: GPTConfig) -> None:
         *_kfac_problems(config),
         *_decentralized_problems(config),
         *_parallel_problems(config),
+        *_hub_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -267,6 +268,16 @@ def _decentralized_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
+def _hub_problems(config: GPTConfig) -> list[str]:
+    if config.push_to_hub:
+        return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
+    return [
+        f"--{name} belongs to --push_to_hub; give that too."
+        for name in ("hub_model_id", "hub_private")
+        if getattr(config, name)
+    ]
+
+
 def _parallel_problems(config: GPTConfig) -> list[str]:
     sizes = [name for name in _SIZES if getattr(config, name) > 1]
     if not sizes:
@@ -281,6 +292,11 @@ def _parallel_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
             "them out."
+        )
+    if config.sample_every is not None:
+        problems.append(
+            f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "
+            "one of them out."
         )
     return problems
 
