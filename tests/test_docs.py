@@ -38,14 +38,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 FOREIGN = {
     "torchrun": {
         "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
-        "rdzv_endpoint", "signals-to-handle", "signals_to_handle",
+        "rdzv_endpoint", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
     },
     "accelerate launch": {"multi_gpu"},
     "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},
     "mkdocs": {"strict"},
     "wget": {"continue", "directory-prefix"},
     "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
-    "benchmarks": {"make_corpus", "nanogpt", "llm_pytorch", "hf_trainer"},
+    "benchmarks": {"make_corpus", "nanogpt", "llm_pytorch", "hf_trainer", "only"},
     "pip and venv": {"system-site-packages"},
     "tensorboard": {"logdir", "port"},
     "wikiextractor": {"json", "discard_empty"},
