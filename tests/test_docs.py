@@ -27,7 +27,9 @@ from llm.options import fields
 from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
+from llm.runtime import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
+from llm.watchdog import EXIT_PEER_LOST
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
 
 ROOT = PACKAGE.parent
@@ -91,6 +93,7 @@ PROGRAMS = (
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointOptions, "run"),
     "generate": (GenerateOptions, "run"),
+    "parallel.topology": (TopologyOptions, None),
     "preflight": (PreflightOptions, None),
     "report": (ReportOptions, "runs"),
 }
@@ -152,7 +155,7 @@ def data_commands(page: Path) -> list[tuple[str, list[str]]]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.(\w+)(?: (.*))?$"
+    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.((?:parallel\.)?\w+)(?: (.*))?$"
     found = [re.match(starts, line) for line in lines]
     commands = [(match[1], match[2] or "") for match in found if match]
     # A file that is read from or written to by the shell is none of the program's words.
@@ -278,12 +281,35 @@ def test_the_data_guide_shows_every_program():
     assert shown == DATA_PROGRAMS.keys()
 
 
-def test_the_page_of_the_data_tools_is_generated_from_their_options():
-    page = read(ROOT / "docs/data-tools.md")
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [("data-tools.md", set(DATA_PROGRAMS.values())), ("cli.md", set(PROGRAMS))],
+)
+def test_the_tables_of_the_programs_options_are_generated_from_them(name, programs):
+    page = read(ROOT / "docs" / name)
     generator = runpy.run_path(str(ROOT / "docs/generate_configuration.py"))
-    assert generator["tools_page"](page) == page, "run: make configuration-page"
-    for program in DATA_PROGRAMS.values():
+    described = generator["PAGES"][name]
+    assert set(described) == programs
+    assert generator["programs_page"](page, described) == page, "run: make configuration-page"
+    for program in programs:
         assert all(f"| `{field.name}`" in page for field in fields(program))
+
+
+def test_the_page_of_the_command_lines_names_and_shows_every_program():
+    page = ROOT / "docs/cli.md"
+    started = [path for path in MODULES if '__name__ == "__main__"' in read(path)]
+    programs = {name_of(path).removesuffix(".__main__") for path in started}
+    rows = re.findall(r"^\| `python -m llm\.(\S+?)`", read(page), flags=re.MULTILINE)
+    shown = {program for program, _ in commands_of(page)}
+    shown |= {f"data.{program}" for program, _ in data_commands(page)}
+    shown |= {"trainers.gpt"} if trainer_commands(page) else set()
+    assert sorted(rows) == sorted(programs)
+    assert shown == programs
+
+
+def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
+    rows = re.findall(r"^\| (\d+) \|.*\|.*the trainer", read(ROOT / "docs/cli.md"), re.MULTILINE)
+    assert rows == [str(EXIT_PREEMPTED), str(EXIT_PEER_LOST), "130"]
 
 
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
