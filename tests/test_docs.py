@@ -1,6 +1,7 @@
 """Keeps the pages true: options, commands, links, file trees, floors, keys."""
 
 import ast
+import bz2
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -278,6 +280,19 @@ def test_the_benchmarks_page_shows_every_report():
     page = read(ROOT / "docs/benchmarks.md")
     for report in (ROOT / "benchmarks/results").glob("*.md"):
         assert f'--8<-- "benchmarks/results/{report.name}:3:"' in page
+
+
+def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
+    page = read(ROOT / "docs/guides/wikipedia.md")
+    script = page.split('```python title="make_dump.py"\n')[1].split("```")[0]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    dump = ElementTree.fromstring(
+        bz2.decompress((tmp_path / "toywiki-latest-pages-articles.xml.bz2").read_bytes())
+    )
+    texts = [text.text or "" for text in dump.iter("text")]
+    assert f"wrote {len(texts)} article(s) total" in page
+    assert texts[0].startswith("First Citizen:\nBefore we proceed any further")
 
 
 def test_the_data_guide_shows_every_program():
