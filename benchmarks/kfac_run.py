@@ -1,7 +1,7 @@
 """One training of `benchmarks.kfac`: a small GPT-Neo on characters, by one optimizer.
 
 python -m benchmarks.kfac_run '{"method": "ekfac", ...}' prints a JSON object: the validation loss
-after every so many steps, and the processor time until then.
+after every so many steps and after the last, and the processor time until then.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class Optimizers:
         self.preconditioner: Preconditioner | None = None
         method, rate = options["method"], options["learning_rate"]
         groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
-        if method in ("ekfac", "kfac-pytorch"):
+        if method in ("ekfac", "eigen-compat"):
             self.curvature = Curvature(
                 find_layers(model, sample_forward=lambda m: m(torch.zeros(1, 8, dtype=torch.long))),
                 method="ekfac" if method == "ekfac" else "eigen",
@@ -121,7 +121,7 @@ class Optimizers:
                     model, learning_rate=rate, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=1e-8
                 )
             ]
-        if method == "kfac-pytorch":
+        if method == "eigen-compat":
             assert self.curvature is not None
             self.preconditioner = Preconditioner(
                 self.curvature, model.parameters(), damping=0.001, kl_clip=0.001, graft=False
@@ -193,7 +193,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         optimizers.step(model, schedule(step))
         each.append(time.process_time() - began)
         seconds += each[-1]
-        if (step + 1) % options["evaluate_every"] == 0:
+        if (step + 1) % options["evaluate_every"] == 0 or step + 1 == steps:
             curve.append([step + 1, seconds, validation_loss(loss, text)])
     return {
         "curve": curve,
