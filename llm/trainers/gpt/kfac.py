@@ -1,7 +1,6 @@
-"""From the options to an optimizer: K-FAC in one of its forms, or AdamW alone."""
+"""From the options to an optimizer: K-FAC in one of its forms, or one without it."""
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -10,12 +9,14 @@ from transformers import PreTrainedModel
 
 from llm.config import GPTConfig
 from llm.optim.accum_adamw import make_accum_adamw
-from llm.optim.groups import make_adamw, parameter_groups
+from llm.optim.groups import embeddings_and_head, make_adamw, make_sgd, parameter_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
+from llm.optim.kfac.soap import make_soap
+from llm.optim.muon import make_muon
 from llm.rules import kfac_method, preconditioner_options
 
 UPDATE_STEPS = 10
@@ -77,22 +78,38 @@ class KFAC:
         self._state.load_state_dict(state)
 
 
-def make_adamw_of(
+def make_optimizer_of(
     config: GPTConfig, model: PreTrainedModel, *, accum_steps: int | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW as the options have it; with `accum_steps` the one whose moments wait so long."""
+    """The optimizer of a run without K-FAC, or behind a preconditioner.
+
+    Args:
+        config: The options.
+        model: What to train.
+        accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
+
+    Raises:
+        ConfigError: The optimizer finds nothing to train.
+    """
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        return make_sgd(model, learning_rate=rate, weight_decay=decay, momentum=momentum)
     beta1, beta2 = config.betas
-    make: Any = make_adamw
+    common: dict[str, Any] = {"learning_rate": rate, "betas": (beta1, beta2), "eps": config.eps}
+    if config.optimizer == "soap":
+        return make_soap(
+            parameter_groups(model, weight_decay=decay),
+            outside=embeddings_and_head(model),
+            update_steps=config.soap_update_steps or UPDATE_STEPS,
+            **common,
+        )
+    if config.optimizer == "muon":
+        momentum = 0.95 if config.momentum is None else config.momentum
+        return make_muon(model, weight_decay=decay, momentum=momentum, **common)
     if accum_steps is not None:
-        make = functools.partial(make_accum_adamw, accum_steps=accum_steps)
-    optimizer: torch.optim.Optimizer = make(
-        model,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(beta1, beta2),
-        eps=config.eps,
-    )
-    return optimizer
+        return make_accum_adamw(model, weight_decay=decay, accum_steps=accum_steps, **common)
+    return make_adamw(model, weight_decay=decay, **common)
 
 
 def make_kfac(config: GPTConfig, model: PreTrainedModel) -> KFAC:
@@ -135,7 +152,7 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
             eps=config.eps,
         )
         return KFAC(ekfac, recorder=curvature, preconditioner=None, description=description)
-    adamw = make_adamw_of(config, model)
+    adamw = make_optimizer_of(config, model)
     preconditioner = Preconditioner(
         curvature,
         _trained(adamw),
@@ -149,7 +166,7 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
 def _external(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
     method = kfac_method(config)
     assert method != "ekfac"  # rules.py has refused it
-    adamw = make_adamw_of(config, model)
+    adamw = make_optimizer_of(config, model)
     external = ExternalPreconditioner(
         coverage,
         _trained(adamw),
