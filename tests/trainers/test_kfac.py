@@ -50,6 +50,11 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     assert "method is ekfac; factors are updated every 10 steps" in log
     assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
     assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)
+    # Without an update there is no time of one.
+    timed = [record for record in alone.metrics if "kfac_inv_update_ms" in record]
+    assert 0 < len(timed) < len(alone.metrics)
+    assert all(0 < record["kfac_inv_update_ms"] < record["ms_per_step"] for record in timed)
+    assert all(0 < record["kfac_factor_update_ms"] < record["ms_per_step"] for record in timed)
 
 
 @pytest.mark.parametrize(
