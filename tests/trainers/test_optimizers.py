@@ -25,16 +25,23 @@ def dropout(tmp_path_factory) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ranks", "precision"),
-    [("muon", 2, "fp16"), ("soap", 1, "no"), ("soap", 2, "fp16"), ("sgd", 2, "fp16")],
+    ("optimizer", "ranks", "precision", "momentum"),
+    [
+        ("muon", 2, "fp16", None),
+        ("soap", 1, "no", None),
+        ("soap", 2, "fp16", None),
+        ("sgd", 2, "fp16", None),
+        ("sgd", 1, "no", 0),  # no state at all
+    ],
 )
-def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision):
+def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum):
     """Dropout is on, an interval of the log is open at the checkpoint, bases are due after it."""
     options = {
         "optimizer": optimizer,
         "ranks": ranks,
         "mixed_precision": precision,
         "learning_rate": RATES[optimizer],
+        "momentum": momentum,
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
         "soap_update_steps": 4 if optimizer == "soap" else None,
