@@ -27,7 +27,7 @@ from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
-from llm.trainers.gpt.kfac import make_adamw_of, make_kfac
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
@@ -101,7 +101,7 @@ def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> 
             kfac = make_kfac(config, model)
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_adamw_of(config, model, accum_steps=inputs.replicas.accum_steps)
+        return make_optimizer_of(config, model, accum_steps=inputs.replicas.accum_steps)
 
     strategy.prepare(loss, make_optimizer)
     return strategy
