@@ -316,6 +316,11 @@ def _parallel_problems(config: GPTConfig) -> list[str]:
             f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
             "them out."
         )
+    if config.optimizer in ("muon", "soap"):
+        problems.append(
+            f"--optimizer {config.optimizer} needs whole weights on every rank, which "
+            f"--{sizes[0]} divides; take adamw or sgd."
+        )
     if config.sample_every is not None:
         problems.append(
             f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "

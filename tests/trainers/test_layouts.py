@@ -102,6 +102,8 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, precision):
     ("options", "complaint"),
     [
         ({"kfac": True}, "--kfac needs whole weights on every rank"),
+        ({"optimizer": "soap"}, "--optimizer soap needs whole weights on every rank"),
+        ({"sample_every": 5}, "--sample_every needs the whole model on one rank"),
         ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
         ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that were started"),
     ],
