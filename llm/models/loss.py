@@ -141,7 +141,7 @@ class LanguageModelLoss(nn.Module):
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
         if isinstance(head.weight, DTensor):
-            return divided_loss(
+            divided: Tensor = divided_loss(
                 hidden,
                 head.weight,
                 head.bias,
@@ -149,6 +149,7 @@ class LanguageModelLoss(nn.Module):
                 vocab_size=self.vocab_size,
                 rows=rows,
             )
+            return divided
         buffer = self._logits_buffer(hidden, rows, head.weight.shape[0])
         arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
         # torch.compile unrolls the loop over chunks: welcome where they are few and large.

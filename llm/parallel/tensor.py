@@ -16,8 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+from llm.parallel.own_randomness import OwnRandomness, has_attention_dropout
+
 _FUSED = 3  # query, key and value lie side by side in GPT-2's columns
-_Forward = Callable[[Tensor], Tensor]
+_SPLITTING = ("colwise", "conv1d_heads")
+_JOINING = ("rowwise", "conv1d_rowwise")
 
 
 def divide_layers(
@@ -45,10 +48,22 @@ def divide_layers(
         for parameter, _ in list(module.named_parameters(recurse=False)):
             layer.shard_param(module, parameter, mesh)
         layer.install_forward(module, mesh)
+    if has_attention_dropout(model.config.to_dict()):
+        _draw_own_masks(model, mesh, styles)
     for name, attribute in per_rank.items():
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // mesh.size())
     model.tie_weights()
+
+
+def _draw_own_masks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+    """Give each rank's attention heads dropout masks of their own."""
+    own = OwnRandomness(next(model.parameters()).device, mesh.get_local_rank())
+    for name, style in styles.items():
+        if "att" in name and style in _SPLITTING:
+            own.begin_after(model.get_submodule(name))
+        elif "att" in name and style in _JOINING:
+            own.end_before(model.get_submodule(name))
 
 
 def _conv1d_colwise(module: Any, mesh: DeviceMesh) -> None:
@@ -67,7 +82,9 @@ def _conv1d_rowwise(module: Any, mesh: DeviceMesh) -> None:
     _divide(module, mesh, weight=Shard(0))
 
     def forward(inputs: Tensor) -> Tensor:
-        return _summed(F.linear(inputs, module.weight.to_local().t()), mesh) + module.bias
+        product = F.linear(inputs, module.weight.to_local().t())
+        total: Tensor = _summed(product, mesh) + module.bias
+        return total
 
     module.forward = forward
 
