@@ -573,6 +573,13 @@ class GPTConfig:
         group=PARALLEL,
         at_least=1,
     )
+    tensor_parallel_size: int = option(
+        1,
+        "Ranks that compute every layer together, each some of its heads and columns; keep them on "
+        "one node.",
+        group=PARALLEL,
+        at_least=1,
+    )
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",

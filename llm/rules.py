@@ -14,7 +14,7 @@ _OF_MODE = {
     "gossip": ("topology", "gossip_order", "gossip_group"),
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
-_SIZES = ("data_parallel_shard_size",)
+_SIZES = ("data_parallel_shard_size", "tensor_parallel_size")
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 

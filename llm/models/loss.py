@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from llm.models.divided_loss import divided_loss
 from llm.models.masking import run_model
 from llm.models.tied_embedding import TiedEmbedding
 
@@ -138,6 +140,16 @@ class LanguageModelLoss(nn.Module):
             tied = None  # nobody, or nobody in particular, would end the head's gradient
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
+        if isinstance(head.weight, DTensor):
+            divided: Tensor = divided_loss(
+                hidden,
+                head.weight,
+                head.bias,
+                labels.flatten(),
+                vocab_size=self.vocab_size,
+                rows=rows,
+            )
+            return divided
         buffer = self._logits_buffer(hidden, rows, head.weight.shape[0])
         arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
         # torch.compile unrolls the loop over chunks: welcome where they are few and large.

@@ -8,7 +8,7 @@ et al. 2023, arXiv:2304.11277.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class ShardedStrategy(AcceleratedStrategy):
         mixed_precision: no, fp8, fp16 or bf16.
         layout: Where the ranks stand.
         blocks: The model's layers, each of which is gathered as a whole.
+        divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class ShardedStrategy(AcceleratedStrategy):
         mixed_precision: str,
         layout: Layout,
         blocks: Iterable[nn.Module],
+        divide_layers: Callable[[DeviceMesh], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
         self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
         self.mesh = make_mesh(layout, self.device.type)
         self._blocks = blocks
+        self._divide_layers = divide_layers
         self._half_blocks = mixed_precision == "bf16"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
@@ -86,6 +89,10 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _divide(self, loss: nn.Module) -> None:
         """Turn every parameter into this rank's part of it."""
+        if self._divide_layers is not None:
+            self._divide_layers(self.mesh["tensor"])
+        if self._averaged_ranks == 1:
+            return
         mesh = self.mesh["shard"]
         if self.layout.replicate > 1:
             mesh = self.mesh["replicate", "shard"]
@@ -124,7 +131,12 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _hand_over_gradients(self) -> None:
         for parameter, part in zip(self.parameters, self.stepped, strict=True):
-            part.grad = None if parameter.grad is None else _part(parameter.grad)
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                # Of a copied weight it may still be the ranks' terms.
+                gradient = gradient.redistribute(placements=parameter.placements)
+                parameter.grad = gradient
+            part.grad = None if gradient is None else _part(gradient)
 
     def _gradient_norm(self) -> Tensor:
         """Each part of the gradient counts once, wherever it lies."""

@@ -82,7 +82,12 @@ def model_of(
         no_bias=config.no_bias,
         pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
         fused_gelu=config.fused_gelu,
-        tied_gradients=config.tied_gradients and not config.torch_compile,
+        tied_gradients=(
+            config.tied_gradients
+            and not config.torch_compile
+            # The embedding's rows are divided, and looked up in another way.
+            and config.tensor_parallel_size == 1
+        ),
         trust_remote_code=config.trust_remote_code,
     )
 

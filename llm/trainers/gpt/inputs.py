@@ -24,6 +24,7 @@ from llm.data.token_corpus import TokenFileChecks, open_token_corpus
 from llm.errors import ConfigError, DataError
 from llm.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
+from llm.models.plans import check_tensor_parallel
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.parallel.layout import Layout, lay_out
@@ -100,10 +101,15 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     if not config.eval_only:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
-    layout = lay_out(world.world_size, shard=config.data_parallel_shard_size)
+    layout = lay_out(
+        world.world_size,
+        shard=config.data_parallel_shard_size,
+        tensor=config.tensor_parallel_size,
+    )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
+    check_tensor_parallel(model_config, layout.tensor)
     block_size = _block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = _document_ends(config, tokenizer)

@@ -3,11 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm import checkpoint
@@ -16,6 +18,7 @@ from llm.config import GPTConfig
 from llm.errors import CheckpointError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
+from llm.models.plans import tensor_plan
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
@@ -23,6 +26,7 @@ from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
 from llm.parallel.rounds import Round, check_topology, make_rounds
 from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.tensor import divide_layers
 
 MOST_ACCUM_STEPS = 8
 
@@ -102,6 +106,7 @@ def choose_strategy(
             mixed_precision=config.mixed_precision,
             layout=layout,
             blocks=find_blocks(model),
+            divide_layers=_layer_division(model) if layout.tensor > 1 else None,
         )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
@@ -130,6 +135,11 @@ def choose_strategy(
         make_averaging=make_averaging,
         ranks_per_replica=replicas.ranks_each,
     )
+
+
+def _layer_division(model: PreTrainedModel) -> Callable[[DeviceMesh], None]:
+    plan = tensor_plan(model)
+    return partial(divide_layers, model, styles=plan.styles, per_rank=plan.per_rank)
 
 
 def load_checkpoint(found: Checkpoint, parts: Mapping[str, Stateful]) -> None:

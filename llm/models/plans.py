@@ -1,0 +1,179 @@
+"""How the layers of a model are divided over ranks that compute each layer together.
+
+A plan names a style for each module that is divided: by columns, the outputs and with them the
+attention heads; by rows, the inputs; see Shoeybi et al. 2019, arXiv:1909.08053. Most newer
+architectures bring a plan in transformers; GPT-2, GPT-Neo and OPT get theirs here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from llm.errors import ConfigError
+
+STYLES = frozenset(
+    {
+        "colwise",
+        "rowwise",
+        "colwise_gather_output",
+        "rowwise_split_input",
+        "embedding_rowwise",
+        "replicated_with_grad_allreduce",
+    }
+)
+"""Those of transformers' styles that leave every weight in one piece on each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Which modules of a model are divided, and how.
+
+    Attributes:
+        styles: Style by the module's name; `*` stands for the number of a layer.
+        per_rank: Attribute that counts what each rank has a share of, by the module's name.
+    """
+
+    styles: Mapping[str, str]
+    per_rank: Mapping[str, str] = field(default_factory=dict)
+
+
+_OURS = {
+    "gpt2": TensorPlan(
+        styles={
+            "transformer.wte": "embedding_rowwise",
+            "transformer.h.*.attn.c_attn": "conv1d_heads",
+            "transformer.h.*.attn.c_proj": "conv1d_rowwise",
+            "transformer.h.*.mlp.c_fc": "conv1d_colwise",
+            "transformer.h.*.mlp.c_proj": "conv1d_rowwise",
+            "lm_head": "colwise_gather_output",
+        },
+        per_rank={"transformer.h.*.attn": "split_size"},
+    ),
+    "gpt_neo": TensorPlan(
+        styles={
+            "transformer.wte": "embedding_rowwise",
+            "transformer.h.*.attn.attention.q_proj": "colwise",
+            "transformer.h.*.attn.attention.k_proj": "colwise",
+            "transformer.h.*.attn.attention.v_proj": "colwise",
+            "transformer.h.*.attn.attention.out_proj": "rowwise",
+            "transformer.h.*.mlp.c_fc": "colwise",
+            "transformer.h.*.mlp.c_proj": "rowwise",
+            "lm_head": "colwise_gather_output",
+        },
+        per_rank={"transformer.h.*.attn.attention": "num_heads"},
+    ),
+    "opt": TensorPlan(
+        styles={
+            "model.decoder.embed_tokens": "embedding_rowwise",
+            "model.decoder.layers.*.self_attn.q_proj": "colwise",
+            "model.decoder.layers.*.self_attn.k_proj": "colwise",
+            "model.decoder.layers.*.self_attn.v_proj": "colwise",
+            "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+            "model.decoder.layers.*.fc1": "colwise",
+            "model.decoder.layers.*.fc2": "rowwise",
+            "lm_head": "colwise_gather_output",
+        },
+        per_rank={"model.decoder.layers.*.self_attn": "num_heads"},
+    ),
+}
+
+
+def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
+    """Refuse an architecture whose layers cannot be divided over so many ranks.
+
+    Args:
+        config: The model's configuration.
+        size: Ranks that compute each layer together.
+
+    Raises:
+        ConfigError: It has no plan that is exact here, or its heads are not divisible.
+    """
+    if size == 1:
+        return
+    text_config = config.get_text_config()
+    kind = config.model_type
+    if kind not in _OURS and not _has_plan(type(text_config)):
+        raise ConfigError(
+            f"--tensor_parallel_size {size} needs a plan of how to divide {kind}, and there is "
+            f"none; divide its weights with --data_parallel_shard_size {size}, or choose one of "
+            f"{', '.join(planned_model_types())}."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text_config, name, None)
+        if heads is not None and heads % size and _divides_heads(kind, text_config):
+            raise ConfigError(
+                f"--tensor_parallel_size {size} does not divide the {heads} {name} of {kind}; "
+                f"choose a divisor of {heads}, and the rest with --data_parallel_shard_size."
+            )
+
+
+def planned_model_types() -> list[str]:
+    """The model types of causal language models that have a plan, ours among them."""
+    types = {kind for kind, config in CONFIG_MAPPING.items() if _is_planned(config)}
+    return sorted(types | _OURS.keys())
+
+
+def tensor_plan(model: PreTrainedModel) -> TensorPlan:
+    """The plan of a model, with the names of its own modules.
+
+    Args:
+        model: A causal language model that `check_tensor_parallel` has let pass.
+    """
+    plan = _OURS.get(model.config.model_type) or TensorPlan(styles=_library_styles(model))
+    return TensorPlan(
+        styles=_named(model, plan.styles),
+        per_rank=_named(model, plan.per_rank),
+    )
+
+
+def _library_styles(model: PreTrainedModel) -> dict[str, str]:
+    styles = dict(model.tp_plan or {})
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    # A head that is the embedding too has to lie as that one does.
+    if head is not None and names[head] in styles and isinstance(embedding, nn.Embedding):
+        styles[names[embedding]] = "embedding_rowwise"
+    return styles
+
+
+def _named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """What the patterns say, by the names of the modules that they match.
+
+    Raises:
+        ConfigError: A pattern matches nothing: the model is not what the plan was made for.
+    """
+    by_pattern: dict[str, list[str]] = {}
+    for name, _ in model.named_modules():
+        by_pattern.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    missing = sorted(set(patterns) - by_pattern.keys())
+    if missing:
+        raise ConfigError(
+            f"The tensor-parallel plan names {missing[0]}, which {type(model).__name__} has not; "
+            "divide its weights with --data_parallel_shard_size."
+        )
+    return {name: value for key, value in patterns.items() for name in by_pattern[key]}
+
+
+def _has_plan(config_class: type[PreTrainedConfig]) -> bool:
+    plan = getattr(config_class, "base_model_tp_plan", None) or {}
+    return bool(plan) and STYLES.issuperset(plan.values())
+
+
+def _is_planned(config_class: type[PreTrainedConfig]) -> bool:
+    return config_class in MODEL_FOR_CAUSAL_LM_MAPPING and _has_plan(config_class)
+
+
+def _divides_heads(kind: str, config: PreTrainedConfig) -> bool:
+    styles = getattr(config, "base_model_tp_plan", None) or {}
+    return kind in _OURS or any(
+        style == "colwise" and "att" in name.split(".")[-2] for name, style in styles.items()
+    )

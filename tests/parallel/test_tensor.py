@@ -1,0 +1,238 @@
+"""Layers computed by several ranks together train as the whole model does on one rank."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM
+
+from llm.models.blocks import find_blocks
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
+from llm.models.plans import tensor_plan
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.layout import lay_out
+from llm.parallel.own_randomness import OwnRandomness
+from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.tensor import divide_layers
+from llm.strategy import MicroBatch
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 8, 12, 3
+TP2, TP4, TP2_FSDP2 = {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "shard": 2}
+CHANGES = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    # A vocabulary that no number of ranks divides, tied to the head.
+    "gpt2": {"n_head": 4, "vocab_size": 321, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "gpt_neo": {"embed_dropout": 0, "attention_dropout": 0, "resid_dropout": 0},
+    "opt": {"dropout": 0, "attention_dropout": 0, "pad_token_id": 1},
+    "gpt_neox": {"tie_word_embeddings": True},
+    "phi": {"attention_dropout": 0, "resid_pdrop": 0},  # its head has a bias
+}
+
+
+def make_model(family: str, **changes):
+    torch.manual_seed(0)
+    config = tiny_config(family, **{**CHANGES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # a bias of zeros or a gain of ones would hide a mistake
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def prepare(model, sizes: dict[str, int], *, chunked: bool = True):
+    """A strategy that trains the model on the ranks of a layout."""
+    windows_are_whole()
+    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    if layout.world_size > 1:
+        plan = tensor_plan(model)
+
+        def divide(mesh):
+            divide_layers(model, mesh, styles=plan.styles, per_rank=plan.per_rank)
+
+        strategy = ShardedStrategy(
+            accelerator=accelerator,
+            mixed_precision="no",
+            layout=layout,
+            blocks=find_blocks(model),
+            divide_layers=divide,
+        )
+
+    def make_optimizer(model):
+        return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+    strategy.prepare(LanguageModelLoss(model, chunked=chunked), make_optimizer)
+    return strategy
+
+
+def micro_batches(strategy, step: int, accumulation: int):
+    """This rank's share of a step's batch, and the number of tokens of the whole one."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    size = BATCH // (strategy.data_ranks * accumulation)
+    starts = range(strategy.data_rank * size, BATCH, strategy.data_ranks * size)
+    parts = [slice(start, start + size) for start in starts]
+    return [MicroBatch(inputs[p], labels[p]) for p in parts], int((labels != -100).sum())
+
+
+def train(family: str, sizes: dict[str, int], accumulation: int = 1, chunked: bool = True):
+    """Losses and norms of a few steps; then an evaluation, predictions and the weights."""
+    strategy = prepare(make_model(family), sizes, chunked=chunked)
+    seen = []
+    for step in range(STEPS):
+        batches, num_tokens = micro_batches(strategy, step, accumulation)
+        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+    batches, _ = micro_batches(strategy, STEPS, accumulation)
+    evaluated = sum(torch.stack(strategy.evaluate(batch)) for batch in batches)
+    seen.append([*strategy.reduce_sum(evaluated).tolist(), 0.0])
+    predicted = torch.cat([strategy.gather(strategy.predict(batch)) for batch in batches])
+    return torch.tensor(seen), predicted, strategy.full_state_dict()
+
+
+def train_each(cases):
+    return [train(*case) for case in cases]
+
+
+def assert_trains_as_on_one_rank(ranks: int, cases) -> None:
+    """Every case on so many ranks against its model on one rank; one start for all of them."""
+    families = list(dict.fromkeys(family for family, *_ in cases))
+    whole = values(run_ranks(train_each, 1, [(family, {}) for family in families]))[0]
+    expected = dict(zip(families, whole, strict=True))
+    for rank, outcomes in enumerate(values(run_ranks(train_each, ranks, cases))):
+        for case, (seen, predicted, weights) in zip(cases, outcomes, strict=True):
+            seen_whole, predicted_whole, weights_whole = expected[case[0]]
+            torch.testing.assert_close(
+                seen, seen_whole, rtol=1e-5, atol=0, msg=lambda text, case=case: f"{case}: {text}"
+            )
+            # Of two logits that are as good as equal, rounding may prefer either.
+            assert (predicted == predicted_whole).float().mean() > 0.97, case
+            assert weights.keys() == (weights_whole.keys() if rank == 0 else set())
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, weights_whole[name], rtol=1e-3, atol=5e-4)
+
+
+def test_two_ranks_compute_each_layer_of_every_kind_of_plan():
+    families = ["llama", "qwen3", "gpt_neox", "phi", "gpt2", "opt", "gpt_neo"]
+    assert_trains_as_on_one_rank(2, [(family, TP2) for family in families])
+
+
+def test_accumulated_gradients_and_gathered_logits_are_the_same():
+    cases = [(family, TP2, 2) for family in ("gpt2", "qwen3")]
+    assert_trains_as_on_one_rank(2, [*cases, ("gpt2", TP2, 1, False), ("llama", TP2, 1, False)])
+
+
+def test_four_ranks_compute_layers_divide_weights_and_hold_replicas():
+    cases = [(family, sizes, 2) for family in ("gpt2", "llama") for sizes in (TP2_FSDP2, TP2)]
+    assert_trains_as_on_one_rank(4, [*cases, ("llama", TP4), ("gpt2", TP4), ("qwen3", TP2_FSDP2)])
+
+
+def pieces(sizes: dict[str, int]):
+    """What each rank holds of GPT-2, and what a checkpoint would take it for."""
+    strategy = prepare(make_model("gpt2"), sizes)
+    held = total = 0
+    for name, parameter in strategy.model.named_parameters():
+        local, whole = parameter, parameter.detach()
+        if isinstance(parameter, DTensor):
+            local, whole = parameter.to_local(), parameter.full_tensor().detach()
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+            assert torch.equal(local, whole[box]), name
+        assert local.untyped_storage().nbytes() <= 4 * local.numel() + 1024, name
+        if whole.ndim == 2 and "wpe" not in name:
+            held, total = held + local.numel(), total + whole.numel()
+    return held / total
+
+
+@pytest.mark.parametrize("sizes", [TP2, TP2_FSDP2])
+def test_a_rank_holds_one_piece_of_each_matrix_and_nothing_else(sizes):
+    ranks = 2 * sizes.get("shard", 1)
+    for share in values(run_ranks(pieces, ranks, sizes)):
+        assert share == pytest.approx(1 / ranks, rel=0.02)
+
+
+def draw_around_own_heads():
+    """Numbers drawn before, between and after two stretches of own numbers; then again."""
+    dist.init_process_group("gloo")
+    own = OwnRandomness(torch.device("cpu"), dist.get_rank())
+    first, last = torch.nn.Identity(), torch.nn.Identity()
+    own.begin_after(first)
+    own.end_before(last)
+
+    def draw():
+        torch.manual_seed(3)
+        drawn = [torch.rand(4)]
+        for _ in range(2):
+            for module in (first, first, last):
+                module(drawn[0])
+                drawn.append(torch.rand(4))
+        return torch.stack(drawn)
+
+    return draw(), draw()
+
+
+def test_ranks_draw_alike_but_for_their_own_heads():
+    (one, again), (other, _) = values(run_ranks(draw_around_own_heads, 2))
+    # before | twice own, common | twice own, common
+    alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert alike == [True, False, False, True, False, False, True]
+    assert len({tuple(draw.tolist()) for draw in one}) == 7
+    assert torch.equal(one, again)
+
+
+def train_with_dropout(recompute: bool):
+    """Weights after steps with dropout everywhere, as each rank has them."""
+    drops = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    model = make_model("gpt2", **drops, attn_implementation="eager")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    strategy = prepare(model, TP2)
+    for step in range(STEPS):
+        torch.manual_seed(step)  # as the loop does, the same for all ranks of a sample
+        batches, num_tokens = micro_batches(strategy, step, 1)
+        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
+        norm, _ = strategy.optimizer_step(0.5)
+    return loss.item(), norm.item(), model.get_parameter("transformer.ln_f.weight").detach()
+
+
+def test_dropout_keeps_the_ranks_together_and_is_recomputed_as_it_was():
+    (loss, norm, gains), other = values(run_ranks(train_with_dropout, 2, False))
+    recomputed, _ = values(run_ranks(train_with_dropout, 2, True))
+    assert (loss, norm) == other[:2]
+    assert torch.equal(gains, other[2])
+    assert recomputed[:2] == pytest.approx((loss, norm), rel=1e-6)
+
+
+def sum_gradient_of_a_shared_gain():
+    """A gain that each rank applies to heads of its own, over two micro-batches."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    model = make_model("qwen3")
+    plan = tensor_plan(model)
+    divide_layers(model, mesh, styles=plan.styles, per_rank=plan.per_rank)
+    norm = model.model.layers[0].self_attn.q_norm
+    for _ in range(2):
+        norm(torch.full((1, 1, 16), 1.0 + dist.get_rank())).sum().backward()
+    return norm.weight.grad
+
+
+def test_a_gain_that_all_ranks_hold_gets_the_gradient_of_all_heads_once():
+    for gradient in values(run_ranks(sum_gradient_of_a_shared_gain, 2)):
+        # The normalised input is 1 everywhere: one for each rank and each micro-batch.
+        torch.testing.assert_close(gradient, torch.full((16,), 4.0), rtol=1e-4, atol=0)
