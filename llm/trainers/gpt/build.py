@@ -19,6 +19,7 @@ from llm.data.loader import EvalLoader, TrainLoader
 from llm.device_peak import device_peak_flops, memory_in_use
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.models.context import check_divisible
 from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
@@ -62,6 +63,8 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         check_documents_apart(
             model, positions=inputs.ends.positions, attention=inputs.ends.attention
         )
+    if inputs.layout.context > 1:
+        check_divisible(model, ranks=inputs.layout.context, block_size=inputs.block_size)
     return model
 
 

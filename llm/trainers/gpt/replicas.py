@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -16,6 +17,7 @@ from llm.config import GPTConfig
 from llm.errors import CheckpointError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
+from llm.models.context import divide_attention
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
@@ -102,6 +104,7 @@ def choose_strategy(
             mixed_precision=config.mixed_precision,
             layout=layout,
             blocks=find_blocks(model),
+            divide_attention=partial(divide_attention, model),
         )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
