@@ -25,7 +25,10 @@ KERNEL = "context_parallel"
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 """What some models ask of their attention besides, and PyTorch's kernels do not have."""
 
-_NEGLIGIBLE = 1e-3
+_TOKENS = 2
+"""Of each chunk, for the check."""
+
+_NEGLIGIBLE = 1e-4
 """Rounding, as a share of what the parts' not seeing one another would do."""
 
 
@@ -106,36 +109,44 @@ def divide_attention(model: PreTrainedModel, part: SequencePart) -> None:
 
 @torch.no_grad()
 def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
-    """Refuse a model whose tokens meet elsewhere than in attention, or depend on their number.
+    """Refuse a model whose tokens meet elsewhere than in attention, or depend on a part's length.
 
-    The model is asked by what it does, in evaluation mode: the parts that so many ranks would hold
-    of one sequence are the rows of a batch here, and their positions reach over a whole sample.
+    The model is asked by what it does, in evaluation mode, with the last tokens of each chunk:
+    the parts that so many ranks would hold of one sequence are the rows of a batch here.
 
     Args:
         model: A causal language model with weights; its mode is restored.
         ranks: Among how many ranks a sequence shall be divided.
-        block_size: Tokens of a sample.
+        block_size: Tokens of a sample, a multiple of twice the ranks.
 
     Raises:
         ConfigError: Its logits would not be those of the whole sequence.
     """
-    length = min(4 * ranks, block_size)
-    front, back = torch.arange(length, device=model.device).view(2, ranks, -1).unbind()
+    ends = torch.arange(block_size, device=model.device).view(2 * ranks, -1)[:, -_TOKENS:]
+    positions, places = ends.flatten(), torch.arange(ends.numel(), device=model.device)
+    front, back = places.view(2, ranks, -1).unbind()
     parts = torch.cat([front, back.flip(0)], dim=1)
-    positions = torch.arange(length, device=model.device) * ((block_size - 1) // (length - 1))
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
-    input_ids = torch.randint(vocab_size, (length,), generator=generator).to(model.device)
+    input_ids = torch.randint(vocab_size, places.shape, generator=generator).to(model.device)
+
+    def logits(tokens: Tensor) -> Tensor:
+        found: Tensor = run_model(model, input_ids[tokens], positions[tokens], None).logits
+        return found.float()
+
     training, kernel = model.training, model.config._attn_implementation
     model.eval()
     try:
-        whole = run_model(model, input_ids[None], positions[None], None).logits[0, parts]
-        apart = run_model(model, input_ids[parts], positions[parts], None).logits
+        # First, since some rotary embeddings remember the last position that there was.
+        alone = logits(parts[-1:])
+        whole = logits(places.unsqueeze(0))[0, parts]
+        apart = logits(parts)
         _pretend(model, parts)
-        divided = run_model(model, input_ids[parts], positions[parts], None).logits
-        divisible = _distance(divided, whole) <= _NEGLIGIBLE * _distance(apart, whole)
-    except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        divisible = False  # the forward takes no positions, or attention is something else
+        divided = logits(parts)
+        error = max(_distance(divided, whole), _distance(alone, apart[-1:]))
+        divisible = not model._is_stateful and error <= _NEGLIGIBLE * _distance(apart, whole)
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        divisible = False  # it takes no positions, or its attention is something else
     finally:
         model.set_attn_implementation(kernel)
         model.train(training)
@@ -222,4 +233,4 @@ def _in_autocast_dtype(tensor: Tensor) -> Tensor:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).abs().max())
+    return float((one - other).abs().max())

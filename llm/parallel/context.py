@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
         ranks = group.size()
         tokens_first = part.movedim(dim, 0).contiguous()
         gathered = tokens_first.new_empty(ranks * len(tokens_first), *tokens_first.shape[1:])
-        dist.all_gather_into_tensor(gathered, tokens_first, group=group)
+        dist.all_gather_single(gathered, tokens_first, group=group)
         front, back = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
         return torch.cat([front, back.flip(0)]).flatten(0, 1).movedim(0, dim)
 
@@ -83,5 +83,5 @@ class _Gather(torch.autograd.Function):
         chunks = grad_outputs[0].movedim(ctx.dim, 0).unflatten(0, (2 * ranks, -1))
         by_rank = torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=1).flatten(0, 2)
         part = by_rank.new_empty(len(by_rank) // ranks, *by_rank.shape[1:])
-        dist.reduce_scatter_tensor(part, by_rank, group=ctx.group)
+        dist.reduce_scatter_single(part, by_rank, group=ctx.group)
         return part.movedim(0, ctx.dim), None, None
