@@ -580,6 +580,12 @@ class GPTConfig:
         group=PARALLEL,
         at_least=1,
     )
+    context_parallel_size: int = option(
+        1,
+        "Ranks that each hold a part of every sample; block_size is a multiple of twice as many.",
+        group=PARALLEL,
+        at_least=1,
+    )
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",

@@ -14,7 +14,7 @@ _OF_MODE = {
     "gossip": ("topology", "gossip_order", "gossip_group"),
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
-_SIZES = ("data_parallel_shard_size", "tensor_parallel_size")
+_SIZES = ("data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size")
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -325,6 +325,12 @@ def _parallel_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "
             "one of them out."
+        )
+    kernel = config.attention_implementation
+    if config.context_parallel_size > 1 and kernel not in (None, "sdpa"):
+        problems.append(
+            f"--context_parallel_size computes attention by sdpa, not by {kernel}; leave "
+            "--attention_implementation out."
         )
     return problems
 

@@ -78,6 +78,7 @@ class Strategy(Protocol):
         world_size: Number of processes.
         data_rank: Which share of a global batch this process works on.
         data_ranks: Into how many shares a global batch is divided.
+        draw_rank: Keys the draws of a step: of its own where a process has tokens of its own.
         second_order: K-FAC, if the run has it.
     """
 
@@ -86,6 +87,7 @@ class Strategy(Protocol):
     world_size: int
     data_rank: int
     data_ranks: int
+    draw_rank: int
     second_order: SecondOrder | None
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:

@@ -96,6 +96,7 @@ class AcceleratedStrategy:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.data_rank, self.data_ranks = self.rank, self.world_size
+        self.draw_rank = self.rank
         self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
         scaler = accelerator.scaler
         if self._fp16_on_cpu:

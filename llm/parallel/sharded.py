@@ -8,7 +8,7 @@ et al. 2023, arXiv:2304.11277.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from llm.parallel.accelerated import AcceleratedStrategy, stepped_by
+from llm.parallel.context import ContextPart
 from llm.parallel.layout import Layout
-from llm.strategy import MakeOptimizer
+from llm.strategy import MakeOptimizer, MicroBatch
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -51,6 +52,8 @@ class ShardedStrategy(AcceleratedStrategy):
         layout: Where the ranks stand.
         blocks: The model's layers, each of which is gathered as a whole.
         divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
+        divide_attention: Lets the model's attention reach what other ranks hold of a sample;
+            needed where the layout divides samples.
     """
 
     def __init__(
@@ -61,11 +64,15 @@ class ShardedStrategy(AcceleratedStrategy):
         layout: Layout,
         blocks: Iterable[nn.Module],
         divide_layers: Callable[[DeviceMesh], None] | None = None,
+        divide_attention: Callable[[ContextPart], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
         self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
+        self.draw_rank = layout.draw_rank(self.rank)
         self.mesh = make_mesh(layout, self.device.type)
+        self._context = ContextPart(layout, self.rank) if layout.context > 1 else None
+        self._divide_attention = divide_attention
         self._blocks = blocks
         self._divide_layers = divide_layers
         self._half_blocks = mixed_precision == "bf16"
@@ -80,6 +87,8 @@ class ShardedStrategy(AcceleratedStrategy):
         """Divide the model (inside its loss) and make the optimizer of this rank's parts."""
         self.loss: Any = loss
         self.model = loss.get_submodule("model")
+        if self._context is not None and self._divide_attention is not None:
+            self._divide_attention(self._context)
         self._divide(loss)
         self.optimizer = make_optimizer(self.model)
         self.parameters = stepped_by(self.optimizer)
@@ -113,6 +122,24 @@ class ShardedStrategy(AcceleratedStrategy):
             loss, device_placement=False, evaluation_mode=True
         )
         return wrapped
+
+    def _own(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The part of each sample that this rank holds."""
+        return micro_batch if self._context is None else self._context.of(micro_batch)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
+        """Compute the gradient of one step's mean loss; see `Strategy`."""
+        own = [self._own(micro_batch) for micro_batch in micro_batches]
+        return super().forward_backward(own, num_tokens=num_tokens)
+
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Sum of token losses and number of tokens that count, of what this rank holds."""
+        return super().evaluate(self._own(micro_batch))
+
+    def predict(self, micro_batch: MicroBatch) -> Tensor:
+        """The likeliest next token at each position of whole samples."""
+        predictions = super().predict(self._own(micro_batch))
+        return predictions if self._context is None else self._context.gather(predictions, 1)
 
     @property
     def _averaged_ranks(self) -> int:

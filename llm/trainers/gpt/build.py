@@ -15,6 +15,7 @@ from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.models.context import check_divisible
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
@@ -58,6 +59,8 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         check_documents_apart(
             model, positions=inputs.ends.positions, attention=inputs.ends.attention
         )
+    if inputs.layout.context > 1:
+        check_divisible(model, ranks=inputs.layout.context, block_size=inputs.block_size)
     return model
 
 

@@ -105,6 +105,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         world.world_size,
         shard=config.data_parallel_shard_size,
         tensor=config.tensor_parallel_size,
+        context=config.context_parallel_size,
     )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
@@ -232,14 +233,19 @@ def _default_output_dir(config: GPTConfig) -> str:
 
 def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
     positions = max_positions(model_config)
-    if config.block_size is None:
-        return min(1024, positions or 1024)
-    if positions is not None and config.block_size > positions:
+    size = config.block_size or min(1024, positions or 1024)
+    if positions is not None and size > positions:
         raise ConfigError(
-            f"--block_size {config.block_size} is more than the {positions} positions of the "
+            f"--block_size {size} is more than the {positions} positions of the "
             "model; make it smaller, or enlarge the model with --config_overrides."
         )
-    return config.block_size
+    ranks = config.context_parallel_size
+    if ranks > 1 and size % (2 * ranks):
+        raise ConfigError(
+            f"--block_size {size} cannot be cut into {2 * ranks} equal chunks, two for each rank "
+            f"of --context_parallel_size {ranks}; make it a multiple of {2 * ranks}."
+        )
+    return size
 
 
 def _document_ends(config: GPTConfig, tokenizer: PreTrainedTokenizerBase) -> DocumentEnds | None:

@@ -18,6 +18,7 @@ from llm.config import GPTConfig
 from llm.errors import CheckpointError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
+from llm.models.context import divide_attention
 from llm.models.plans import tensor_plan
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
@@ -107,6 +108,7 @@ def choose_strategy(
             layout=layout,
             blocks=find_blocks(model),
             divide_layers=_layer_division(model) if layout.tensor > 1 else None,
+            divide_attention=partial(divide_attention, model),
         )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
