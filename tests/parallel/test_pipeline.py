@@ -1,0 +1,123 @@
+"""Layers divided over stages train as the whole model does on one rank."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.models.blocks import find_blocks
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
+from llm.models.stages import cut_model
+from llm.models.tied_embedding import tie_gradients
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.layout import lay_out
+from llm.parallel.pipeline import PipelineStrategy
+from llm.strategy import MicroBatch
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 8, 16, 3
+
+
+def make_model(family: str, layers: int):
+    torch.manual_seed(0)
+    changes = {"num_layers": layers, "attention_types": [[["global", "local"], layers // 2]]}
+    if family != "gpt_neo":
+        changes = {"num_hidden_layers": layers}
+    config = tiny_config(family, **changes)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_config(config)
+    tie_gradients(model)
+    return model
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def make_strategy(model, sizes, schedule, virtual_stages):
+    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    if layout.world_size == 1:
+        return AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    return PipelineStrategy(
+        accelerator=accelerator,
+        mixed_precision="no",
+        layout=layout,
+        blocks=find_blocks(model),
+        cut=lambda loss, num_stages, own: cut_model(loss, num_stages=num_stages, own=own),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+    )
+
+
+def data_of(step: int):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    return tokens[:, :-1], labels
+
+
+def train(family, layers, sizes, schedule, virtual_stages, accumulation):
+    """Losses, norms, an evaluation and final weights of a few steps."""
+    model = make_model(family, layers)
+    strategy = make_strategy(model, sizes, schedule, virtual_stages)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    seen = []
+    for step in range(STEPS):
+        inputs, labels = data_of(step)
+        size = BATCH // (strategy.data_ranks * accumulation)
+        micro_batches = []
+        for number in range(accumulation):
+            first = (number * strategy.data_ranks + strategy.data_rank) * size
+            rows = slice(first, first + size)
+            micro_batches.append(MicroBatch(inputs[rows], labels[rows]))
+        loss = strategy.forward_backward(micro_batches, num_tokens=int((labels != -100).sum()))
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+        if step == 1:
+            inputs, labels = data_of(100)
+            size = BATCH // strategy.data_ranks
+            rows = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)
+            found = torch.stack(strategy.evaluate(MicroBatch(inputs[rows], labels[rows])))
+            best = strategy.gather(strategy.predict(MicroBatch(inputs[rows], labels[rows])))
+            seen.append([*strategy.reduce_sum(found).tolist(), float(best.sum())])
+    return seen, strategy.full_state_dict(), sum(p.numel() for p in strategy.parameters)
+
+
+def train_all(cases):
+    windows_are_whole()
+    return [train(*case) for case in cases]
+
+
+def check(ranks, family, layers, cases):
+    expected, whole, size = values(run_ranks(train_all, 1, [(family, layers, {}, "", 1, 1)]))[0][0]
+    outcomes = values(run_ranks(train_all, ranks, [(family, layers, *case) for case in cases]))
+    for number, case in enumerate(cases):
+        for seen, _, held in (outcome[number] for outcome in outcomes):
+            torch.testing.assert_close(
+                torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=0, msg=str(case)
+            )
+            assert held < 0.9 * size
+        weights = outcomes[0][number][1]
+        assert weights.keys() == whole.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_two_stages_train_as_one_rank(family):
+    cases = [
+        ({"pipeline": 2}, "gpipe", 1, 1),
+        ({"pipeline": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2}, "1f1b", 1, 4),
+        ({"pipeline": 2}, "interleaved-1f1b", 2, 4),
+    ]
+    check(2, family, 4, cases)
