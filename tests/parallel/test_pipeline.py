@@ -121,3 +121,20 @@ def test_two_stages_train_as_one_rank(family):
         ({"pipeline": 2}, "interleaved-1f1b", 2, 4),
     ]
     check(2, family, 4, cases)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox"])
+def test_families_whose_layers_return_other_things_train_as_one_rank(family):
+    check(2, family, 4, [({"pipeline": 2}, "1f1b", 1, 2)])
+
+
+def test_four_ranks_train_as_one():
+    cases = [
+        ({"pipeline": 4}, "gpipe", 1, 2),
+        ({"pipeline": 4}, "1f1b", 1, 4),
+        ({"pipeline": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2, "shard": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2, "shard": 2}, "interleaved-1f1b", 2, 2),
+        ({"pipeline": 2}, "interleaved-1f1b", 2, 1),
+    ]
+    check(4, "gpt2", 4, cases)
