@@ -137,7 +137,7 @@ class Cut:
     parameters: list[int]
 
 
-def cut_model(loss: LanguageModelLoss, *, num_stages: int, own: Sequence[int]) -> Cut:
+def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> Cut:
     """Cut a model into stages that take about as long as one another.
 
     Args:
@@ -173,10 +173,11 @@ def cut_model(loss: LanguageModelLoss, *, num_stages: int, own: Sequence[int]) -
 
 @torch.no_grad()
 def check_cut(loss: LanguageModelLoss, pieces: Pieces, layers: Sequence[range]) -> None:
-    """Refuse a model whose stages, one after the other, do not compute what the whole does.
+    """Refuse a model whose stages, each by itself, do not compute what the whole does.
 
-    They are asked by what they do, to a few tokens. A model on the meta device is only asked
-    whether its stages run at all.
+    They are asked by what they do to a few tokens, from the last to the first and after other
+    tokens: what layers tell one another behind their outputs is wrong then. A model on the meta
+    device is only asked whether its stages run.
 
     Args:
         loss: The whole model inside its loss.
@@ -188,21 +189,30 @@ def check_cut(loss: LanguageModelLoss, pieces: Pieces, layers: Sequence[range]) 
     """
     model = loss.model
     input_ids = some_tokens(model)
+    given = {"input_ids": input_ids, "labels": input_ids}
+    stages = [_make_stage(loss, pieces, share)[0] for share in layers]
     training = model.training
     model.eval()
     try:
+        passed = [input_ids]
+        for stage in stages[:-1]:
+            passed.append(stage(passed[-1], **given))
         _, expected = loss(input_ids, input_ids)
-        passed: Tensor | tuple[Tensor, Tensor] = input_ids
-        for share in layers:
-            stage, _ = _make_stage(loss, pieces, share)
-            assert isinstance(passed, Tensor)
-            passed = stage(passed, input_ids=input_ids, labels=input_ids)
+        loss(input_ids.flip(1), input_ids)
+        alone = [
+            stage(received, **given)
+            for stage, received in reversed([*zip(stages, passed, strict=True)])
+        ]
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
     finally:
         model.train(training)
-    if not model.device.type == "meta" and not torch.allclose(passed[1], expected, rtol=1e-5):
-        raise cannot_cut(model, "its layers tell one another more than their output")
+    if model.device.type == "meta":
+        return
+    found = [alone[0][1], *alone[1:]]
+    for one, other in zip(found, [expected, *reversed(passed[1:])], strict=True):
+        if not torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max())):
+            raise cannot_cut(model, "its layers tell one another more than their outputs")
 
 
 _StandIns = dict[nn.Module, nn.Module]

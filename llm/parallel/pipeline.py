@@ -1,34 +1,27 @@
 """Layers divided over stages, through which the micro-batches of a step run one behind the other.
 
-The schedules are those of torch.distributed.pipelining: GPipe (Huang et al. 2019,
-arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473). Gradient
-accumulation is what fills the pipeline: the micro-batches of a step are the pipeline's.
+Gradient accumulation is what fills the pipeline: the micro-batches of a step are the pipeline's.
+Replicas and parts of weights lie inside a stage. No rank but those of one stage knows its weights.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from llm.parallel.layout import Layout
+from llm.parallel.schedules import Schedule, idle_share, make_schedule
 from llm.parallel.sharded import ShardedStrategy
 from llm.runtime import seed_torch
 from llm.strategy import MicroBatch
-
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 
 logger = logging.getLogger("llm.parallel")
 
@@ -94,7 +87,6 @@ class PipelineStrategy(ShardedStrategy):
         self.num_stages = layout.pipeline * virtual_stages
         self._stage_rank = layout.coordinates(self.rank)["pipeline"]
         self.stage_numbers = range(self._stage_rank, self.num_stages, layout.pipeline)
-        self._is_last = self.num_stages - 1 in self.stage_numbers
         self._pipeline = self.mesh.get_group("pipeline")
         self._ends = self._group_of_ends()
         self._weight = 1.0
@@ -135,11 +127,11 @@ class PipelineStrategy(ShardedStrategy):
         return self.wrapped
 
     def _log_stages(self) -> None:
-        for number, (layers, size) in enumerate(
-            zip(self._cut.layers, self._cut.parameters, strict=True)
-        ):
+        shares = zip(self._cut.layers, self._cut.parameters, strict=True)
+        for number, (layers, size) in enumerate(shares):
             logger.info(
-                f"stage {number}: layers {layers.start} to {layers.stop - 1}, {size:,} parameters"
+                f"stage {number} on rank {number % self.layout.pipeline} of the pipeline: layers "
+                f"{layers.start} to {layers.stop - 1}, {size:,} parameters"
             )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -154,12 +146,13 @@ class PipelineStrategy(ShardedStrategy):
         self._loss_sums = []
         if self._stage_rank:
             # Layers of other stages shall not drop the same units.
-            seed_torch(torch.initial_seed() + self._stage_rank)
-        whole = MicroBatch(*(_joined(parts) for parts in zip(*micro_batches, strict=True)))
-        ids = (whole.input_ids,) if self._stage_rank == 0 else ()
-        self._schedule_of(micro_batches).step(
-            *ids, target=whole.labels, return_outputs=False, **_given(whole)
-        )
+            seed_torch((torch.initial_seed() + self._stage_rank) % 2**63)
+        schedule = self._schedule_of(micro_batches)
+        parts = [_given(micro_batch) for micro_batch in micro_batches]
+        # The schedule cuts them again as they are joined here.
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        received = [joined["input_ids"]] if self._stage_rank == 0 else []
+        schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
         self._hand_over_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -172,35 +165,33 @@ class PipelineStrategy(ShardedStrategy):
             self._schedule = shape, self._make_schedule(*shape)
         return self._schedule[1]
 
-    def _make_schedule(self, num_micro_batches: int, rows: int, length: int) -> Any:
-        stages: list[Any] = []
-        for number, chunk in zip(self.stage_numbers, self.chunks, strict=True):
-            hidden = torch.empty(rows, length, self._cut.width, device="meta", requires_grad=True)
-            first, last = number == 0, number == self.num_stages - 1
-            # Told, so that no forward and backward are run only to find out.
-            stages.append(
-                PipelineStage(
-                    chunk,
-                    number,
-                    self.num_stages,
-                    self.device,
-                    input_args=hidden.detach().long()[..., 0] if first else hidden,
-                    output_args=(torch.empty((), device="meta"),) * 2 if last else hidden,
-                    group=self._pipeline,
-                )
+    def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
+        # What stages send is told, so that no passes are run only to find it out.
+        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(rows, length, self._cut.width, device="meta", requires_grad=True)
+        losses = torch.empty((), device="meta"), torch.empty((), device="meta")
+        stages = [
+            PipelineStage(
+                chunk,
+                number,
+                self.num_stages,
+                self.device,
+                input_args=ids if number == 0 else hidden,
+                output_args=losses if number == self.num_stages - 1 else hidden,
+                group=self._pipeline,
             )
-        stage_ranks = self.layout.pipeline
-        idle = (stage_ranks - 1) / (num_micro_batches * len(stages) + stage_ranks - 1)
-        logger.info(
-            f"pipeline: {num_micro_batches} micro-batches a step on {stage_ranks} ranks, "
-            f"{self._schedule_name}: each idles {idle:.1%} of a step"
+            for number, chunk in zip(self.stage_numbers, self.chunks, strict=True)
+        ]
+        idle = idle_share(
+            ranks=self.layout.pipeline, virtual_stages=len(stages), micro_batches=micro_batches
         )
-        if self._schedule_name == "interleaved-1f1b":
-            return ScheduleInterleaved1F1B(
-                stages, num_micro_batches, loss_fn=self._objective, scale_grads=False
-            )
-        schedule = ScheduleGPipe if self._schedule_name == "gpipe" else Schedule1F1B
-        return schedule(stages[0], num_micro_batches, loss_fn=self._objective, scale_grads=False)
+        logger.info(
+            f"pipeline: {micro_batches} micro-batches a step through {self.num_stages} stages on "
+            f"{self.layout.pipeline} ranks by {self._schedule_name}; bubble {idle:.1%} of a step"
+        )
+        return make_schedule(
+            self._schedule_name, stages, micro_batches=micro_batches, objective=self._objective
+        )
 
     def _objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
         """What the last stage differentiates for a micro-batch."""
@@ -262,26 +253,25 @@ class PipelineStrategy(ShardedStrategy):
             self.wrapped.eval()
         ranks = self.layout.pipeline
         before, after = (self._stage_rank - 1) % ranks, (self._stage_rank + 1) % ranks
+        given = _given(micro_batch)
+        if not labelled:
+            del given["labels"]
         # Several parts, so that stages have something to do at the same time.
-        parts = [None if whole is None else whole.chunk(ranks) for whole in micro_batch]
+        parts = zip(*(whole.chunk(ranks) for whole in given.values()), strict=True)
         sent, found = [], []
-        for part in zip(*(part or [None] * ranks for part in parts), strict=False):
-            rows = MicroBatch(*part)
-            arguments = _given(rows)
-            if not labelled:
-                del arguments["labels"]
+        for part in parts:
+            rows = dict(zip(given, part, strict=True))
             for number, chunk in zip(self.stage_numbers, self.chunks, strict=True):
-                received = rows.input_ids
+                received = rows["input_ids"]
                 if number > 0:
-                    shape = *received.shape, self._cut.width
-                    received = torch.empty(shape, device=self.device)
+                    received = torch.empty(*received.shape, self._cut.width, device=self.device)
                     dist.recv(received, group=self._pipeline, group_src=before)
-                output = chunk(received, **arguments)
+                output = chunk(received, **rows)
                 if number == self.num_stages - 1:
                     found.append(output)
-                    continue
-                work = dist.isend(output, group=self._pipeline, group_dst=after)
-                sent.append((work, output))
+                else:
+                    work = dist.isend(output, group=self._pipeline, group_dst=after)
+                    sent.append((work, output))
         for work, _ in sent:
             if work is not None:
                 work.wait()
@@ -289,22 +279,24 @@ class PipelineStrategy(ShardedStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
-        speakers = self.layout.groups("pipeline")[0]
-        names = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
-        listed = self.gather_facts(names)
+        held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
+        listed = self.gather_facts(held)
+        sender: dict[str, int] = {}
+        for rank in self.layout.groups("pipeline")[0]:  # stage by stage
+            for name in listed[rank]:
+                sender.setdefault(name, rank)
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
-            elif self.rank in speakers:
+            elif self.rank == sender[name]:
                 dist.send(gathered.detach().cpu().contiguous(), 0, group=self._host_group)
-        if self.rank == 0:
-            for speaker in speakers[1:]:
-                for name, (shape, dtype) in listed[speaker].items():
-                    tensor = torch.empty(shape, dtype=dtype)
-                    dist.recv(tensor, speaker, group=self._host_group)
-                    whole.setdefault(name, tensor)
+        for name, rank in sender.items():
+            if self.rank == 0 and rank > 0:
+                shape, dtype = listed[rank][name]
+                whole[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(whole[name], rank, group=self._host_group)
         return whole
 
 
@@ -323,13 +315,8 @@ class _Chunk(nn.Module):
         with self._precision():
             output = self.stage(received, **arguments)
         if isinstance(output, Tensor) and output.is_floating_point():
-            return output.float()
+            return output.float().contiguous()
         return output
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
 
 
 def _given(micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Layers divided over stages train as the whole model does on one rank."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def make_strategy(model, sizes, schedule, virtual_stages):
         mixed_precision="no",
         layout=layout,
         blocks=find_blocks(model),
-        cut=lambda loss, num_stages, own: cut_model(loss, num_stages=num_stages, own=own),
+        cut=cut_model,
         schedule=schedule,
         virtual_stages=virtual_stages,
     )

@@ -27,6 +27,7 @@ from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.parallel.layout import Layout, lay_out
+from llm.parallel.schedules import check_micro_batches
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import World, device_of, launch_id
 from llm.text_tokenizer import from_transformers
@@ -100,7 +101,11 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     if not config.eval_only:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
-    layout = lay_out(world.world_size, shard=config.data_parallel_shard_size)
+    layout = lay_out(
+        world.world_size,
+        pipeline=config.pipeline_parallel_size,
+        shard=config.data_parallel_shard_size,
+    )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
@@ -119,6 +124,9 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         check_same_data(config, resume_from, data_digest)
         samples = Samples(corpus.train, block_size=block_size, seed=seed)
         plan = _plan(config, samples.num_windows, layout.data_ranks, resume_from)
+        check_micro_batches(
+            config.pipeline_schedule, ranks=layout.pipeline, micro_batches=plan.accumulation
+        )
         schedule = _schedule(config, plan)
     _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
     if config.in_memory and world.local_rank == 0:
