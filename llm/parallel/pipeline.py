@@ -144,6 +144,7 @@ class PipelineStrategy(ShardedStrategy):
         self._zero_gradients()
         self._weight = self._averaged_ranks / num_tokens
         self._loss_sums = []
+        self.loss_scale()  # a scaler is ready from its first use on; only the last stage has one
         if self._stage_rank:
             # Layers of other stages shall not drop the same units.
             seed_torch((torch.initial_seed() + self._stage_rank) % 2**63)

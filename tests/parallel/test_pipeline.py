@@ -1,6 +1,8 @@
 """Layers divided over stages train as the whole model does on one rank."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -40,14 +42,14 @@ def make_optimizer(model):
     return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 
-def make_strategy(model, sizes, schedule, virtual_stages):
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
+def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
     layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
     if layout.world_size == 1:
-        return AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+        return AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
     return PipelineStrategy(
         accelerator=accelerator,
-        mixed_precision="no",
+        mixed_precision=mixed_precision,
         layout=layout,
         blocks=find_blocks(model),
         cut=cut_model,
@@ -137,3 +139,85 @@ def test_four_ranks_train_as_one():
         ({"pipeline": 2}, "interleaved-1f1b", 2, 1),
     ]
     check(4, "gpt2", 4, cases)
+
+
+def train_with_documents():
+    """Losses and norms where positions and attention start anew, and layers are recomputed."""
+    windows_are_whole()
+    model = make_model("llama", 4)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    strategy = make_strategy(model, {"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    places = torch.arange(LENGTH).expand(BATCH // 2, LENGTH)
+    seen = []
+    for step in range(STEPS):
+        micro_batches = [
+            MicroBatch(inputs, labels, places % 5, places // 5)
+            for inputs, labels in zip(*(part.chunk(2) for part in data_of(step)), strict=True)
+        ]
+        loss = strategy.forward_backward(micro_batches, num_tokens=BATCH * LENGTH)
+        norm, _ = strategy.optimizer_step(0.5)
+        found, _ = strategy.evaluate(micro_batches[0])
+        seen.append([loss.item(), norm.item(), found.item()])
+    return seen
+
+
+def test_documents_stay_apart_and_layers_are_recomputed_on_every_stage():
+    expected = values(run_ranks(train_with_documents, 1))[0]
+    for seen in values(run_ranks(train_with_documents, 2)):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def train_in(precision):
+    """Losses and norms of two steps, and what became of a third whose loss is scaled too far."""
+    windows_are_whole()
+    model = make_model("gpt2", 2)
+    sizes = {"pipeline": int(os.environ["WORLD_SIZE"])}
+    strategy = make_strategy(model, sizes, "gpipe", 1, precision)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    seen = []
+    for step in range(2):
+        loss = strategy.forward_backward([MicroBatch(*data_of(step))], num_tokens=120)
+        norm, skipped = strategy.optimizer_step(1.0)
+        seen.append([loss.item(), norm.item(), skipped.item()])
+    if strategy.scaler is None:
+        return seen, None
+    strategy.scaler.update(3e38)
+    before = [parameter.clone() for parameter in strategy.parameters]
+    strategy.forward_backward([MicroBatch(*data_of(2))], num_tokens=120)
+    _, skipped = strategy.optimizer_step(1.0)
+    assert all(map(torch.equal, before, strategy.parameters))
+    return seen, (skipped.item(), strategy.loss_scale().item())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precision):
+    expected, overflow = values(run_ranks(train_in, 1, precision))[0]
+    assert overflow is None or overflow[0] == 1
+    for seen, outcome in values(run_ranks(train_in, 2, precision)):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-3, atol=0)
+        assert outcome == overflow
+
+
+def hold():
+    """How many numbers of the model's parameters are alive, and how many the rank trains."""
+    windows_are_whole()
+    model = make_model("llama", 4)
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    strategy = make_strategy(model, {"pipeline": 2}, "1f1b", 1)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    del model
+    gc.collect()
+    torch.manual_seed(5)  # as at the beginning of a step
+    strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
+    alive = sum(p().numel() for p in parameters if p() is not None)
+    return alive, sum(p.numel() for p in strategy.parameters), torch.initial_seed()
+
+
+def test_a_rank_keeps_its_own_layers_only_and_draws_numbers_of_its_own():
+    (one, trained, seed), (other, other_trained, other_seed) = values(run_ranks(hold, 2))
+    assert (one, other) == (trained, other_trained)
+    assert one + other == sum(
+        parameter.numel() for parameter in make_model("llama", 4).parameters()
+    )
+    assert seed != other_seed
