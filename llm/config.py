@@ -586,6 +586,26 @@ class GPTConfig:
         group=PARALLEL,
         at_least=1,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Ranks that each hold some of the layers; the micro-batches of a step run through them "
+        "one behind the other, so gradient_accumulation_steps should be several times as many.",
+        group=PARALLEL,
+        at_least=1,
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
+        "1f1b",
+        "In which order a stage takes the passes of a step: all forward passes first (gpipe), one "
+        "forward and one backward in turn, which keeps fewer activations (1f1b), or so with "
+        "several stages on each rank, which idle less (interleaved-1f1b).",
+        group=PARALLEL,
+    )
+    virtual_stages: int = option(
+        1,
+        "Stages of each rank, for interleaved-1f1b.",
+        group=PARALLEL,
+        at_least=1,
+    )
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",

@@ -14,7 +14,12 @@ _OF_MODE = {
     "gossip": ("topology", "gossip_order", "gossip_group"),
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
-_SIZES = ("data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size")
+_SIZES = (
+    "data_parallel_shard_size",
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "pipeline_parallel_size",
+)
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -35,6 +40,7 @@ def check(config: GPTConfig) -> None:
         *_decentralized_problems(config),
         *_parallel_problems(config),
         *_hub_problems(config),
+        *_pipeline_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -331,6 +337,30 @@ def _parallel_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--context_parallel_size computes attention by sdpa, not by {kernel}; leave "
             "--attention_implementation out."
+        )
+    return problems
+
+
+def _pipeline_problems(config: GPTConfig) -> list[str]:
+    interleaved = config.pipeline_schedule == "interleaved-1f1b"
+    if config.pipeline_parallel_size == 1:
+        given = ["pipeline_schedule interleaved-1f1b"] if interleaved else []
+        given += ["virtual_stages"] if config.virtual_stages > 1 else []
+        return [f"--{name} needs --pipeline_parallel_size of 2 or more." for name in given]
+    problems = []
+    if interleaved != (config.virtual_stages > 1):
+        problems.append(
+            "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
+            "give both or neither."
+        )
+    if config.torch_compile:
+        problems.append(
+            "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "
+            "one of them out."
+        )
+    if config.mixed_precision == "fp8":
+        problems.append(
+            "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."
         )
     return problems
 

@@ -5,6 +5,7 @@ it shows in the model's configuration: that one always describes the model that 
 """
 
 import copy
+import itertools
 import logging
 from typing import Any
 
@@ -99,6 +100,19 @@ class FusedTanhGELU(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Any shape to the same shape."""
         return nn.functional.gelu(values, approximate="tanh")
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model on the meta device, which tells sizes and names and takes no memory."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    bare: dict[int, Any] = {}
+    for _, tensor in tensors:
+        meta = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        bare[id(tensor)] = meta
+    # What the memo has already is not copied, and stays one where it is tied.
+    return copy.deepcopy(model, bare)
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:

@@ -105,16 +105,18 @@ class ShardedStrategy(AcceleratedStrategy):
         mesh = self.mesh["shard"]
         if self.layout.replicate > 1:
             mesh = self.mesh["replicate", "shard"]
-        blocks = MixedPrecisionPolicy()
-        if self._half_blocks:
-            # Autocast would halve the weights of the products anyway: gather them so.
-            blocks = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
         for block in self._blocks:
-            fully_shard(block, mesh=mesh, mp_policy=blocks)
+            fully_shard(block, mesh=mesh, mp_policy=self._block_policy())
         fully_shard(loss, mesh=mesh)
         register_fsdp_forward_method(loss, "predictions")
+
+    def _block_policy(self) -> MixedPrecisionPolicy:
+        if not self._half_blocks:
+            return MixedPrecisionPolicy()
+        # Autocast would halve the weights of the products anyway: gather them so.
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     def _wrap(self, loss: nn.Module) -> nn.Module:
         # evaluation_mode: autocast as for training, and nothing that averages gradients.
@@ -165,10 +167,14 @@ class ShardedStrategy(AcceleratedStrategy):
                 parameter.grad = gradient
             part.grad = None if gradient is None else _part(gradient)
 
+    def _normed(self) -> list[Tensor]:
+        """The parameters that this rank counts in the gradient's norm."""
+        return self.parameters
+
     def _gradient_norm(self) -> Tensor:
         """Each part of the gradient counts once, wherever it lies."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for parameter in self.parameters:
+        for parameter in self._normed():
             if parameter.grad is not None:
                 axes = _divided_over(parameter)
                 by_axes.setdefault(axes, []).append(_part(parameter.grad))

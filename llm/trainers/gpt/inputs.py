@@ -28,6 +28,7 @@ from llm.models.plans import check_tensor_parallel
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.parallel.layout import Layout, lay_out
+from llm.parallel.schedules import check_micro_batches
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import World, device_of, launch_id
 from llm.text_tokenizer import from_transformers
@@ -106,6 +107,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         shard=config.data_parallel_shard_size,
         tensor=config.tensor_parallel_size,
         context=config.context_parallel_size,
+        pipeline=config.pipeline_parallel_size,
     )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
@@ -126,6 +128,9 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         check_same_data(config, resume_from, data_digest)
         samples = Samples(corpus.train, block_size=block_size, seed=seed)
         plan = _plan(config, samples.num_windows, layout.data_ranks, resume_from)
+        check_micro_batches(
+            config.pipeline_schedule, ranks=layout.pipeline, micro_batches=plan.accumulation
+        )
         schedule = _schedule(config, plan)
     _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
     if config.in_memory and world.local_rank == 0:

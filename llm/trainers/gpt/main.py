@@ -116,6 +116,7 @@ def run(config: GPTConfig, world: World) -> int:
     adopt_launcher()
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
+    from llm.models.gpt import without_weights
     from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
     from llm.trainers.gpt.publish import open_repository, push
@@ -127,7 +128,10 @@ def run(config: GPTConfig, world: World) -> int:
     if world.is_main and not config.eval_only:
         inputs.run.lock()
         repository = open_repository(config, inputs.run.path)
+    # Of what the log and the model card tell, a stage knows its share only.
+    described = without_weights(model) if inputs.layout.pipeline > 1 else model
     strategy = make_strategy(config, inputs, model)
+    model = described
     check_same_start(inputs, strategy)
     load_init(inputs, strategy)
     if config.eval_only:

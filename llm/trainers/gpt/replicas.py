@@ -20,11 +20,13 @@ from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
 from llm.models.plans import tensor_plan
+from llm.models.stages import cut_model
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
+from llm.parallel.pipeline import PipelineStrategy
 from llm.parallel.rounds import Round, check_topology, make_rounds
 from llm.parallel.sharded import ShardedStrategy
 from llm.parallel.tensor import divide_layers
@@ -101,6 +103,16 @@ def choose_strategy(
     model: PreTrainedModel,
 ) -> AcceleratedStrategy:
     """The strategy of the layout or of `data_parallel`; an evaluation needs no replicas."""
+    if layout.pipeline > 1:
+        return PipelineStrategy(
+            accelerator=accelerator,
+            mixed_precision=config.mixed_precision,
+            layout=layout,
+            blocks=find_blocks(model),
+            cut=cut_model,
+            schedule=config.pipeline_schedule,
+            virtual_stages=config.virtual_stages,
+        )
     if not layout.is_replicated:
         return ShardedStrategy(
             accelerator=accelerator,
