@@ -29,6 +29,7 @@ def check(config: GPTConfig) -> None:
         *_model_problems(config),
         *_length_problems(config),
         *_schedule_problems(config),
+        *_memory_problems(config),
         *_run_problems(config),
         *_kfac_problems(config),
         *_decentralized_problems(config),
@@ -162,6 +163,21 @@ def _schedule_problems(config: GPTConfig) -> list[str]:
     if len(config.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(config.betas)}.")
     return problems
+
+
+def recomputation(config: GPTConfig) -> Literal["none", "full", "selective"]:
+    """The activations to compute once more, by either of the option's two names."""
+    return config.activation_checkpointing or ("full" if config.gradient_checkpointing else "none")
+
+
+def _memory_problems(config: GPTConfig) -> list[str]:
+    chosen = config.activation_checkpointing
+    if config.gradient_checkpointing and chosen not in (None, "full"):
+        return [
+            "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
+            f"{chosen}; leave one of them out."
+        ]
+    return []
 
 
 def _run_problems(config: GPTConfig) -> list[str]:

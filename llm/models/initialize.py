@@ -36,7 +36,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
         name: What the draws are for.
         device: Where the draws happen.
     """
-    devices = [] if device.type == "cpu" else [device]
+    devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         seed_torch(key(seed, name))
         yield
@@ -121,7 +121,7 @@ class KeyedDraws(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # torch.nn.init passes its own functions through here, with the tensor by keyword.
-        target = kwargs.get("tensor", args[0] if args else None)
+        target: Any = kwargs.get("tensor", args[0] if args else None)
         name = self.name_of(target)
         if name is not None and writes_in_place(func):
             self.seed_draw(name, target)

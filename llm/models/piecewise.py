@@ -107,7 +107,7 @@ class PartialDraws(KeyedDraws):
             # Something is computed where a weight lies, in order to be copied to it.
             kwargs["device"] = self._device
         keyword = next((word for word in ("tensor", "out") if word in kwargs), None)
-        target = kwargs[keyword] if keyword else args[0] if args else None
+        target: Any = kwargs[keyword] if keyword else args[0] if args else None
         name = self.name_of(target)
         draws = writes_in_place(func)
         changes = draws or keyword == "out" or func.__name__ in _OPERATORS
@@ -139,14 +139,14 @@ class PartialDraws(KeyedDraws):
             return self._held[1]
         self._keep()
         recipe = self._model.get_parameter_or_buffer(name)
-        target = self._to_fill.get_parameter_or_buffer(name).detach()
+        target: Tensor = self._to_fill.get_parameter_or_buffer(name).detach()
         if not isinstance(target, DTensor) and target.shape == recipe.shape:
-            whole = target
+            whole: Tensor = target
         elif name not in self.written or (anew and like.numel() == recipe.numel()):
-            whole = torch.empty(recipe.shape, dtype=recipe.dtype, device=target.device)
+            whole = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
         else:
-            whole = target.full_tensor() if isinstance(target, DTensor) else target
-            whole = whole[: len(recipe)]
+            gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
+            whole = gathered[: len(recipe)]
         self._held = name, whole
         return whole
 
@@ -159,7 +159,7 @@ class PartialDraws(KeyedDraws):
 
 def _keep_part(target: Tensor, whole: Tensor) -> None:
     """Copy to a tensor what it holds of a whole one; rows that that one lacks become zero."""
-    part, offsets = target, [0] * target.ndim
+    part, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
         part = target.to_local()
         _, offsets = compute_local_shape_and_global_offset(

@@ -8,7 +8,7 @@ et al. 2023, arXiv:2304.11277.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class ShardedStrategy(AcceleratedStrategy):
         mixed_precision: no, fp8, fp16 or bf16.
         layout: Where the ranks stand.
         blocks: The model's layers, each of which is gathered as a whole.
+        fill: Gives a model on the meta device memory and weights, once it is divided; None where
+            it has them.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class ShardedStrategy(AcceleratedStrategy):
         mixed_precision: str,
         layout: Layout,
         blocks: Iterable[nn.Module],
+        fill: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
         self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
         self.mesh = make_mesh(layout, self.device.type)
         self._blocks = blocks
+        self._fill = fill
         self._half_blocks = mixed_precision == "bf16"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
@@ -78,6 +82,9 @@ class ShardedStrategy(AcceleratedStrategy):
         self.loss: Any = loss
         self.model = loss.get_submodule("model")
         self._divide(loss)
+        if self._fill is not None:
+            self._fill()
+            _settle(loss)
         self.optimizer = make_optimizer(self.model)
         self.parameters = stepped_by(self.optimizer)
         _step_parts(self.optimizer)
@@ -170,6 +177,17 @@ class ShardedStrategy(AcceleratedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
+
+
+def _settle(loss: nn.Module) -> None:
+    """Let parts find their place for good, before an optimizer takes hold of them.
+
+    Memory that was given after the division is exchanged once more, at the first use of the
+    weights, where parts are padded to one size.
+    """
+    if isinstance(loss, FSDPModule):
+        loss.unshard()
+        loss.reshard()
 
 
 def _part(tensor: Tensor) -> Tensor:
