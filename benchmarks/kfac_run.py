@@ -75,7 +75,7 @@ def make_model(options: dict[str, Any], vocab_size: int) -> Any:
         device=torch.device("cpu"),
         vocab_size=vocab_size,
         attention_implementation=None,
-        gradient_checkpointing=False,
+        activation_checkpointing="none",
         no_bias=False,
         pad_vocab_to_multiple_of=None,
         fused_gelu=True,

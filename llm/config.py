@@ -359,8 +359,14 @@ class GPTConfig:
     mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = option(
         "no", "Arithmetic of forward and backward; weights stay float32.", group=PRECISION
     )
+    activation_checkpointing: Literal["none", "full", "selective"] | None = option(
+        None,
+        "Activations that the backward pass computes once more, to save memory: none, if not "
+        "given; all of a block (full); or all but its matrix products and attention (selective).",
+        group=PRECISION,
+    )
     gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass to save memory.", group=PRECISION
+        False, "The older name of activation_checkpointing full.", group=PRECISION
     )
 
     torch_compile: bool = option(False, "Compile the model with torch.compile.", group=SPEED)

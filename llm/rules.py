@@ -8,18 +8,9 @@ from typing import Literal
 
 from llm.config import GPTConfig
 from llm.errors import ConfigError
+from llm.layout_rules import layout_problems
 from llm.options import fields
 
-_OF_MODE = {
-    "gossip": ("topology", "gossip_order", "gossip_group"),
-    "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
-}
-_SIZES = (
-    "data_parallel_shard_size",
-    "tensor_parallel_size",
-    "context_parallel_size",
-    "pipeline_parallel_size",
-)
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -35,12 +26,11 @@ def check(config: GPTConfig) -> None:
         *_length_problems(config),
         *_schedule_problems(config),
         *_optimizer_problems(config),
+        *_memory_problems(config),
         *_run_problems(config),
         *_kfac_problems(config),
-        *_decentralized_problems(config),
-        *_parallel_problems(config),
+        *layout_problems(config),
         *_hub_problems(config),
-        *_pipeline_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -199,6 +189,21 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
+def recomputation(config: GPTConfig) -> Literal["none", "full", "selective"]:
+    """The activations to compute once more, by either of the option's two names."""
+    return config.activation_checkpointing or ("full" if config.gradient_checkpointing else "none")
+
+
+def _memory_problems(config: GPTConfig) -> list[str]:
+    chosen = config.activation_checkpointing
+    if config.gradient_checkpointing and chosen not in (None, "full"):
+        return [
+            "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
+            f"{chosen}; leave one of them out."
+        ]
+    return []
+
+
 def _run_problems(config: GPTConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint and config.overwrite_output_dir:
@@ -277,26 +282,6 @@ def _kfac_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _decentralized_problems(config: GPTConfig) -> list[str]:
-    mode = config.data_parallel
-    defaults = {field.name: field.default for field in fields(GPTConfig)}
-    problems = [
-        f"--{name} belongs to --data_parallel {owner}, and this run has {mode}; leave it out."
-        for owner, names in _OF_MODE.items()
-        for name in names
-        if mode != owner and getattr(config, name) != defaults[name]
-    ]
-    uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
-    if config.accum_steps is not None and not uses_blocks:
-        problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
-    if config.kfac and mode != "allreduce":
-        problems.append(
-            f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
-            "bring together; leave one of them out."
-        )
-    return problems
-
-
 def _hub_problems(config: GPTConfig) -> list[str]:
     if config.push_to_hub:
         return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
@@ -305,64 +290,6 @@ def _hub_problems(config: GPTConfig) -> list[str]:
         for name in ("hub_model_id", "hub_private")
         if getattr(config, name)
     ]
-
-
-def _parallel_problems(config: GPTConfig) -> list[str]:
-    sizes = [name for name in _SIZES if getattr(config, name) > 1]
-    if not sizes:
-        return []
-    problems = []
-    if config.data_parallel != "allreduce":
-        problems.append(
-            f"--{sizes[0]} divides one model over ranks, which --data_parallel "
-            f"{config.data_parallel} does not; leave one of them out."
-        )
-    if config.kfac:
-        problems.append(
-            f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
-            "them out."
-        )
-    if config.optimizer in ("muon", "soap"):
-        problems.append(
-            f"--optimizer {config.optimizer} needs whole weights on every rank, which "
-            f"--{sizes[0]} divides; take adamw or sgd."
-        )
-    if config.sample_every is not None:
-        problems.append(
-            f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "
-            "one of them out."
-        )
-    kernel = config.attention_implementation
-    if config.context_parallel_size > 1 and kernel not in (None, "sdpa"):
-        problems.append(
-            f"--context_parallel_size computes attention by sdpa, not by {kernel}; leave "
-            "--attention_implementation out."
-        )
-    return problems
-
-
-def _pipeline_problems(config: GPTConfig) -> list[str]:
-    interleaved = config.pipeline_schedule == "interleaved-1f1b"
-    if config.pipeline_parallel_size == 1:
-        given = ["pipeline_schedule interleaved-1f1b"] if interleaved else []
-        given += ["virtual_stages"] if config.virtual_stages > 1 else []
-        return [f"--{name} needs --pipeline_parallel_size of 2 or more." for name in given]
-    problems = []
-    if interleaved != (config.virtual_stages > 1):
-        problems.append(
-            "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
-            "give both or neither."
-        )
-    if config.torch_compile:
-        problems.append(
-            "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "
-            "one of them out."
-        )
-    if config.mixed_precision == "fp8":
-        problems.append(
-            "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."
-        )
-    return problems
 
 
 def profiled_steps(config: GPTConfig) -> tuple[int, int] | None:

@@ -26,6 +26,7 @@ FLOORS = [
     {"options", "files", "allocator", "launcher"},
     {"command_line"},
     {"config"},
+    {"layout_rules"},
     {"rules"},
     {"runtime", "state", "sentencepiece_model", "strategy", "watchdog"},
     {"tokenizer", "roll_call"},
@@ -68,6 +69,7 @@ FLOORS = [
 ]
 
 READ_CONFIG = {
+    "layout_rules",
     "rules",
     "trainers.gpt.start",
     "trainers.gpt.replicas",

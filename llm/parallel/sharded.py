@@ -54,6 +54,8 @@ class ShardedStrategy(AcceleratedStrategy):
         divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
         divide_attention: Lets the model's attention reach what other ranks hold of a sample;
             needed where the layout divides samples.
+        fill: Gives a model on the meta device memory and weights, once it is divided; None where
+            it has them.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ShardedStrategy(AcceleratedStrategy):
         blocks: Iterable[nn.Module],
         divide_layers: Callable[[DeviceMesh], None] | None = None,
         divide_attention: Callable[[ContextPart], None] | None = None,
+        fill: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
@@ -75,6 +78,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._divide_attention = divide_attention
         self._blocks = blocks
         self._divide_layers = divide_layers
+        self._fill = fill
         self._half_blocks = mixed_precision == "bf16"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
@@ -90,6 +94,9 @@ class ShardedStrategy(AcceleratedStrategy):
         if self._context is not None and self._divide_attention is not None:
             self._divide_attention(self._context)
         self._divide(loss)
+        if self._fill is not None:
+            self._fill()
+            _settle(loss)
         self.optimizer = make_optimizer(self.model)
         self.parameters = stepped_by(self.optimizer)
         _step_parts(self.optimizer)
@@ -226,6 +233,17 @@ class ShardedStrategy(AcceleratedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
+
+
+def _settle(loss: nn.Module) -> None:
+    """Let parts find their place for good, before an optimizer takes hold of them.
+
+    Memory that was given after the division is exchanged once more, at the first use of the
+    weights, where parts are padded to one size.
+    """
+    if isinstance(loss, FSDPModule):
+        loss.unshard()
+        loss.reshard()
 
 
 def _part(tensor: Tensor) -> Tensor:

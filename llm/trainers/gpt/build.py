@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.profiling import StepProfiler
-from llm.rules import profiled_steps
+from llm.rules import profiled_steps, recomputation
 from llm.runtime import Interruption, World, device_of
 from llm.saving import Saver
 from llm.state import TrainState
@@ -30,7 +29,7 @@ from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
+from llm.trainers.gpt.replicas import choose_strategy, draws_parts, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
@@ -39,7 +38,7 @@ logger = logging.getLogger("llm")
 
 
 def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedModel:
-    """Build the model on this process' device.
+    """Build the model on this process' device, or without memory if it will be divided there.
 
     Raises:
         ConfigError: The model has no such weights, attention kernel or checkpointing.
@@ -47,18 +46,19 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    ends = inputs.ends
+    # Read weights come whole, and a model must have some to show that it keeps documents apart.
+    later = inputs.weights_from is None and ends is None and draws_parts(inputs.layout)
     model = model_of(
         config,
         inputs.model_config,
         weights_from=inputs.weights_from,
         seed=inputs.seed,
-        device=device,
+        device=torch.device("meta") if later else device,
         vocab_size=len(inputs.tokenizer),
     )
-    if inputs.ends is not None:
-        check_documents_apart(
-            model, positions=inputs.ends.positions, attention=inputs.ends.attention
-        )
+    if ends is not None:
+        check_documents_apart(model, positions=ends.positions, attention=ends.attention)
     if inputs.layout.context > 1:
         check_divisible(model, ranks=inputs.layout.context, block_size=inputs.block_size)
     return model
@@ -81,7 +81,7 @@ def model_of(
         device=device,
         vocab_size=vocab_size,
         attention_implementation=config.attention_implementation,
-        gradient_checkpointing=config.gradient_checkpointing,
+        activation_checkpointing=recomputation(config),
         no_bias=config.no_bias,
         pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
         fused_gelu=config.fused_gelu,
@@ -95,10 +95,14 @@ def model_of(
     )
 
 
-def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> AcceleratedStrategy:
+def make_strategy(
+    config: GPTConfig, inputs: Inputs, model: PreTrainedModel, world: World
+) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
-    accelerator = make_accelerator(config.mixed_precision, device=model.device)
-    strategy = choose_strategy(config, inputs.replicas, inputs.layout, accelerator, model)
+    accelerator = make_accelerator(config.mixed_precision, device=device_of(world))
+    strategy = choose_strategy(
+        config, inputs.replicas, inputs.layout, accelerator, model, seed=inputs.seed
+    )
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
@@ -166,25 +170,6 @@ class _Weights:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is left to do: they were read into the live tensors."""
-
-
-def make_watchdog(
-    config: GPTConfig, strategy: AcceleratedStrategy, *, on_loss: Callable[[str], None]
-) -> Watchdog:
-    """Let the ranks watch one another from here on."""
-    limits = {
-        "start": config.start_timeout,
-        "step": config.step_timeout,
-        "evaluation": config.step_timeout,
-        "save": config.save_timeout,
-    }
-    return Watchdog(
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        limits={phase: limit or math.inf for phase, limit in limits.items()},  # type: ignore[misc]
-        share=strategy.share,
-        on_loss=on_loss,
-    )
 
 
 def make_evaluate(

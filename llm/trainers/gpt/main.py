@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm import options
@@ -130,7 +130,7 @@ def run(config: GPTConfig, world: World) -> int:
         repository = open_repository(config, inputs.run.path)
     # Of what the log and the model card tell, a stage knows its share only.
     described = without_weights(model) if inputs.layout.pipeline > 1 else model
-    strategy = make_strategy(config, inputs, model)
+    strategy = make_strategy(config, inputs, model, world)
     model = described
     check_same_start(inputs, strategy)
     load_init(inputs, strategy)
@@ -148,13 +148,12 @@ def _train_and_tell(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
-    from llm.trainers.gpt.build import make_watchdog
 
     def tell(verdict: str) -> None:
         if strategy.rank == watchdog.speaker:
             inputs.run.say("failed", reason=verdict)
 
-    watchdog = make_watchdog(config, strategy, on_loss=tell)
+    watchdog = _make_watchdog(config, strategy, on_loss=tell)
     try:
         if strategy.rank == 0:
             resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
@@ -172,6 +171,25 @@ def _train_and_tell(
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             tell(f"{type(error).__name__}: {error}")
         raise
+
+
+def _make_watchdog(
+    config: GPTConfig, strategy: "AcceleratedStrategy", *, on_loss: Callable[[str], None]
+) -> Watchdog:
+    """Let the ranks watch one another from here on."""
+    limits = {
+        "start": config.start_timeout,
+        "step": config.step_timeout,
+        "evaluation": config.step_timeout,
+        "save": config.save_timeout,
+    }
+    return Watchdog(
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        limits={phase: limit or math.inf for phase, limit in limits.items()},  # type: ignore[misc]
+        share=strategy.share,
+        on_loss=on_loss,
+    )
 
 
 def _train(
