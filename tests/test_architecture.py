@@ -49,7 +49,7 @@ FLOORS = [
     {"checkpoint_folder", "snapshot"},
     {"saving"},
     {"trainers.gpt.loop"},
-    {"trainers.gpt.start", "trainers.gpt.kfac", "trainers.gpt.replicas"},
+    {"trainers.gpt.corpora", "trainers.gpt.start", "trainers.gpt.kfac", "trainers.gpt.replicas"},
     {"trainers.gpt.inputs"},
     {"trainers.gpt.publish", "trainers.gpt.reporting"},
     {"trainers.gpt.build"},
@@ -71,6 +71,7 @@ FLOORS = [
 READ_CONFIG = {
     "layout_rules",
     "rules",
+    "trainers.gpt.corpora",
     "trainers.gpt.start",
     "trainers.gpt.replicas",
     "trainers.gpt.inputs",
