@@ -77,12 +77,14 @@ class Strategy(Protocol):
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.
         second_order: K-FAC, if the run has it.
+        answer_delay: The most calls of `agree` between a flag and its answer.
     """
 
     device: torch.device
     rank: int
     world_size: int
     second_order: SecondOrder | None
+    answer_delay: int
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Take over the model (inside its loss) and make its optimizer."""
@@ -134,7 +136,10 @@ class Strategy(Protocol):
         """Concatenate equally shaped tensors of all ranks along the first dimension."""
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags are set on any rank, or were at the last call; every rank must call it."""
+        """Which flags any rank has set now or some calls ago; every rank must call it.
+
+        The answer is the same on all ranks, and comes once.
+        """
 
     def barrier(self) -> None:
         """Wait for all ranks."""

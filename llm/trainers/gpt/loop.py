@@ -158,7 +158,8 @@ class Trainer:
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.agree(asked)
         stop = stop and not last
-        overdue = overdue and self.saved_at != step - 1  # it was asked before that save
+        if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
+            overdue = False  # it was asked before that save
         if last or step % self.logging_steps == 0:
             self.log()
         at_end = last and self.saves
