@@ -46,6 +46,18 @@ class DecentralizedBenchmarkOptions:
     layers: int = option(2, "Layers of the model.", group="Loss", at_least=1)
     sync_every: int = option(20, "Inner steps of DiLoCo.", group="Loss", at_least=1)
     seeds: int = option(3, "Trainings of each method at its best rate.", group="Loss", at_least=1)
+    delay: float = option(0.05, "Seconds that a packet takes.", group="Delay", at_least=0)
+    compute: float = option(0.4, "Seconds that a step's passes take.", group="Delay", above=0)
+    delay_ranks: int = option(4, "Ranks on the slow links.", group="Delay", at_least=2)
+    delay_width: int = option(
+        384, "Each of 8 layers has width x width weights.", group="Delay", at_least=1
+    )
+    delay_steps: int = option(20, "Steps of a phase.", group="Delay", at_least=1)
+    repeats: int = option(3, "Phases with the delay, and without.", group="Delay", at_least=1)
+    sizes: tuple[int, ...] = option(
+        (4, 16, 64, 256, 1024), "Numbers of ranks to simulate.", group="Simulation", at_least=2
+    )
+    plot: str | None = option(None, "PNG of the simulation; needs matplotlib.", group="Simulation")
     output: str | None = option(None, "File for the report, besides the console.", group="Run")
 
 
@@ -54,7 +66,32 @@ def measure(options: DecentralizedBenchmarkOptions) -> list[Section]:
     sections = []
     if "loss" in options.only:
         sections.append(_loss(options))
+    if "delay" in options.only:
+        sections.append(_delay(options))
+    if "simulation" in options.only:
+        from benchmarks.decentralized_simulation import simulation_section
+
+        plot = None if options.plot is None else Path(options.plot)
+        sections.append(simulation_section(options.sizes, ranks_per_node=4, plot=plot))
     return sections
+
+
+def _delay(options: DecentralizedBenchmarkOptions) -> Section:
+    from benchmarks.decentralized_delay import DelaySetting, delay_section
+
+    setting = DelaySetting(
+        ranks=options.delay_ranks,
+        ranks_per_node=1,
+        compute=options.compute,
+        delay=options.delay,
+        layers=8,
+        width=options.delay_width,
+        sync_every=options.sync_every,
+        steps=options.delay_steps,
+        repeats=options.repeats,
+    )
+    modes = [method for method in options.methods if method != "ring-adamw"]
+    return delay_section(setting, modes)
 
 
 def _loss(options: DecentralizedBenchmarkOptions) -> Section:

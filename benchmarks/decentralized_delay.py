@@ -68,12 +68,14 @@ def measure_mode(setting: DelaySetting, mode: str) -> Measured:
     Raises:
         LLMError: A rank failed.
     """
-    warmup = 2 * setting.sync_every if mode == "diloco" else 4
+    period = setting.sync_every if mode == "diloco" else 1
+    warmup = max(4, period)
+    warmup, steps = (-(-number // period) * period for number in (warmup, setting.steps))
     options = {
         "mode": mode,
         "phases": 2 * setting.repeats,
         "warmup": warmup,
-        "steps": setting.steps,
+        "steps": steps,
         "layers": setting.layers,
         "width": setting.width,
         "compute": setting.compute,
@@ -95,7 +97,7 @@ def measure_mode(setting: DelaySetting, mode: str) -> Measured:
             ranks[0].stdin.flush()
             times[phase % 2].append(float(_answer(ranks, "seconds")))
             each = (network.carried.total() - before) / setting.ranks
-            sent.append(each / (setting.steps + warmup))
+            sent.append(each / (steps + warmup))
         network.delay = 0.0
         for rank in ranks:
             rank.wait(60)
