@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Gossip and DiLoCo beside all-reduce.",
         )
         sections = measure(options)
-    except LLMError as error:
+    except (LLMError, OSError) as error:  # a network that cannot be made
         print(f"error: {error}", file=sys.stderr)
         return 2
     text = render("Decentralised training", machine(["torch", "transformers"]), sections)

@@ -83,25 +83,26 @@ def measure_mode(setting: DelaySetting, mode: str) -> Measured:
         "ranks_per_node": setting.ranks_per_node,
     }
     times: tuple[list[float], list[float]] = ([], [])
-    sent = []
+    before = 0
     with ExitStack() as stack:
         network = stack.enter_context(DelayedNetwork(setting.ranks).up())
         ranks = [_start(network, rank, setting.ranks, options) for rank in range(setting.ranks)]
         stack.callback(_end, ranks)
         for phase in range(2 * setting.repeats):
             _answer(ranks, "phase")
-            before = network.carried.total()
+            before = before or network.carried.total()  # what it took to meet
             network.delay = setting.delay * (phase % 2)
             assert ranks[0].stdin is not None
             ranks[0].stdin.write("go\n")
             ranks[0].stdin.flush()
             times[phase % 2].append(float(_answer(ranks, "seconds")))
-            each = (network.carried.total() - before) / setting.ranks
-            sent.append(each / (steps + warmup))
         network.delay = 0.0
         for rank in ranks:
-            rank.wait(60)
-    return Measured(without=times[0], delayed=times[1], sent=statistics.median(sent))
+            rank.wait(300)
+        # All phases together: the last message of one arrives in the next.
+        sent = network.carried.total() - before
+    all_steps = 2 * setting.repeats * (warmup + steps)
+    return Measured(without=times[0], delayed=times[1], sent=sent / setting.ranks / all_steps)
 
 
 def _start(
