@@ -80,6 +80,7 @@ class Strategy(Protocol):
         data_ranks: Into how many shares a global batch is divided.
         draw_rank: Keys the draws of a step: of its own where a process has tokens of its own.
         second_order: K-FAC, if the run has it.
+        answer_delay: The most calls of `agree` between a flag and its answer.
     """
 
     device: torch.device
@@ -89,6 +90,7 @@ class Strategy(Protocol):
     data_ranks: int
     draw_rank: int
     second_order: SecondOrder | None
+    answer_delay: int
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Take over the model (inside its loss) and make its optimizer."""
@@ -140,7 +142,10 @@ class Strategy(Protocol):
         """Concatenate tensors of one shape of all shares of the data along the first dimension."""
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags are set on any rank, or were at the last call; every rank must call it."""
+        """Which flags any rank has set now or some calls ago; every rank must call it.
+
+        The answer is the same on all ranks, and comes once.
+        """
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,11 +283,13 @@ class Tracker:
         record = {f"kfac_{name}": float(value) for name, value in values.items()}
         self._add(step, record, group="kfac")
 
-    def log_evaluation(self, results: dict[str, float], *, step: int) -> None:
-        """Report the results of an evaluation."""
+    def log_evaluation(
+        self, results: dict[str, float], *, step: int, training: Sequence[str] = ()
+    ) -> None:
+        """Report an evaluation's results, on the console with words on the training until it."""
         self._add(step, {f"eval_{name}": value for name, value in results.items()}, group="eval")
-        text = " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
-        logger.info(f"validation at step {step} | {text}")
+        words = [f"{name}: {value:.6g}" for name, value in results.items()]
+        logger.info(" | ".join([f"validation at step {step}", *words, *training]))
 
     def _add(self, step: int, record: dict[str, Any], *, group: str) -> None:
         self._record.update(record)

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.corpus import cut, make_corpus
+from benchmarks.decentralized_delay import DelaySetting, theory
+from benchmarks.delayed_link import DelayedNetwork, why_not
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
@@ -229,6 +231,67 @@ def test_training_is_measured_at_toy_size_beside_a_bare_loop(tmp_path):
     assert float(speeds["bare loop"]) > 0
     assert any(row.startswith("| growth of resident memory") for row in rows)
     assert any(row.startswith("| 40 | ") for row in rows)
+
+
+def test_gossip_is_compared_and_simulated_at_toy_size(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.decentralized", "--only", "loss", "simulation"]
+    toy = (
+        *("--methods", "allreduce", "ring", "diloco", "--learning_rates", "1e-3", "2e-3", "4e-3"),
+        *("--ranks", "4", "--steps", "10", "--sync_every", "5", "--seeds", "2"),
+        *("--batch_size", "4", "--block_size", "8", "--width", "8", "--layers", "1"),
+        *("--sizes", "4", "16", "--output", str(tmp_path / "report.md")),
+    )
+    done = subprocess.run([*command, *toy], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report_text = (tmp_path / "report.md").read_text()
+    rows = [line.split(" | ") for line in report_text.splitlines() if line.startswith("| ")]
+    losses = {row[0][2:]: row for row in rows if len(row) == 5}
+    assert losses["allreduce"][3] == "+0.0000"
+    assert float(losses["ring"][4].rstrip(" |")) > 0  # ranks are apart
+    assert float(losses["diloco"][4].rstrip(" |")) < 1e-6  # after an outer step they are not
+    # cos(pi / 8) a round, and one model out of a node: what a ring of 16 promises.
+    assert ["| ring", "16", "2", "0.923880"] in [row[:4] for row in rows]
+    assert "| matrices of up to 16 ranks symmetric and doubly stochastic: within 1e-12 |" in (
+        report_text
+    )
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_packet_on_a_delayed_link_takes_its_time_and_is_counted():
+    listen = (
+        "import socket\n"
+        "server = socket.create_server(('10.99.0.2', 5000)); print('ready', flush=True)\n"
+        "connection, _ = server.accept()\n"
+        "while said := connection.recv(9): connection.sendall(said)"
+    )
+    ask = (
+        "import socket, time\n"
+        "connection = socket.create_connection(('10.99.0.2', 5000)); began = time.monotonic()\n"
+        "connection.sendall(b'x'); connection.recv(9); print(time.monotonic() - began)"
+    )
+    with DelayedNetwork(2).up() as network:
+        network.delay = 0.2
+        server = subprocess.Popen(
+            network.inside(1, [sys.executable, "-c", listen]), stdout=subprocess.PIPE
+        )
+        assert server.stdout is not None
+        server.stdout.readline()
+        done = subprocess.run(
+            network.inside(0, [sys.executable, "-c", ask]), capture_output=True, text=True
+        )
+        server.communicate(timeout=10)
+    assert 0.4 <= float(done.stdout) < 2  # there and back
+    assert network.carried[0, 1] > 40  # one byte, and the headers that bring it
+
+
+def test_the_bytes_of_a_step_by_theory():
+    setting = DelaySetting(
+        ranks=4, ranks_per_node=1, compute=1, delay=0, layers=1, width=10,
+        sync_every=10, steps=1, repeats=1,
+    )  # fmt: skip
+    sent = {mode: theory(setting, mode) for mode in ("allreduce", "ring", "exp", "diloco")}
+    assert sent == {"allreduce": 600, "ring": 400, "exp": 400, "diloco": 60}
+    assert theory(setting, "alternating-exp-ring") == 200  # half of the pairs in each round
 
 
 def test_a_family_is_measured_beside_a_plain_loop():

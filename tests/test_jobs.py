@@ -50,17 +50,32 @@ def directives(script: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
-def test_an_example_is_what_the_command_in_its_head_writes(path, capsys):
+def test_an_example_is_what_the_command_in_its_head_writes(path, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)  # where --config examples/... is
     text = path.read_text(encoding="utf-8")
     command = re.search(r"(?m)^# Made by: python -m llm\.jobs (.*) -- OPTIONS$", text)[1]
     assert write(capsys, *shlex.split(command), trainer=options_of(text)) == text
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
-def test_the_trainer_accepts_an_examples_options_which_resume(path):
+def test_the_trainer_accepts_an_examples_options_which_resume(path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
     config = parse_args(options_of(path.read_text(encoding="utf-8")))
     assert config.resume_from_checkpoint
     assert config.output_dir.startswith("runs/")
+
+
+def test_gpt2_small_has_a_script_for_each_mode_on_four_nodes_of_four_gpus(monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    modes = {}
+    for name in ("gpt2_small", "gpt2_small_decentralized"):
+        script = (EXAMPLES / f"slurm/{name}.sh").read_text(encoding="utf-8")
+        found = directives(script)
+        assert (found["nodes"], found["gpus-per-node"]) == ("4", "4")
+        config = parse_args(options_of(script))
+        modes[name] = (config.data_parallel, config.topology)
+    assert modes["gpt2_small"][0] == "allreduce"
+    assert modes["gpt2_small_decentralized"] == ("gossip", "alternating-exp-ring")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)

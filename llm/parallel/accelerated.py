@@ -90,6 +90,8 @@ class AcceleratedStrategy:
     second_order: SecondOrder | None = None
     """Set by who makes the optimizer, where K-FAC is part of it."""
 
+    answer_delay: int = 1
+
     def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device

@@ -7,7 +7,7 @@ gradient is not finite skips its step alone.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llm.errors import ParallelError
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.consensus import Consensus, read_mean
+from llm.parallel.votes import Votes
 from llm.state import model_tensors
 from llm.strategy import MakeOptimizer
 
@@ -83,6 +84,9 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._ranks_per_replica = ranks_per_replica
         self._make_averaging = make_averaging
         self._apart = False
+        if self.world_size > 1:
+            self._votes = Votes(rank=self.rank, world_size=self.world_size, group=self._host_group)
+            self.answer_delay = self._votes.delay
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Take over the model (inside its loss) and make its optimizer."""
@@ -128,6 +132,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
         norm, skipped = super().optimizer_step(max_grad_norm)
         self._averaging.after_step()
         return norm, skipped
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Which flags any rank has set now or some calls ago; no rank waits for all others."""
+        return list(flags) if self.world_size == 1 else self._votes.agree(flags)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
@@ -251,6 +259,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
     def close(self) -> None:
         """End what is under way, and leave the process groups."""
         self._averaging.settle()
+        if self.world_size > 1:
+            self._votes.settle()
         super().close()
 
 

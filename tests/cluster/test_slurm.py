@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from tests.cluster.jobs import HERE, IN_QUEUE, Slurm, Submission
+from llm.config import GPTConfig
+from llm.options import read_toml
+from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 
 pytestmark = pytest.mark.cluster
 
@@ -45,6 +47,19 @@ def test_sixteen_gpus_for_gpt2(slurm, submission):
     script = submission.fill_in("slurm/gpt2_16xA100.sh", run="gpt2", max_train_steps=20)
     job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     check_finished(slurm, submission, job, "gpt2", ranks=4)
+
+
+@pytest.mark.parametrize("mode", ["", "-decentralized"], ids=["allreduce", "gossip"])
+def test_gpt2_small_in_both_modes(slurm, submission, mode):
+    config = read_toml(GPTConfig, EXAMPLES / f"gpt2-small{mode}.toml")
+    averaging = {key: config[key] for key in ("data_parallel", "topology") if key in config}
+    name = f"small{mode}"
+    script = submission.fill_in(
+        f"slurm/gpt2_small{mode.replace('-', '_')}.sh", run=name, max_train_steps=20, **averaging
+    )
+    job = slurm.submit(script, "--nodes=2", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
+    text = check_finished(slurm, submission, job, name, ranks=4)
+    assert ("consensus_distance: " in text) == (mode != "")
 
 
 def test_one_task_for_each_gpu_without_torchrun(slurm, submission):

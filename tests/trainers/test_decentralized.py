@@ -121,6 +121,15 @@ def test_a_killed_run_goes_on_bit_for_bit_on_every_rank(bench, ranks, options):
     check_same(resumed, straight)
 
 
+def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
+    options = {**RING, "ranks": 4, "per_device_train_batch_size": 2, "max_train_steps": 12}
+    ask = Fault(at=FORWARD, what="SIGTERM", call=5, rank=2)
+    stopped = bench.train("asked", faults=[ask], checkpointing_steps=100, **options)
+    assert stopped.codes == [75, 75, 75, 75], stopped.output
+    # The vote that begins after step 5 takes two turns.
+    assert stopped.read_json("status.json")["step"] == 7
+
+
 @pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
 def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     name = f"grows-{options['data_parallel']}"

@@ -91,6 +91,22 @@ def test_metrics_results_and_card_say_what_was_trained(bench):
     assert board.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
+def test_an_evaluation_is_one_line_that_also_says_how_training_went(bench):
+    run = bench.train_well("said", max_train_steps=5, eval_steps=3, logging_steps=2)
+    lines = [line for line in run.output.splitlines() if "validation at step" in line]
+    said = [dict(part.split(": ") for part in line.split(" | ")[1:]) for line in lines]
+    losses = {record["step"]: record["loss"] for record in run.metrics if "loss" in record}
+    assert [float(values["train loss"]) for values in said] == [
+        pytest.approx(losses[2], rel=1e-5),  # that of the last interval that was logged
+        pytest.approx(losses[5], rel=1e-5),
+    ]
+    times = [float(values["train time"].removesuffix(" s")) for values in said]
+    totals = [float(values["total train time"].removesuffix(" s")) for values in said]
+    assert totals == pytest.approx([times[0], times[0] + times[1]], abs=0.11)
+    assert float(said[1]["ms per step"]) == pytest.approx(1000 * times[1] / 2, abs=26)
+    assert totals[1] == pytest.approx(run.metrics[-1]["seconds"], abs=0.1)
+
+
 def test_bits_per_byte_is_the_loss_over_the_bytes_of_the_validation_text(bench, tmp_path):
     text = "The queen walked into rain.\n" * 40
     (tmp_path / "valid.txt").write_text(text)

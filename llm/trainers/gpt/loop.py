@@ -102,12 +102,15 @@ class Trainer:
         self.sample = sample
         self.sample_every = sample_every
         self.results: dict[str, float] = {}
+        self.train_loss: float | None = None
+        self.told_until = (0, 0.0)
         self.saved_at: int | None = None
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train; returns early, with everything saved, when asked to stop."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
+        self.told_until = state.step, state.seconds
         if state.step:
             self.take_up()
         waiting_since = time.perf_counter()
@@ -161,7 +164,8 @@ class Trainer:
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.agree(asked)
         stop = stop and not last
-        overdue = overdue and self.saved_at != step - 1  # it was asked before that save
+        if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
+            overdue = False  # it was asked before that save
         if last or step % self.logging_steps == 0:
             self.log()
         at_end = last and self.saves
@@ -198,6 +202,7 @@ class Trainer:
         """Read the interval's numbers from the device and report them."""
         self.meter.fold(self.strategy.reduce_sum)
         values = self.meter.read()
+        self.train_loss = values["loss"]
         state = self.state
         self.report_skipped()
         if self.strategy.second_order is not None:
@@ -237,9 +242,22 @@ class Trainer:
         assert self.evaluate is not None
         self.watchdog.got_on(step=self.state.step, phase="evaluation")
         self.results = self.evaluate()
-        self.tracker.log_evaluation(self.results, step=self.state.step)
+        self.tracker.log_evaluation(
+            self.results, step=self.state.step, training=self.training_in_words()
+        )
         self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
         best = self.state.best_loss
         self.state.best_loss = loss if best is None else min(best, loss)
         return loss
+
+    def training_in_words(self) -> list[str]:
+        """The loss that was last logged, and the time since the last evaluation or this start."""
+        words = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
+        steps = self.state.step - self.told_until[0]
+        seconds = self.state.seconds - self.told_until[1]
+        if steps:
+            words.append(f"train time: {seconds:.1f} s")
+            words.append(f"ms per step: {1000 * seconds / steps:.1f}")
+        self.told_until = self.state.step, self.state.seconds
+        return [*words, f"total train time: {self.state.seconds:.1f} s"]

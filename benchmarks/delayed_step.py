@@ -1,0 +1,128 @@
+"""One rank that measures steps on a slow link, started by `benchmarks.decentralized_delay`.
+
+The model's layers are real, and so are their gradients and messages; the time that they take is
+slept, as a processor sleeps while an accelerator computes. So ranks that share few cores do not
+wait for one another's arithmetic.
+"""
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.optim.accum_adamw import make_accum_adamw
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.decentralized import Averaging, DecentralizedStrategy
+from llm.parallel.diloco import OuterOptimizer
+from llm.parallel.mixing import Mixer
+from llm.parallel.rounds import make_rounds
+from llm.strategy import MicroBatch
+
+
+class _Compute(torch.autograd.Function):
+    """Takes its time in the forward pass, and twice that in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class _Loss(nn.Module):
+    """A stack of layers in the place of a model and its loss.
+
+    Args:
+        layers: How many.
+        width: Each has width x width weights.
+        seconds: What a step's passes take in all.
+    """
+
+    def __init__(self, *, layers: int, width: int, seconds: float) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+        self._seconds = seconds / layers / 3
+
+    def forward(self, inputs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The summed loss of inputs [batch, width], twice as a model's loss gives it."""
+        for layer in self.model:
+            inputs = _Compute.apply(layer(inputs), self._seconds)
+        loss = inputs.square().sum()
+        return loss, loss.detach()
+
+
+def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
+    """The strategy of a mode, as the trainer makes it."""
+    torch.manual_seed(0)
+    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    ranks, mode = accelerator.num_processes, options["mode"]
+    loss = _Loss(layers=options["layers"], width=options["width"], seconds=options["compute"])
+    adam = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+
+    def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
+        if mode == "diloco":
+            return OuterOptimizer(tensors, world_size=ranks, sync_every=options["sync_every"])
+        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
+        return Mixer(list(tensors.values()), rounds=rounds, rank=accelerator.process_index)
+
+    if mode == "allreduce":
+        strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    else:
+        strategy = DecentralizedStrategy(
+            accelerator=accelerator, mixed_precision="no", make_averaging=make_averaging
+        )
+    if mode in ("allreduce", "diloco"):
+        strategy.prepare(loss, lambda model: make_adamw(model, **adam))
+    else:
+        strategy.prepare(
+            loss, lambda model: make_accum_adamw(model, **adam, accum_steps=min(8, ranks))
+        )
+    return strategy
+
+
+def step(strategy: AcceleratedStrategy, width: int) -> None:
+    """What the trainer's loop does in a step, without a report."""
+    inputs = torch.ones(1, width)
+    strategy.forward_backward([MicroBatch(inputs, inputs)], num_tokens=1)
+    strategy.optimizer_step(1.0)
+    strategy.agree([False, False])
+
+
+def main() -> None:
+    """Take phases of steps; rank 0 asks for each on its console and says what a step took."""
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    strategy = make_strategy(options)
+    for phase in range(options["phases"]):
+        strategy.barrier()
+        if strategy.rank == 0:
+            print(json.dumps({"phase": phase}), flush=True)
+            sys.stdin.readline()
+        strategy.barrier()
+        times = []
+        for _ in range(options["steps"] + options["warmup"]):
+            began = time.perf_counter()
+            step(strategy, options["width"])
+            times.append(time.perf_counter() - began)
+        counted = times[options["warmup"] :]
+        # Of DiLoCo's steps one in so many is unlike the others.
+        middle = statistics.fmean if options["mode"] == "diloco" else statistics.median
+        seconds = middle(counted)
+        if strategy.rank == 0:
+            print(json.dumps({"seconds": seconds}), flush=True)
+    strategy.barrier()
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
