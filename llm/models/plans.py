@@ -178,7 +178,8 @@ def _forgotten(model: nn.Module, styles: Mapping[str, str]) -> str | None:
 
 
 def _text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    return config_class.sub_configs.get("text_config", config_class)
+    found: type[PreTrainedConfig] = config_class.sub_configs.get("text_config", config_class)
+    return found
 
 
 def _has_plan(config_class: type[PreTrainedConfig]) -> bool:
