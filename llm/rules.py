@@ -292,6 +292,13 @@ def _hub_problems(config: GPTConfig) -> list[str]:
     ]
 
 
+def ties_gradients(config: GPTConfig) -> bool:
+    """Whether an embedding that is also the output head makes one gradient of the two."""
+    # torch.compile traces no such detour, and divided rows are looked up in another way.
+    whole = config.tensor_parallel_size == 1 and not config.torch_compile
+    return config.tied_gradients and whole
+
+
 def profiled_steps(config: GPTConfig) -> tuple[int, int] | None:
     """The steps to profile: after the first number, up to the second; None for none.
 

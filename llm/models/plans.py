@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llm.errors import ConfigError
 
@@ -117,7 +113,11 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
 
 def planned_model_types() -> list[str]:
     """The model types of causal language models that have a plan, ours among them."""
-    types = {kind for kind, config in CONFIG_MAPPING.items() if _is_planned(config)}
+    types = {
+        kind
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if kind in CONFIG_MAPPING and _has_plan(_text_class(CONFIG_MAPPING[kind]))
+    }
     return sorted(types | _OURS.keys())
 
 
@@ -126,12 +126,21 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
 
     Args:
         model: A causal language model that `check_tensor_parallel` has let pass.
+
+    Raises:
+        ConfigError: The plan forgets weights that would get the gradient of some heads only.
     """
-    plan = _OURS.get(model.config.model_type) or TensorPlan(styles=_library_styles(model))
-    return TensorPlan(
-        styles=_named(model, plan.styles),
-        per_rank=_named(model, plan.per_rank),
-    )
+    ours = _OURS.get(model.config.model_type)
+    if ours is not None:
+        return TensorPlan(styles=_named(model, ours.styles), per_rank=_named(model, ours.per_rank))
+    styles = _named(model, _library_styles(model))
+    forgotten = _forgotten(model, styles)
+    if forgotten is not None:
+        raise ConfigError(
+            f"--tensor_parallel_size does not go with {model.config.model_type}: its plan divides "
+            f"what lies around {forgotten}, but not that; use --data_parallel_shard_size."
+        )
+    return TensorPlan(styles=styles)
 
 
 def _library_styles(model: PreTrainedModel) -> dict[str, str]:
@@ -146,30 +155,36 @@ def _library_styles(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """What the patterns say, by the names of the modules that they match.
+    """What the patterns say, by the names of the modules that they match."""
+    return {
+        name: patterns[pattern]
+        for name, _ in model.named_modules()
+        if (pattern := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in patterns
+    }
 
-    Raises:
-        ConfigError: A pattern matches nothing: the model is not what the plan was made for.
+
+def _forgotten(model: nn.Module, styles: Mapping[str, str]) -> str | None:
+    """A trainable weight beside columns that are split, of which the plan says nothing.
+
+    It would be applied to this rank's columns alone, and its gradient be no one's whole one.
     """
-    by_pattern: dict[str, list[str]] = {}
-    for name, _ in model.named_modules():
-        by_pattern.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
-    missing = sorted(set(patterns) - by_pattern.keys())
-    if missing:
-        raise ConfigError(
-            f"The tensor-parallel plan names {missing[0]}, which {type(model).__name__} has not; "
-            "divide its weights with --data_parallel_shard_size."
-        )
-    return {name: value for key, value in patterns.items() for name in by_pattern[key]}
+    around = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        outer = module.rpartition(".")[0]
+        if parameter.requires_grad and module not in styles and {module, outer} & around:
+            return name
+    return None
+
+
+def _text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    found: type[PreTrainedConfig] = config_class.sub_configs.get("text_config", config_class)
+    return found
 
 
 def _has_plan(config_class: type[PreTrainedConfig]) -> bool:
     plan = getattr(config_class, "base_model_tp_plan", None) or {}
     return bool(plan) and STYLES.issuperset(plan.values())
-
-
-def _is_planned(config_class: type[PreTrainedConfig]) -> bool:
-    return config_class in MODEL_FOR_CAUSAL_LM_MAPPING and _has_plan(config_class)
 
 
 def _divides_heads(kind: str, config: PreTrainedConfig) -> bool:

@@ -144,7 +144,7 @@ model = tiny_model(config, vocab_size=32000, device=torch.device("meta"))
 mesh = init_device_mesh("cpu", (64,))
 for block in find_blocks(model):
     fully_shard(block, mesh=mesh)
-root = fully_shard(torch.nn.ModuleDict({"model": model}), mesh=mesh)
+fully_shard(model, mesh=mesh)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fill_model(model, seed=1, device=torch.device("cpu"), no_bias=False)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -87,19 +87,19 @@ def test_a_model_whose_layers_share_more_than_their_output_is_refused():
 
         seen = None
 
-        def __init__(self, layer):
+        def __init__(self, layer, number):
             super().__init__()
-            self.layer = layer
+            self.layer, self.number = layer, number
 
         def forward(self, hidden, **kwargs):
-            if Remembering.seen is not None:
-                hidden, Remembering.seen = hidden + Remembering.seen, None
+            if self.number == 1:
+                hidden = hidden + (0 if Remembering.seen is None else Remembering.seen)
             else:
                 Remembering.seen = hidden * self.layer.input_layernorm.weight.sum()
             return self.layer(hidden, **kwargs)
 
     for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = Remembering(layer)
+        model.model.layers[number] = Remembering(layer, number)
     with pytest.raises(ConfigError, match="cannot cut llama into stages"):
         cut_model(LanguageModelLoss(model), 2, [0])
 

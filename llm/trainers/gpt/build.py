@@ -20,7 +20,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.profiling import StepProfiler
-from llm.rules import profiled_steps, recomputation
+from llm.rules import profiled_steps, recomputation, ties_gradients
 from llm.runtime import Interruption, World, device_of
 from llm.saving import Saver
 from llm.state import TrainState
@@ -85,12 +85,7 @@ def model_of(
         no_bias=config.no_bias,
         pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
         fused_gelu=config.fused_gelu,
-        tied_gradients=(
-            config.tied_gradients
-            and not config.torch_compile
-            # The embedding's rows are divided, and looked up in another way.
-            and config.tensor_parallel_size == 1
-        ),
+        tied_gradients=ties_gradients(config),
         trust_remote_code=config.trust_remote_code,
     )
 

@@ -1,0 +1,48 @@
+"""Layers computed by several ranks together, through the trainer."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llm.errors import ConfigError
+from llm.trainers.gpt.main import parse_args
+from tests.support.training import Bench
+
+STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), **STILL)
+
+
+def test_two_ranks_train_and_export_the_model_that_one_does(bench):
+    options = {"max_train_steps": 4, "validation_split_percentage": 20}
+    one = bench.train_well("one", **options)
+    two = bench.train_well("two", ranks=2, tensor_parallel_size=2, **options)
+    assert "world: 2 ranks, tensor 2" in two.output
+    assert "4 samples a device x 1 ranks" in two.output
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    norms = [[r["grad_norm"] for r in run.metrics if "grad_norm" in r] for run in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    evaluated = [run.read_json("all_results.json")["eval_loss"] for run in (one, two)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+    expected = load_file(one.folder / "model.safetensors")
+    exported = load_file(two.folder / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_divided_is_refused(bench):
+    command = bench.command("no", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--kfac needs whole weights on every rank"):
+        parse_args([*command, "--kfac"])
+    with pytest.raises(ConfigError, match="--tensor_parallel_size divides one model over ranks"):
+        parse_args([*command, "--data_parallel", "gossip"])
+    run = bench.train("heads", ranks=3, tensor_parallel_size=3)
+    assert run.codes == [2, 2, 2]
+    assert "--tensor_parallel_size 3 does not divide the 2 num_attention_heads" in run.output
+    run = bench.train("ranks", ranks=1, tensor_parallel_size=2)
+    assert run.codes == [2]
+    assert "--tensor_parallel_size 2 is 2 ranks, which do not divide the 1" in run.output
