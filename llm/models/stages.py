@@ -150,6 +150,10 @@ def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> C
         ConfigError: The model has fewer layers, or cannot be cut.
     """
     model = loss.model
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise cannot_cut(
+            model, "with output_router_logits its loss needs the routers of all layers"
+        )
     pieces = find_pieces(model)
     if len(pieces.layers) < num_stages:
         raise ConfigError(
@@ -190,10 +194,10 @@ def check_cut(loss: LanguageModelLoss, pieces: Pieces, layers: Sequence[range]) 
     model = loss.model
     input_ids = some_tokens(model)
     labels = None if input_ids.is_meta else input_ids
-    stages = [_make_stage(loss, pieces, share)[0] for share in layers]
     training = model.training
     model.eval()
     try:
+        stages = [_make_stage(loss, pieces, share)[0] for share in layers]
         passed = [input_ids]
         for stage in stages:
             passed.append(stage(passed[-1], input_ids=input_ids, labels=labels))
@@ -213,8 +217,8 @@ def check_cut(loss: LanguageModelLoss, pieces: Pieces, layers: Sequence[range]) 
 
 def _alike(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) -> bool:
     """Whether hidden states, or the sums of losses, are equal but for rounding."""
-    one, other = (value if isinstance(value, Tensor) else value[-1] for value in (one, other))
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    mine, theirs = (value if isinstance(value, Tensor) else value[-1] for value in (one, other))
+    return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
 _StandIns = dict[nn.Module, nn.Module]
