@@ -21,7 +21,7 @@ from llm.parallel.layout import Layout
 from llm.parallel.schedules import Schedule, idle_share, make_schedule
 from llm.parallel.sharded import ShardedStrategy
 from llm.runtime import seed_torch
-from llm.strategy import MicroBatch
+from llm.strategy import MakeOptimizer, MicroBatch
 
 logger = logging.getLogger("llm.parallel")
 
@@ -97,6 +97,17 @@ class PipelineStrategy(ShardedStrategy):
         pairs = [[group[0], group[-1]] for group in self.layout.groups("pipeline")]
         group, _ = dist.new_subgroups_by_enumeration(pairs)
         return group if isinstance(group, dist.ProcessGroup) else None
+
+    def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Cut the model (inside its loss) and make the optimizer of this rank's parts."""
+        super().prepare(loss, make_optimizer)
+        named = dict(self.model.named_parameters())
+        tied = {named[name] for name in self._cut.tied}
+        both = zip(self.parameters, self.stepped, strict=True)
+        self._tied = [part for parameter, part in both if parameter in tied]
+        # What the first and the last stage share counts on the first.
+        elsewhere = tied if self._stage_rank else set()
+        self._counted = [p for p in self.parameters if p not in elsewhere]
 
     def _divide(self, loss: nn.Module) -> None:
         """Keep this rank's stages, and of their parameters this rank's parts."""
@@ -214,19 +225,10 @@ class PipelineStrategy(ShardedStrategy):
         if self.layout.replicate > 1:
             _sum_over(gradients, self.mesh.get_group("replicate"))
             torch._foreach_div_(gradients, self.layout.replicate)
-        ends = [p.grad for p in self._tied_parts() if p.grad is not None]
-        _sum_over(ends, self._ends)
-
-    def _tied_parts(self) -> list[Tensor]:
-        named = dict(self.model.named_parameters())
-        tied = {named[name] for name in sorted(self._cut.tied)}
-        return [part for p, part in zip(self.parameters, self.stepped, strict=True) if p in tied]
+        _sum_over([part.grad for part in self._tied if part.grad is not None], self._ends)
 
     def _normed(self) -> list[Tensor]:
-        """What the first and the last stage share counts on the first."""
-        named = dict(self.model.named_parameters())
-        tied = {named[name] for name in self._cut.tied} if self._stage_rank else set()
-        return [parameter for parameter in self.parameters if parameter not in tied]
+        return self._counted
 
     def _gradient_norm(self) -> Tensor:
         square = super()._gradient_norm().square()

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
 from llm.models.gpt import parameter_counts, without_weights
@@ -102,6 +103,25 @@ def test_a_model_whose_layers_share_more_than_their_output_is_refused():
         model.model.layers[number] = Remembering(layer, number)
     with pytest.raises(ConfigError, match="cannot cut llama into stages"):
         cut_model(LanguageModelLoss(model), 2, [0])
+
+
+def test_a_loss_that_asks_all_layers_is_refused():
+    model = tiny_model(tiny_config("mixtral", output_router_logits=True))
+    with pytest.raises(ConfigError, match="its loss needs the routers of all layers"):
+        cut_model(LanguageModelLoss(model), 2, [0])
+
+
+def test_a_model_without_weights_is_cut_alike():
+    config = tiny_config("gpt2", n_layer=4)
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(config)
+    cuts = [
+        cut_model(LanguageModelLoss(model, chunked=True), 2, [1])
+        for model in (tiny_model(config), bare)
+    ]
+    assert cuts[0].layers == cuts[1].layers
+    assert cuts[0].tied == cuts[1].tied
+    assert [*cuts[0].part.state_dict()] == [*cuts[1].part.state_dict()]
 
 
 def test_pieces_lie_where_the_forward_meets_them():
