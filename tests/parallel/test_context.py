@@ -114,6 +114,29 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
                     torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
 
 
+def half_precision_loss():
+    """The loss of one micro-batch of a model whose norms make queries of another dtype."""
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
+    strategy = make_strategy("qwen3", layout, "bf16")
+    batch = make_batch(0)
+    loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
+    norm, _ = strategy.optimizer_step(0.5)
+    return strategy.reduce_sum(loss.clone()).item(), norm.item()
+
+
+def test_divided_samples_train_in_half_precision():
+    expected = values(run_ranks(half_precision_loss, 1))[0]
+    for found in values(run_ranks(half_precision_loss, 2)):
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_ranks_with_tokens_of_their_own_draw_their_own_dropout():
+    layout = Layout(pipeline=2, shard=2, context=2, tensor=2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.draw_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.draw_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def parts_and_gradient():
     """A sequence of 8 tokens, the part of each rank, and the gradient of its gathering."""
     make_accelerator("no", device=torch.device("cpu"))
