@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from llm.models import context
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
 from llm.models.loss import LanguageModelLoss
@@ -82,7 +83,9 @@ def train(family: str, layout: Layout, accumulation: int):
     return seen, sums, predictions, strategy.full_state_dict()
 
 
-def train_all(sizes: dict[str, int], accumulation: int):
+def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):
+    if not masked:
+        context._MASKED_DEVICES = ()
     layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
     return [train(family, layout, accumulation) for family in FAMILIES]
 
@@ -93,16 +96,17 @@ def on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes", "accumulation"),
+    ("ranks", "sizes", "accumulation", "masked"),
     [
-        (2, {"context": 2}, 2),
-        (4, {"context": 4}, 1),
-        (4, {"context": 2}, 1),  # and two replicas
-        (4, {"context": 2, "shard": 2}, 2),
+        (2, {"context": 2}, 2, True),
+        (2, {"context": 2}, 1, False),  # as on a GPU
+        (4, {"context": 4}, 1, True),
+        (4, {"context": 2}, 1, True),  # and two replicas
+        (4, {"context": 2, "shard": 2}, 2, True),
     ],
 )
-def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation):
-    outcomes = values(run_ranks(train_all, ranks, sizes, accumulation))
+def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation, masked):
+    outcomes = values(run_ranks(train_all, ranks, sizes, accumulation, masked))
     for rank, families in enumerate(outcomes):
         for (seen, sums, predictions, weights), expected in zip(families, on_one_rank, strict=True):
             assert torch.allclose(torch.tensor(seen), torch.tensor(expected[0]), rtol=1e-5)
