@@ -22,6 +22,10 @@ from llm.models.masking import documents_of_forward, run_model
 KERNEL = "context_parallel"
 """Under this name the functions are registered."""
 
+_MASKED_DEVICES = ("cpu",)
+"""Without a kernel for queries that are the last of the keys: they are given one mask, shared by
+all layers, where each layer would keep one of its own."""
+
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 """What some models ask of their attention besides, and PyTorch's kernels do not have."""
 
@@ -62,10 +66,12 @@ def divide_attention(model: PreTrainedModel, part: SequencePart) -> None:
         mask_function: Callable[..., Tensor],
         allow_is_causal_skip: bool = True,
         device: torch.device,
+        dtype: torch.dtype,
         **unused: Any,
     ) -> Tensor | None:
         documents = documents_of_forward()
-        if mask_function is causal_mask_function and allow_is_causal_skip and documents is None:
+        plain = mask_function is causal_mask_function and allow_is_causal_skip
+        if plain and documents is None and device.type not in _MASKED_DEVICES:
             return None
         places = torch.arange(q_length // 2 * part.num_chunks, device=device)
         chunks = places.chunk(part.num_chunks)
@@ -73,7 +79,9 @@ def divide_attention(model: PreTrainedModel, part: SequencePart) -> None:
         seen = _visible(mask_function, own.unsqueeze(0), places)
         if documents is not None:
             seen = seen & (documents[:, None, :, None] == part.gather(documents, 1)[:, None, None])
-        return seen
+        # To be added: of a mask of booleans, each layer would keep a copy in this form.
+        bias = torch.zeros(seen.shape, dtype=_kernel_dtype(dtype, device), device=device)
+        return bias.masked_fill_(~seen, -torch.inf)
 
     def attend(
         module: torch.nn.Module,
@@ -83,7 +91,9 @@ def divide_attention(model: PreTrainedModel, part: SequencePart) -> None:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        query, key, value = (_in_autocast_dtype(tensor) for tensor in (query, key, value))
+        # As autocast would; thus less is sent, and all that the kernel is given is of one dtype.
+        dtype = _kernel_dtype(query.dtype, query.device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = part.gather(torch.cat([key, value], dim=-1), 2)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         key, value = _for_all_heads(query, key), _for_all_heads(query, value)
@@ -224,12 +234,11 @@ def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
     return repeated
 
 
-def _in_autocast_dtype(tensor: Tensor) -> Tensor:
-    """As autocast casts what the kernel is given: less is sent so, and all are of one dtype."""
-    device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+def _kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What attention computes in, given what the model computes in outside of autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from llm.models import context
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
 from llm.models.loss import LanguageModelLoss
@@ -82,7 +83,9 @@ def train(family: str, layout: Layout, accumulation: int):
     return seen, sums, predictions, strategy.full_state_dict()
 
 
-def train_all(sizes: dict[str, int], accumulation: int):
+def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):
+    if not masked:
+        context._MASKED_DEVICES = ()
     layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
     return [train(family, layout, accumulation) for family in FAMILIES]
 
@@ -93,16 +96,17 @@ def on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes", "accumulation"),
+    ("ranks", "sizes", "accumulation", "masked"),
     [
-        (2, {"context": 2}, 2),
-        (4, {"context": 4}, 1),
-        (4, {"context": 2}, 1),  # and two replicas
-        (4, {"context": 2, "shard": 2}, 2),
+        (2, {"context": 2}, 2, True),
+        (2, {"context": 2}, 1, False),  # as on a GPU
+        (4, {"context": 4}, 1, True),
+        (4, {"context": 2}, 1, True),  # and two replicas
+        (4, {"context": 2, "shard": 2}, 2, True),
     ],
 )
-def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation):
-    outcomes = values(run_ranks(train_all, ranks, sizes, accumulation))
+def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation, masked):
+    outcomes = values(run_ranks(train_all, ranks, sizes, accumulation, masked))
     for rank, families in enumerate(outcomes):
         for (seen, sums, predictions, weights), expected in zip(families, on_one_rank, strict=True):
             assert torch.allclose(torch.tensor(seen), torch.tensor(expected[0]), rtol=1e-5)
@@ -112,6 +116,29 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
                 assert weights.keys() == expected[3].keys()
                 for name, tensor in expected[3].items():
                     torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+
+
+def half_precision_loss():
+    """The loss of one micro-batch of a model whose norms make queries of another dtype."""
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
+    strategy = make_strategy("qwen3", layout, "bf16")
+    batch = make_batch(0)
+    loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
+    norm, _ = strategy.optimizer_step(0.5)
+    return strategy.reduce_sum(loss.clone()).item(), norm.item()
+
+
+def test_divided_samples_train_in_half_precision():
+    expected = values(run_ranks(half_precision_loss, 1))[0]
+    for found in values(run_ranks(half_precision_loss, 2)):
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_ranks_with_tokens_of_their_own_draw_their_own_dropout():
+    layout = Layout(pipeline=2, shard=2, context=2, tensor=2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.draw_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.draw_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def parts_and_gradient():

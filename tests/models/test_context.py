@@ -1,0 +1,70 @@
+"""Which models may be given a part of each sequence; tests/parallel/test_context.py gives it."""
+
+import pytest
+import transformers
+
+from llm.errors import ConfigError
+from llm.models.context import check_divisible
+from tests.support.models import FAMILIES, tiny_config, tiny_model
+
+REFUSED = {"gpt_neo", "gptj", "bloom", "falcon", "mamba"}
+"""Their attention is code of their own; mamba has none."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_a_divisible_model_meet_in_replaceable_attention_only(family):
+    model = tiny_model(tiny_config(family))
+    kernel = model.config._attn_implementation
+    if family in REFUSED:
+        with pytest.raises(ConfigError, match=f"samples of 16 tokens of {family}: its tokens meet"):
+            check_divisible(model, ranks=2, block_size=16)
+    else:
+        check_divisible(model, ranks=2, block_size=16)
+    assert model.config._attn_implementation == kernel
+    assert model.training
+
+
+def test_recurrent_layers_among_attention_are_noticed():
+    config = transformers.JambaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        pad_token_id=0,
+    )
+    with pytest.raises(ConfigError, match="jamba"):
+        check_divisible(tiny_model(config), ranks=2, block_size=16)
+
+
+def test_attention_with_a_soft_cap_is_refused():
+    config = transformers.Gemma2Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    with pytest.raises(ConfigError, match="gemma2"):
+        check_divisible(tiny_model(config), ranks=2, block_size=16)
+
+
+@pytest.mark.parametrize(("block_size", "divisible"), [(32, True), (64, False)])
+def test_rotations_that_change_beyond_a_length_are_refused_where_a_part_ends_short_of_it(
+    block_size, divisible
+):
+    # Of 64 positions, one of two ranks has the last and the other one none beyond the 48th.
+    rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_model(tiny_config("llama", max_position_embeddings=48, rope_parameters=rotation))
+    if divisible:
+        check_divisible(model, ranks=2, block_size=block_size)
+    else:
+        with pytest.raises(ConfigError, match="samples of 64 tokens of llama"):
+            check_divisible(model, ranks=2, block_size=block_size)
