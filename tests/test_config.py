@@ -8,7 +8,7 @@ import pytest
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields, to_markdown, to_toml
-from llm.rules import check, kfac_method
+from llm.rules import check, kfac_method, recomputation
 from llm.trainers.gpt.main import parse_args
 
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
@@ -87,6 +87,19 @@ def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
 
 
 @pytest.mark.parametrize(
+    ("flags", "which"),
+    [
+        ([], "none"),
+        (["--gradient_checkpointing"], "full"),
+        (["--gradient_checkpointing", "--activation_checkpointing", "full"], "full"),
+        (["--activation_checkpointing", "selective"], "selective"),
+    ],
+)
+def test_activations_to_compute_again_have_an_older_name_too(flags, which):
+    assert recomputation(parse_args([*ENOUGH, *flags])) == which
+
+
+@pytest.mark.parametrize(
     ("flags", "method"),
     [
         (["--kfac"], "ekfac"),
@@ -122,6 +135,10 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["two tokenizers"],
         ),
         ({"max_train_steps": 1, "max_train_samples": 1}, ["exclude each other"]),
+        (
+            {"gradient_checkpointing": True, "activation_checkpointing": "selective"},
+            ["--gradient_checkpointing is --activation_checkpointing full", "asks for selective"],
+        ),
         ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, ["--global_batch_size"]),
         ({"min_learning_rate": 1.0}, ["--min_learning_rate 1 is above"]),

@@ -20,6 +20,7 @@ from llm.parallel.sharded import ShardedStrategy
 from llm.strategy import MicroBatch
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
+from tests.support.training import Bench
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CHANGES = {
@@ -34,14 +35,15 @@ def make_optimizer(model):
     return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 
-def start(accelerator, config, **options) -> ShardedStrategy:
+def start(
+    accelerator, config, shard: int, make_optimizer=make_optimizer, **options
+) -> ShardedStrategy:
     """A strategy over all ranks whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
-    ranks = int(os.environ["WORLD_SIZE"])
     strategy = ShardedStrategy(
         accelerator=accelerator,
         mixed_precision="no",
-        layout=lay_out(ranks, shard=ranks),
+        layout=lay_out(int(os.environ["WORLD_SIZE"]), shard=shard),
         blocks=find_blocks(model),
         fill=functools.partial(
             fill_model, model, seed=1, device=CPU, no_bias=options.get("no_bias", False)
@@ -57,7 +59,8 @@ def differences() -> list[str]:
     found = []
     for family, options in itertools.product(FAMILIES, ({}, CHANGES)):
         whole = tiny_model(tiny_config(family), **options)
-        strategy = start(accelerator, tiny_config(family), **options)
+        ranks = accelerator.num_processes
+        strategy = start(accelerator, tiny_config(family), shard=ranks, **options)
         divided = strategy.model
         expected = dict([*whole.named_parameters(), *whole.named_buffers()])
         own = dict([*divided.named_parameters(), *divided.named_buffers()])
@@ -66,7 +69,7 @@ def differences() -> list[str]:
         for name, tensor in own.items():
             reference = expected[name]
             if isinstance(tensor, DTensor):
-                parts = [*reference.chunk(strategy.world_size), *[reference[:0]] * 3]
+                parts = [*reference.chunk(ranks), *[reference[:0]] * 3]
                 tensor, reference = tensor.to_local(), parts[strategy.rank]
             if not torch.equal(tensor, reference):
                 found.append(f"{family}: {name}")
@@ -82,13 +85,13 @@ def test_every_family_starts_as_on_one_rank_with_and_without_changes(ranks):
     assert values(run_ranks(differences, ranks, timeout=300)) == [[]] * ranks
 
 
-def train(which: str):
+def train(shard: int, which: str):
     """Losses and norms of three steps; weights in uneven parts."""
     config = tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     accelerator = make_accelerator("no", device=CPU)
     options = {**CHANGES, "no_bias": False, "activation_checkpointing": which}
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        strategy = start(accelerator, config, **options)
+    if shard > 1:
+        strategy = start(accelerator, config, shard=shard, **options)
     else:
         strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
         strategy.prepare(LanguageModelLoss(tiny_model(config, **options)), make_optimizer)
@@ -105,12 +108,20 @@ def train(which: str):
 
 
 def test_they_train_as_one_rank_does_whatever_is_computed_again():
-    expected = values(run_ranks(train, 1, "none"))[0]
-    for ranks, which in ((2, "none"), (4, "none"), (2, "full"), (2, "selective")):
-        for seen in values(run_ranks(train, ranks, which)):
+    expected = values(run_ranks(train, 1, 1, "none"))[0]
+    for ranks, shard, which in ((4, 4, "none"), (2, 2, "full"), (4, 2, "selective")):
+        for seen in values(run_ranks(train, ranks, shard, which)):
             torch.testing.assert_close(
                 torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-5
             )
+
+
+def test_a_run_of_the_program_does_not_tell_how_it_was_divided(tmp_path):
+    bench = Bench(tmp_path, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    whole = bench.train_well("whole", max_train_steps=2, per_device_train_batch_size=8)
+    divided = bench.train_well("divided", ranks=2, max_train_steps=2, data_parallel_shard_size=2)
+
+    assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
 def peak_of_start() -> tuple[int, int]:
@@ -123,19 +134,17 @@ def peak_of_start() -> tuple[int, int]:
         num_hidden_layers=12,
         num_attention_heads=8,
     )
-    model = tiny_model(config, device=META)
-    strategy = ShardedStrategy(
-        accelerator=accelerator,
-        mixed_precision="no",
-        layout=lay_out(4, shard=4),
-        blocks=find_blocks(model),
-        fill=functools.partial(fill_model, model, seed=1, device=CPU, no_bias=False),
-    )
-    loss = LanguageModelLoss(model)
+    start(accelerator, tiny_config("llama"), shard=4)  # what is imported on the way
     Path("/proc/self/clear_refs").write_text("5")  # let the peak begin anew
     before = memory("VmRSS")
-    strategy.prepare(loss, lambda model: torch.optim.SGD(model.parameters()))
-    return sum(4 * p.numel() for p in model.parameters()), memory("VmHWM") - before
+    # Without AdamW's moments, which are twice as much as the part.
+    strategy = start(accelerator, config, shard=4, make_optimizer=make_sgd)
+    whole = sum(4 * parameter.numel() for parameter in strategy.model.parameters())
+    return whole, memory("VmHWM") - before
+
+
+def make_sgd(model):
+    return torch.optim.SGD(model.parameters())
 
 
 def memory(line: str) -> int:

@@ -202,9 +202,10 @@ def test_a_library_that_is_not_there_is_asked_for(plain):
     assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
 
 
-def test_gradient_checkpointing_changes_nothing(plain, alone):
-    options = {"per_device_train_batch_size": 8, "gradient_checkpointing": True}
-    run = plain.train_well("checkpointing", kfac=True, **options)
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_activations_that_are_computed_again_change_nothing(plain, alone, which):
+    options = {"per_device_train_batch_size": 8, "activation_checkpointing": which}
+    run = plain.train_well(which, kfac=True, **options)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 

@@ -165,10 +165,13 @@ def test_biases_are_held_at_zero(bench):
     assert not any(bias.any() for bias in biases)
 
 
-def test_gradient_checkpointing_changes_no_loss(bench):
+def test_activations_that_are_computed_again_change_no_loss(bench):
     plain = bench.train_well("plain", max_train_steps=3)
-    saving = bench.train_well("saving", max_train_steps=3, gradient_checkpointing=True)
-    assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
+    for number, options in enumerate(
+        ({"gradient_checkpointing": True}, {"activation_checkpointing": "selective"})
+    ):
+        saving = bench.train_well(f"saving-{number}", max_train_steps=3, **options)
+        assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
 @pytest.mark.slow
