@@ -47,7 +47,7 @@ def our_step(family: str) -> Callable[[], None]:
         device=device,
         vocab_size=config.get_text_config().vocab_size,
         attention_implementation=None,
-        gradient_checkpointing=False,
+        activation_checkpointing="none",
         no_bias=False,
         pad_vocab_to_multiple_of=None,
         fused_gelu=True,

@@ -255,10 +255,12 @@ class GPTConfig:
         None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
     )
 
-    optimizer: Literal["adamw", "accumadamw"] | None = option(
+    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW, or AccumAdamW, whose moments advance once in accum_steps steps; by default "
-        "accumadamw for gossip, else adamw.",
+        "AdamW; AccumAdamW, whose moments advance once in accum_steps steps; torch's Muon for the "
+        "matrices inside the model, with AdamW for the rest; SOAP, AdamW in the eigenbasis of "
+        "Shampoo's factors; or gradient descent with momentum. By default accumadamw for gossip, "
+        "else adamw.",
         group=OPTIMIZER,
         resume="fixed",
     )
@@ -266,6 +268,21 @@ class GPTConfig:
         None,
         "Steps in which the moments of accumadamw advance once; by default as many as models are "
         "trained side by side, 8 at most.",
+        group=OPTIMIZER,
+        at_least=1,
+        resume="fixed",
+    )
+    momentum: float | None = option(
+        None,
+        "Momentum of sgd (0.9 if not given) or of muon (0.95).",
+        group=OPTIMIZER,
+        at_least=0,
+        below=1,
+        resume="fixed",
+    )
+    soap_update_steps: int | None = option(
+        None,
+        "Steps between two updates of soap's eigenbases; 10 if not given.",
         group=OPTIMIZER,
         at_least=1,
         resume="fixed",
@@ -315,20 +332,22 @@ class GPTConfig:
     )
     weight_decay: float = option(
         0.0,
-        "Decoupled weight decay, on matrices only.",
+        "Decoupled weight decay, on matrices only; with sgd a part of the gradient.",
         group=OPTIMIZER,
         at_least=0,
         resume="fixed",
     )
     betas: tuple[float, ...] = option(
         (0.9, 0.999),
-        "AdamW's two decay rates.",
+        "The two decay rates of AdamW and SOAP.",
         group=OPTIMIZER,
         at_least=0,
         below=1,
         resume="fixed",
     )
-    eps: float = option(1e-8, "AdamW's epsilon.", group=OPTIMIZER, above=0, resume="fixed")
+    eps: float = option(
+        1e-8, "The epsilon of AdamW and SOAP.", group=OPTIMIZER, above=0, resume="fixed"
+    )
     max_grad_norm: float = option(
         1.0,
         "Clip the gradient's global norm to this; 0 is off.",
@@ -340,8 +359,14 @@ class GPTConfig:
     mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = option(
         "no", "Arithmetic of forward and backward; weights stay float32.", group=PRECISION
     )
+    activation_checkpointing: Literal["none", "full", "selective"] | None = option(
+        None,
+        "Activations that the backward pass computes once more, to save memory: none, if not "
+        "given; all of a block (full); or all but its matrix products and attention (selective).",
+        group=PRECISION,
+    )
     gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass to save memory.", group=PRECISION
+        False, "The older name of activation_checkpointing full.", group=PRECISION
     )
 
     torch_compile: bool = option(False, "Compile the model with torch.compile.", group=SPEED)
@@ -465,6 +490,19 @@ class GPTConfig:
         group=CHECKPOINTS,
         resume="fixed",
     )
+    push_to_hub: bool = option(
+        False,
+        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
+        group=CHECKPOINTS,
+    )
+    hub_model_id: str | None = option(
+        None,
+        "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
+        group=CHECKPOINTS,
+    )
+    hub_private: bool = option(
+        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS
+    )
 
     exit_after: float | None = option(
         None,
@@ -526,6 +564,13 @@ class GPTConfig:
         "learnt.",
         group=LOGGING,
     )
+    sample_every: int | None = option(
+        None,
+        "Steps between samples that the model writes into log and TensorBoard while it trains; "
+        "they continue sample_prompt, or begin a text.",
+        group=LOGGING,
+        at_least=1,
+    )
 
     data_parallel_shard_size: int = option(
         1,
@@ -538,6 +583,32 @@ class GPTConfig:
         1,
         "Ranks that compute every layer together, each some of its heads and columns; keep them on "
         "one node.",
+        group=PARALLEL,
+        at_least=1,
+    )
+    context_parallel_size: int = option(
+        1,
+        "Ranks that each hold a part of every sample; block_size is a multiple of twice as many.",
+        group=PARALLEL,
+        at_least=1,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "Ranks that each hold some of the layers; the micro-batches of a step run through them "
+        "one behind the other, so gradient_accumulation_steps should be several times as many.",
+        group=PARALLEL,
+        at_least=1,
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
+        "1f1b",
+        "In which order a stage takes the passes of a step: all forward passes first (gpipe), one "
+        "forward and one backward in turn, which keeps fewer activations (1f1b), or so with "
+        "several stages on each rank, which idle less (interleaved-1f1b).",
+        group=PARALLEL,
+    )
+    virtual_stages: int = option(
+        1,
+        "Stages of each rank, for interleaved-1f1b.",
         group=PARALLEL,
         at_least=1,
     )
@@ -602,21 +673,23 @@ class GPTConfig:
         group=KFAC,
         resume="fixed",
     )
-    kfac_factor_update_steps: int | None = option(
+    kfac_factor_update_steps: int | str | None = option(
         None,
         "Steps between two updates of the Kronecker factors; 10 if not given.",
         group=KFAC,
         at_least=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_inv_update_steps: int | None = option(
+    kfac_inv_update_steps: int | str | None = option(
         None,
         "Steps between two updates of a factor's eigenbasis or inverse; 10 if not given.",
         group=KFAC,
         at_least=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_factor_decay: float | None = option(
+    kfac_factor_decay: float | str | None = option(
         None,
         "Weight of the past at an update of the factors' averages; if not given 0.9 for ekfac, "
         "else 0.95.",
@@ -624,21 +697,24 @@ class GPTConfig:
         above=0,
         below=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_damping: float | None = option(
+    kfac_damping: float | str | None = option(
         None,
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
         "kfac_compat and the library.",
         group=KFAC,
         above=0,
         resume="fixed",
+        by_step=True,
     )
-    kfac_kl_clip: float | None = option(
+    kfac_kl_clip: float | str | None = option(
         None,
         "Bound on the update's length in the curvature's own measure; 0.001 if not given.",
         group=KFAC,
         above=0,
         resume="fixed",
+        by_step=True,
     )
     kfac_skip_layers: tuple[str, ...] = option(
         (),

@@ -8,13 +8,9 @@ from typing import Literal
 
 from llm.config import GPTConfig
 from llm.errors import ConfigError
+from llm.layout_rules import layout_problems
 from llm.options import fields
 
-_OF_MODE = {
-    "gossip": ("topology", "gossip_order", "gossip_group"),
-    "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
-}
-_SIZES = ("data_parallel_shard_size", "tensor_parallel_size")
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -29,10 +25,12 @@ def check(config: GPTConfig) -> None:
         *_model_problems(config),
         *_length_problems(config),
         *_schedule_problems(config),
+        *_optimizer_problems(config),
+        *_memory_problems(config),
         *_run_problems(config),
         *_kfac_problems(config),
-        *_decentralized_problems(config),
-        *_parallel_problems(config),
+        *layout_problems(config),
+        *_hub_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -164,6 +162,48 @@ def _schedule_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
+def _optimizer_problems(config: GPTConfig) -> list[str]:
+    kind = config.optimizer
+    problems = []
+    if config.momentum is not None and kind not in ("sgd", "muon"):
+        problems.append("--momentum belongs to --optimizer sgd or muon; leave it out.")
+    if config.soap_update_steps is not None and kind != "soap":
+        problems.append("--soap_update_steps belongs to --optimizer soap; leave it out.")
+    if kind == "sgd":
+        defaults = {field.name: field.default for field in fields(GPTConfig)}
+        problems += [
+            f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
+            for name in ("betas", "eps")
+            if getattr(config, name) != defaults[name]
+        ]
+    if config.kfac and kind not in (None, "adamw"):
+        problems.append(
+            f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
+            "adamw; leave one of them out."
+        )
+    if kind == "soap" and config.data_parallel != "allreduce":
+        problems.append(
+            "--optimizer soap has bases that cannot be averaged over ranks with weights of their "
+            f"own, as --data_parallel {config.data_parallel} has them; choose another optimizer."
+        )
+    return problems
+
+
+def recomputation(config: GPTConfig) -> Literal["none", "full", "selective"]:
+    """The activations to compute once more, by either of the option's two names."""
+    return config.activation_checkpointing or ("full" if config.gradient_checkpointing else "none")
+
+
+def _memory_problems(config: GPTConfig) -> list[str]:
+    chosen = config.activation_checkpointing
+    if config.gradient_checkpointing and chosen not in (None, "full"):
+        return [
+            "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
+            f"{chosen}; leave one of them out."
+        ]
+    return []
+
+
 def _run_problems(config: GPTConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint and config.overwrite_output_dir:
@@ -242,47 +282,14 @@ def _kfac_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _decentralized_problems(config: GPTConfig) -> list[str]:
-    mode = config.data_parallel
-    defaults = {field.name: field.default for field in fields(GPTConfig)}
-    problems = [
-        f"--{name} belongs to --data_parallel {owner}, and this run has {mode}; leave it out."
-        for owner, names in _OF_MODE.items()
-        for name in names
-        if mode != owner and getattr(config, name) != defaults[name]
+def _hub_problems(config: GPTConfig) -> list[str]:
+    if config.push_to_hub:
+        return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
+    return [
+        f"--{name} belongs to --push_to_hub; give that too."
+        for name in ("hub_model_id", "hub_private")
+        if getattr(config, name)
     ]
-    uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
-    if config.accum_steps is not None and not uses_blocks:
-        problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
-    if config.kfac and config.optimizer == "accumadamw":
-        problems.append(
-            "--optimizer accumadamw does not go with --kfac, which has an optimizer of its own or "
-            "adamw; leave one of them out."
-        )
-    if config.kfac and mode != "allreduce":
-        problems.append(
-            f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
-            "bring together; leave one of them out."
-        )
-    return problems
-
-
-def _parallel_problems(config: GPTConfig) -> list[str]:
-    sizes = [name for name in _SIZES if getattr(config, name) > 1]
-    if not sizes:
-        return []
-    problems = []
-    if config.data_parallel != "allreduce":
-        problems.append(
-            f"--{sizes[0]} divides one model over ranks, which --data_parallel "
-            f"{config.data_parallel} does not; leave one of them out."
-        )
-    if config.kfac:
-        problems.append(
-            f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
-            "them out."
-        )
-    return problems
 
 
 def ties_gradients(config: GPTConfig) -> bool:

@@ -87,7 +87,7 @@ def seed_step(*, seed: int, step: int, rank: int) -> None:
     Args:
         seed: Seed of the run.
         step: Number of the step, or a negative number outside of training.
-        rank: Data-parallel rank.
+        rank: The same for processes that compute one token's numbers together.
     """
     import numpy as np
 

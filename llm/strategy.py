@@ -78,6 +78,7 @@ class Strategy(Protocol):
         world_size: Number of processes.
         data_rank: Which share of a global batch this process works on.
         data_ranks: Into how many shares a global batch is divided.
+        draw_rank: Keys the draws of a step: of its own where a process has tokens of its own.
         second_order: K-FAC, if the run has it.
     """
 
@@ -86,6 +87,7 @@ class Strategy(Protocol):
     world_size: int
     data_rank: int
     data_ranks: int
+    draw_rank: int
     second_order: SecondOrder | None
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -148,6 +150,9 @@ class Strategy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
+
+    def holders(self, path: str) -> Sequence[int]:
+        """The ranks that hold a tensor of a checkpoint, whose path there begins "strategy/"."""
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's parameters and persistent buffers on rank 0's host, for export.

@@ -29,7 +29,7 @@ def main() -> None:
         device=torch.device("cpu"),
         vocab_size=config.vocab_size,
         attention_implementation=None,
-        gradient_checkpointing=False,
+        activation_checkpointing="none",
         no_bias=False,
         pad_vocab_to_multiple_of=None,
         fused_gelu=True,

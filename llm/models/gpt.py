@@ -5,6 +5,7 @@ it shows in the model's configuration: that one always describes the model that 
 """
 
 import copy
+import itertools
 import logging
 from typing import Any
 
@@ -23,6 +24,8 @@ from llm.errors import ConfigError
 from llm.models.configuration import max_positions, one_line
 from llm.models.initialize import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
+from llm.models.piecewise import fill_parts
+from llm.models.recomputation import Recomputation, recompute_activations
 from llm.models.tied_embedding import tie_gradients
 
 logger = logging.getLogger("llm.models")
@@ -36,7 +39,7 @@ def build_model(
     device: torch.device,
     vocab_size: int,
     attention_implementation: str | None,
-    gradient_checkpointing: bool,
+    activation_checkpointing: Recomputation,
     no_bias: bool,
     pad_vocab_to_multiple_of: int | None,
     fused_gelu: bool,
@@ -49,11 +52,13 @@ def build_model(
         config: What to build; not changed.
         weights_from: A Hub name or folder whose weights to go on from; None starts afresh.
         seed: Keys the initial weights, together with each parameter's name.
-        device: Where the model will live; a fresh one never exists anywhere else.
+        device: Where the model will live; a fresh one never exists anywhere else. On the meta
+            device it has no weights until `fill_model`. Pretrained ones are loaded whole.
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
         attention_implementation: "eager", "sdpa", "flash_attention_2" ...; None is the library's
             choice.
-        gradient_checkpointing: Recompute activations in the backward pass.
+        activation_checkpointing: What the backward pass computes again; see
+            `recompute_activations`.
         no_bias: Hold every bias at zero.
         pad_vocab_to_multiple_of: Round the rows of embedding and output head up; the rows added
             are zero. The model's configuration keeps the unpadded size.
@@ -83,10 +88,35 @@ def build_model(
         _fuse_gelu(model)
     if tied_gradients:
         tie_gradients(model)
-    if gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
+    recompute_activations(model, activation_checkpointing)
     windows_are_whole()
     return model.train()
+
+
+def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bias: bool) -> None:
+    """Give a model that was built on the meta device, and divided since, memory and weights.
+
+    Every rank draws one parameter at a time and keeps its part: the weights are those that
+    `build_model` gives an undivided model.
+
+    Args:
+        model: Changed in place.
+        seed: As for `build_model`.
+        device: Where the parts will live.
+        no_bias: As for `build_model`.
+    """
+    model_class, config = type(model), model.config
+
+    def make_recipe() -> PreTrainedModel:
+        with torch.device("meta"):
+            recipe: PreTrainedModel = model_class(copy.deepcopy(config))
+        return recipe
+
+    fill_parts(model, make_recipe, seed=seed, device=device)
+    if no_bias:
+        with torch.no_grad():
+            for bias in _biases(model):
+                bias.zero_()
 
 
 class FusedTanhGELU(nn.Module):
@@ -99,6 +129,19 @@ class FusedTanhGELU(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Any shape to the same shape."""
         return nn.functional.gelu(values, approximate="tanh")
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model on the meta device, which tells sizes and names and takes no memory."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    bare: dict[int, Any] = {}
+    for _, tensor in tensors:
+        meta = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        bare[id(tensor)] = meta
+    # What the memo has already is not copied, and stays one where it is tied.
+    return copy.deepcopy(model, bare)
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
@@ -152,7 +195,8 @@ def sample_text(
         start = [end if end is not None else 0]
     limit = max_positions(model.config)
     if limit is not None:
-        start = start[-max(1, limit - max_new_tokens) :]
+        # A long prompt makes room for what follows, but keeps half of the positions.
+        start = start[-max(1, limit // 2, limit - max_new_tokens) :]
         max_new_tokens = min(max_new_tokens, limit - len(start))
     input_ids = torch.tensor([start], device=model.device)
     # Padded rows of the head, and rows that no token has, must not be drawn.
@@ -188,7 +232,8 @@ def _fresh_model(
             model = AutoModelForCausalLM.from_config(config, **kwargs)
     except (ValueError, ImportError, RuntimeError, TypeError) as error:
         raise _refusal(config, error, **kwargs) from error
-    materialize(model, seed=seed, device=device)
+    if device.type != "meta":
+        materialize(model, seed=seed, device=device)
     return model
 
 
@@ -272,9 +317,13 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
             parameter[rows:] = 0
 
 
+def _biases(model: PreTrainedModel) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.endswith("bias")]
+
+
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    nonzero = sum(bool(bias.any()) for bias in biases)
+    biases = _biases(model)
+    nonzero = sum(bool(bias.any()) for bias in biases if not bias.is_meta)
     for bias in biases:
         bias.requires_grad_(False)
         bias.zero_()
@@ -289,13 +338,3 @@ def _fuse_gelu(model: PreTrainedModel) -> None:
         # another class in place is all it takes.
         if type(module) in (NewGELUActivation, FastGELUActivation):
             module.__class__ = FusedTanhGELU
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"--gradient_checkpointing is not offered by {model.config.model_type}: leave it out."
-        )
-    # The newer of the library's two names for it, where there are two.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})

@@ -36,7 +36,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
         name: What the draws are for.
         device: Where the draws happen.
     """
-    devices = [] if device.type == "cpu" else [device]
+    devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         seed_torch(key(seed, name))
         yield
@@ -56,51 +56,80 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
     for name in model.all_tied_weights_keys:
         # As when loading: what will be tied to another weight is not drawn for nothing.
         model.get_parameter(name)._is_hf_initialized = True
-    draws = _KeyedDraws(model, seed)
-    announced = _announced_modules(model, draws.enter_module)
-    with keyed_generator(seed, "model", device), draws, announced:
-        model.initialize_weights()
+    draws = KeyedDraws(model, seed)
+    draws.run(device)
     unwritten = draws.names - draws.written - set(model.all_tied_weights_keys)
     if unwritten:
         _copy_constructed(model, unwritten, seed=seed)
     model.tie_weights()
 
 
-class _KeyedDraws(TorchFunctionMode):
+class KeyedDraws(TorchFunctionMode):
     """Seeds the generator from a parameter's name before anything writes to that parameter.
 
     A draw that fills no parameter directly (Mamba computes a bias from `torch.rand`) continues
     from the module that is being initialised, whose name seeds the generator as well.
+
+    Args:
+        model: What is initialised.
+        seed: The run's seed.
+
+    Attributes:
+        names: All parameters and buffers.
+        written: Those that were written to.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        self._name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
-        self._module_names = {module: name for name, module in model.named_modules()}
+        # Not by address, which tensors on the meta device have none of.
+        self._name_of = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+        self._model = model
         self._seed = seed
         self.names = set(self._name_of.values())
         self.written: set[str] = set()
 
-    def enter_module(self, module: nn.Module) -> None:
-        seed_torch(key(self._seed, self._module_names[module]))
+    def run(self, device: torch.device) -> None:
+        """Let the model initialise itself.
+
+        Args:
+            device: Where the draws happen.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def announce(module: nn.Module) -> None:
+            seed_torch(key(self._seed, names[module]))
+
+        announced = _announced_modules(self._model, announce)
+        with keyed_generator(self._seed, "model", device), self, announced:
+            self._model.initialize_weights()
+
+    def name_of(self, tensor: Any) -> str | None:
+        """Which parameter or buffer a tensor is a part of."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        return self._name_of.get(tensor.untyped_storage()._cdata)
+
+    def seed_draw(self, name: str, target: torch.Tensor) -> None:
+        """Seed the generator for a write to a parameter, or to a slice of it."""
+        self.written.add(name)
+        # Two slices of one parameter must not start alike.
+        seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # torch.nn.init passes its own functions through here, with the tensor by keyword.
-        target = kwargs.get("tensor", args[0] if args else None)
-        if isinstance(target, torch.Tensor) and _writes_in_place(func):
-            name = self._name_of.get(target.untyped_storage().data_ptr())
-            if name is not None:
-                self.written.add(name)
-                # Two slices of one parameter must not start alike.
-                seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
+        target: Any = kwargs.get("tensor", args[0] if args else None)
+        name = self.name_of(target)
+        if name is not None and writes_in_place(func):
+            self.seed_draw(name, target)
         return func(*args, **kwargs)
 
 
-def _writes_in_place(func: Any) -> bool:
+def writes_in_place(func: Any) -> bool:
+    """Whether a function, by its name, writes to its first argument: `normal_`, `copy_` ..."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from llm.models.divided_loss import divided_loss
 from llm.models.masking import run_model
+from llm.models.plain_head import has_plain_head, hidden_states
 from llm.models.tied_embedding import TiedEmbedding
 
 IGNORED = -100
@@ -34,8 +35,7 @@ class LanguageModelLoss(nn.Module):
         vocab_size: Tokens that exist; rows of the output head beyond them are padding and take
             no part in the softmax. The size in the model's configuration unless given.
         chunked: Whether the logits are exactly `head(hidden states)`, so that the loss may be
-            computed in chunks. Found out by `has_plain_head` unless given, which takes a model
-            with weights (not one on the meta device).
+            computed in chunks. Found out by `has_plain_head` unless given.
         chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
 
     Attributes:
@@ -118,7 +118,7 @@ class LanguageModelLoss(nn.Module):
         if not self.chunked:
             logits: Tensor = self._model_outputs(input_ids, positions, documents).logits
             return logits[..., : self.vocab_size].argmax(dim=-1)
-        hidden = _hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
+        hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         head = self.model.get_output_embeddings()
         chunks = hidden.split(self._chunk_rows(hidden.device, head.weight.shape[0]))
         best = [head(chunk)[:, : self.vocab_size].argmax(dim=-1) for chunk in chunks]
@@ -135,7 +135,7 @@ class LanguageModelLoss(nn.Module):
         tied = embedding if isinstance(embedding, TiedEmbedding) else None
         if tied is not None:
             tied.begin()
-        hidden = _hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
+        hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         if tied is not None and tied.lookups != 1:
             tied = None  # nobody, or nobody in particular, would end the head's gradient
         head = self.model.get_output_embeddings()
@@ -186,40 +186,6 @@ class LanguageModelLoss(nn.Module):
             size = _CHUNK_BYTES.get(device.type, _ACCELERATOR_CHUNK_BYTES)
             return max(_MIN_ROWS, size // (4 * columns))
         return max(1, size // (4 * columns))
-
-
-@torch.no_grad()
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are its output head applied to its last hidden states.
-
-    Some families scale or cap their logits; the configuration does not say so in one way, so
-    the model is asked: two short sequences, in evaluation mode, compared bit for bit.
-
-    Args:
-        model: A causal language model with weights; its mode is restored.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or model.base_model is model:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
-    input_ids = torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
-    training = model.training
-    model.eval()
-    try:
-        logits = run_model(model, input_ids, None, None).logits
-        hidden = _hidden_states(model, input_ids, None, None)
-    finally:
-        model.train(training)
-    return torch.equal(head(hidden).float(), logits.float())
-
-
-def _hidden_states(
-    model: PreTrainedModel, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
-) -> Tensor:
-    """[batch, length, width]: what the output head is applied to."""
-    hidden: Tensor = run_model(model.base_model, input_ids, positions, documents)[0]
-    return hidden
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -65,6 +65,11 @@ def run_model(
         return model(input_ids=input_ids, use_cache=False, **kwargs)
 
 
+def documents_of_forward() -> Tensor | None:
+    """The documents that `run_model` was given for the forward that is under way."""
+    return _answer.documents
+
+
 @contextmanager
 def _answering(documents: Tensor) -> Iterator[None]:
     _answer.documents = documents

@@ -96,6 +96,7 @@ class AcceleratedStrategy:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.data_rank, self.data_ranks = self.rank, self.world_size
+        self.draw_rank = self.rank
         self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
         scaler = accelerator.scaler
         if self._fp16_on_cpu:
@@ -322,6 +323,10 @@ class AcceleratedStrategy:
                     tensor.copy_(state["optimizer"][name][key])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+    def holders(self, path: str) -> Sequence[int]:
+        """All ranks hold the same."""
+        return range(self.world_size)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""

@@ -62,6 +62,10 @@ class Layout:
         where = self.coordinates(rank)
         return where["replicate"] * self.shard + where["shard"]
 
+    def draw_rank(self, rank: int) -> int:
+        """The same for ranks that compute one token's numbers together, and for no others."""
+        return self.data_rank(rank) * self.context + self.coordinates(rank)["context"]
+
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The ranks that differ on these axes only, group by group; each rank is in one of them."""
         groups: dict[tuple[int, ...], list[int]] = {}

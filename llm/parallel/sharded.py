@@ -8,7 +8,7 @@ et al. 2023, arXiv:2304.11277.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from llm.parallel.accelerated import AcceleratedStrategy, stepped_by
+from llm.parallel.context import ContextPart
 from llm.parallel.layout import Layout
-from llm.strategy import MakeOptimizer
+from llm.strategy import MakeOptimizer, MicroBatch
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -51,6 +52,10 @@ class ShardedStrategy(AcceleratedStrategy):
         layout: Where the ranks stand.
         blocks: The model's layers, each of which is gathered as a whole.
         divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
+        divide_attention: Lets the model's attention reach what other ranks hold of a sample;
+            needed where the layout divides samples.
+        fill: Gives a model on the meta device memory and weights, once it is divided; None where
+            it has them.
     """
 
     def __init__(
@@ -61,13 +66,19 @@ class ShardedStrategy(AcceleratedStrategy):
         layout: Layout,
         blocks: Iterable[nn.Module],
         divide_layers: Callable[[DeviceMesh], None] | None = None,
+        divide_attention: Callable[[ContextPart], None] | None = None,
+        fill: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
         self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
+        self.draw_rank = layout.draw_rank(self.rank)
         self.mesh = make_mesh(layout, self.device.type)
+        self._context = ContextPart(layout, self.rank) if layout.context > 1 else None
+        self._divide_attention = divide_attention
         self._blocks = blocks
         self._divide_layers = divide_layers
+        self._fill = fill
         self._half_blocks = mixed_precision == "bf16"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
@@ -80,7 +91,12 @@ class ShardedStrategy(AcceleratedStrategy):
         """Divide the model (inside its loss) and make the optimizer of this rank's parts."""
         self.loss: Any = loss
         self.model = loss.get_submodule("model")
+        if self._context is not None and self._divide_attention is not None:
+            self._divide_attention(self._context)
         self._divide(loss)
+        if self._fill is not None:
+            self._fill()
+            _settle(loss)
         self.optimizer = make_optimizer(self.model)
         self.parameters = stepped_by(self.optimizer)
         _step_parts(self.optimizer)
@@ -96,16 +112,18 @@ class ShardedStrategy(AcceleratedStrategy):
         mesh = self.mesh["shard"]
         if self.layout.replicate > 1:
             mesh = self.mesh["replicate", "shard"]
-        blocks = MixedPrecisionPolicy()
-        if self._half_blocks:
-            # Autocast would halve the weights of the products anyway: gather them so.
-            blocks = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
         for block in self._blocks:
-            fully_shard(block, mesh=mesh, mp_policy=blocks)
+            fully_shard(block, mesh=mesh, mp_policy=self._block_policy())
         fully_shard(loss, mesh=mesh)
         register_fsdp_forward_method(loss, "predictions")
+
+    def _block_policy(self) -> MixedPrecisionPolicy:
+        if not self._half_blocks:
+            return MixedPrecisionPolicy()
+        # Autocast would halve the weights of the products anyway: gather them so.
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     def _wrap(self, loss: nn.Module) -> nn.Module:
         # evaluation_mode: autocast as for training, and nothing that averages gradients.
@@ -113,6 +131,24 @@ class ShardedStrategy(AcceleratedStrategy):
             loss, device_placement=False, evaluation_mode=True
         )
         return wrapped
+
+    def _own(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The part of each sample that this rank holds."""
+        return micro_batch if self._context is None else self._context.of(micro_batch)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
+        """Compute the gradient of one step's mean loss; see `Strategy`."""
+        own = [self._own(micro_batch) for micro_batch in micro_batches]
+        return super().forward_backward(own, num_tokens=num_tokens)
+
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Sum of token losses and number of tokens that count, of what this rank holds."""
+        return super().evaluate(self._own(micro_batch))
+
+    def predict(self, micro_batch: MicroBatch) -> Tensor:
+        """The likeliest next token at each position of whole samples."""
+        predictions = super().predict(self._own(micro_batch))
+        return predictions if self._context is None else self._context.gather(predictions, 1)
 
     @property
     def _averaged_ranks(self) -> int:
@@ -138,10 +174,14 @@ class ShardedStrategy(AcceleratedStrategy):
                 parameter.grad = gradient
             part.grad = None if gradient is None else _part(gradient)
 
+    def _normed(self) -> list[Tensor]:
+        """The parameters that this rank counts in the gradient's norm."""
+        return self.parameters
+
     def _gradient_norm(self) -> Tensor:
         """Each part of the gradient counts once, wherever it lies."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for parameter in self.parameters:
+        for parameter in self._normed():
             if parameter.grad is not None:
                 axes = _divided_over(parameter)
                 by_axes.setdefault(axes, []).append(_part(parameter.grad))
@@ -174,14 +214,36 @@ class ShardedStrategy(AcceleratedStrategy):
             for parameter, part in zip(self.parameters, self.stepped, strict=True)
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and loss scale, by parameter name, as live parts."""
+        self._let_go()
+        return super().state_dict()
+
+    def _let_go(self) -> None:
+        """Give up the whole weights that an evaluation has left gathered."""
+        if isinstance(self.loss, FSDPModule):
+            self.loss.reshard()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        self._let_go()
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
+
+
+def _settle(loss: nn.Module) -> None:
+    """Let parts find their place for good, before an optimizer takes hold of them.
+
+    Memory that was given after the division is exchanged once more, at the first use of the
+    weights, where parts are padded to one size.
+    """
+    if isinstance(loss, FSDPModule):
+        loss.unshard()
+        loss.reshard()
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def test_the_configuration_is_the_original_one(tmp_path: Path) -> None:
         tiny_config("gpt2"),
         pad_vocab_to_multiple_of=128,
         attention_implementation="eager",
-        gradient_checkpointing=True,
+        activation_checkpointing="full",
     )
     export_to(tmp_path, model)
     written = json.loads((tmp_path / "config.json").read_text())

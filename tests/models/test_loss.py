@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Gemma2Config, PreTrainedModel
 
-from llm.models.loss import LanguageModelLoss, has_plain_head
+from llm.models.loss import LanguageModelLoss
+from llm.models.plain_head import has_plain_head
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 TEN_ROWS = 10 * 4 * 320

@@ -116,12 +116,13 @@ def test_predictions_keep_documents_apart_as_the_loss_does():
 
 def test_gradient_checkpointing_computes_the_same_gradient_again():
     gradients = []
-    for checkpointing in (False, True):
-        model = tiny_model(tiny_config("mistral"), gradient_checkpointing=checkpointing)
+    for which in ("none", "full", "selective"):
+        model = tiny_model(tiny_config("mistral"), activation_checkpointing=which)
         LanguageModelLoss(model)(*packed_windows(), *split(True, True))[0].backward()
         gradients.append(gradient(model))
 
     torch.testing.assert_close(gradients[1], gradients[0])
+    torch.testing.assert_close(gradients[2], gradients[0])
 
 
 def test_a_compiled_model_keeps_documents_apart_and_joins_them_again():

@@ -53,8 +53,8 @@ def test_most_of_the_families_with_a_tied_head_are_meant():
 
 
 def test_with_recomputed_activations_the_gradient_is_the_same():
-    plain = tiny_model(tiny_config("gpt2"), gradient_checkpointing=True)
-    tied = tiny_model(tiny_config("gpt2"), gradient_checkpointing=True, tied_gradients=True)
+    plain = tiny_model(tiny_config("gpt2"), activation_checkpointing="full")
+    tied = tiny_model(tiny_config("gpt2"), activation_checkpointing="full", tied_gradients=True)
     for model in (plain, tied):
         torch.manual_seed(0)
         gradients(model)

@@ -99,7 +99,7 @@ def tiny_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         "device": torch.device("cpu"),
         "vocab_size": VOCAB_SIZE,
         "attention_implementation": None,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": "none",
         "no_bias": False,
         "pad_vocab_to_multiple_of": None,
         "fused_gelu": False,

@@ -6,7 +6,6 @@ and no rank waits for another that has given up. Nothing is written but the data
 
 import dataclasses
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import Corpus, digest_of, open_corpus
+from llm.data.corpus import Corpus, digest_of
 from llm.data.documents import DocumentEnds
-from llm.data.memory import hold_in_memory
 from llm.data.samples import Samples
-from llm.data.token_corpus import TokenFileChecks, open_token_corpus
 from llm.errors import ConfigError, DataError
 from llm.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
@@ -28,10 +25,11 @@ from llm.models.plans import check_tensor_parallel
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.parallel.layout import Layout, lay_out
+from llm.parallel.schedules import check_micro_batches
 from llm.run_folder import RunFolder, check_unchanged
-from llm.runtime import World, device_of, launch_id
-from llm.text_tokenizer import from_transformers
-from llm.tokenizer import fingerprint, load_tokenizer
+from llm.runtime import World, device_of
+from llm.tokenizer import load_tokenizer
+from llm.trainers.gpt.corpora import document_ends, hold_corpus_in_memory, open_corpus_of
 from llm.trainers.gpt.replicas import Replicas, plan_replicas
 from llm.trainers.gpt.start import (
     check_apart,
@@ -105,6 +103,8 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         world.world_size,
         shard=config.data_parallel_shard_size,
         tensor=config.tensor_parallel_size,
+        context=config.context_parallel_size,
+        pipeline=config.pipeline_parallel_size,
     )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
@@ -112,8 +112,8 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     check_tensor_parallel(model_config, layout.tensor)
     block_size = _block_size(config, model_config)
     tokenizer = open_tokenizer(config)
-    ends = _document_ends(config, tokenizer)
-    corpus = _open_corpus(config, model_config, tokenizer, ends)
+    ends = document_ends(config, tokenizer)
+    corpus = open_corpus_of(config, model_config, tokenizer, ends)
     seed = choose_seed(config, resume_from)
     init_from = find_init(config) if resume_from is None else None
     weights_from = find_weights(config, resume_from or init_from)
@@ -125,10 +125,13 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         check_same_data(config, resume_from, data_digest)
         samples = Samples(corpus.train, block_size=block_size, seed=seed)
         plan = _plan(config, samples.num_windows, layout.data_ranks, resume_from)
+        check_micro_batches(
+            config.pipeline_schedule, ranks=layout.pipeline, micro_batches=plan.accumulation
+        )
         schedule = _schedule(config, plan)
     _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
     if config.in_memory and world.local_rank == 0:
-        _hold_in_memory(corpus, training=not config.eval_only)
+        hold_corpus_in_memory(corpus, training=not config.eval_only)
     return Inputs(
         run=run,
         resume_from=resume_from,
@@ -180,12 +183,6 @@ def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _hold_in_memory(corpus: Corpus, *, training: bool) -> None:
-    for part in (*(corpus.train if training else ()), *corpus.validation):
-        if part.weight > 0:
-            hold_in_memory(part.stream)
-
-
 def _check_evaluation(config: GPTConfig, corpus: Corpus, *, has_weights: bool) -> None:
     if config.eval_only and not has_weights:
         raise ConfigError(
@@ -232,78 +229,19 @@ def _default_output_dir(config: GPTConfig) -> str:
 
 def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
     positions = max_positions(model_config)
-    if config.block_size is None:
-        return min(1024, positions or 1024)
-    if positions is not None and config.block_size > positions:
+    size = config.block_size or min(1024, positions or 1024)
+    if positions is not None and size > positions:
         raise ConfigError(
-            f"--block_size {config.block_size} is more than the {positions} positions of the "
+            f"--block_size {size} is more than the {positions} positions of the "
             "model; make it smaller, or enlarge the model with --config_overrides."
         )
-    return config.block_size
-
-
-def _document_ends(config: GPTConfig, tokenizer: PreTrainedTokenizerBase) -> DocumentEnds | None:
-    if not (config.reset_position_ids or config.reset_attention_mask):
-        return None
-    if tokenizer.eos_token_id is None:
+    ranks = config.context_parallel_size
+    if ranks > 1 and size % (2 * ranks):
         raise ConfigError(
-            "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
-            "documents, and the tokenizer has none; use one that has."
+            f"--block_size {size} cannot be cut into {2 * ranks} equal chunks, two for each rank "
+            f"of --context_parallel_size {ranks}; make it a multiple of {2 * ranks}."
         )
-    return DocumentEnds(
-        int(tokenizer.eos_token_id),
-        positions=config.reset_position_ids,
-        attention=config.reset_attention_mask,
-    )
-
-
-def _open_corpus(
-    config: GPTConfig,
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: DocumentEnds | None,
-) -> Corpus:
-    vocab_size = max(len(tokenizer), model_config.get_text_config().vocab_size)
-    if config.data_path or config.train_data_path or config.valid_data_path:
-        return open_token_corpus(
-            data_path=config.data_path,
-            train_data_path=config.train_data_path,
-            valid_data_path=config.valid_data_path,
-            split=config.split,
-            checks=TokenFileChecks(
-                tokenizer_fingerprint=fingerprint(tokenizer),
-                force=config.force,
-                vocab_size=vocab_size,
-                eos_token_id=None if ends is None else ends.eos_token_id,
-            ),
-        )
-    cache = config.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
-    return open_corpus(
-        dataset_name=config.dataset_name,
-        dataset_config_name=config.dataset_config_name,
-        train_file=_path(config.train_file),
-        validation_file=_path(config.validation_file),
-        validation_split_percentage=config.validation_split_percentage,
-        text_column=config.text_column,
-        keep_linebreaks=not config.no_keep_linebreaks,
-        trust_remote_code=config.trust_remote_code,
-        tokenizer=from_transformers(tokenizer, tokenizer.name_or_path),
-        vocab_size=vocab_size,
-        append_eos=config.append_eos,
-        preprocessing_num_workers=config.preprocessing_num_workers,
-        cache_dir=Path(cache).expanduser(),
-        overwrite_cache=config.overwrite_cache,
-        launch=launch_id(),
-        progress=_report_progress,
-    )
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
-
-
-def _report_progress(rows: int, tokens: int, num_bytes: int) -> None:
-    logger.info(f"tokenising: {rows:,} rows, {num_bytes / 1e6:,.1f} MB, {tokens:,} tokens")
+    return size
 
 
 def _plan(

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm import options
@@ -116,15 +116,22 @@ def run(config: GPTConfig, world: World) -> int:
     adopt_launcher()
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
+    from llm.models.gpt import without_weights
     from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
+    from llm.trainers.gpt.publish import open_repository, push
 
+    repository = None
     quiet_libraries()
     inputs = read_inputs(config, world)
     model = make_model(config, inputs, world)
     if world.is_main and not config.eval_only:
         inputs.run.lock()
-    strategy = make_strategy(config, inputs, model)
+        repository = open_repository(config, inputs.run.path)
+    # Of what the log and the model card tell, a stage knows its share only.
+    described = without_weights(model) if inputs.layout.pipeline > 1 else model
+    strategy = make_strategy(config, inputs, model, world)
+    model = described
     check_same_start(inputs, strategy)
     load_init(inputs, strategy)
     if config.eval_only:
@@ -132,6 +139,8 @@ def run(config: GPTConfig, world: World) -> int:
     else:
         code = _train_and_tell(config, inputs, model, strategy)
     strategy.close()
+    if repository is not None and code == 0:
+        push(inputs.run.path, repository)
     return code
 
 
@@ -139,13 +148,12 @@ def _train_and_tell(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
-    from llm.trainers.gpt.build import make_watchdog
 
     def tell(verdict: str) -> None:
         if strategy.rank == watchdog.speaker:
             inputs.run.say("failed", reason=verdict)
 
-    watchdog = make_watchdog(config, strategy, on_loss=tell)
+    watchdog = _make_watchdog(config, strategy, on_loss=tell)
     try:
         if strategy.rank == 0:
             resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
@@ -165,6 +173,25 @@ def _train_and_tell(
         raise
 
 
+def _make_watchdog(
+    config: GPTConfig, strategy: "AcceleratedStrategy", *, on_loss: Callable[[str], None]
+) -> Watchdog:
+    """Let the ranks watch one another from here on."""
+    limits = {
+        "start": config.start_timeout,
+        "step": config.step_timeout,
+        "evaluation": config.step_timeout,
+        "save": config.save_timeout,
+    }
+    return Watchdog(
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        limits={phase: limit or math.inf for phase, limit in limits.items()},  # type: ignore[misc]
+        share=strategy.share,
+        on_loss=on_loss,
+    )
+
+
 def _train(
     config: GPTConfig,
     inputs: "Inputs",
@@ -172,14 +199,15 @@ def _train(
     strategy: "AcceleratedStrategy",
     watchdog: Watchdog,
 ) -> int:
-    from llm.trainers.gpt.build import make_tracker, make_trainer
+    from llm.trainers.gpt.build import make_trainer
+    from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
 
     log_beginning(config, inputs, strategy, model)
     interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
     interruption.watch()
     tracker = make_tracker(config, inputs, strategy, model)
-    trainer = make_trainer(config, inputs, strategy, tracker, interruption, watchdog)
+    trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, watchdog)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
     outcome = trainer.fit()

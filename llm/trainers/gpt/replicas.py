@@ -1,5 +1,6 @@
 """Replicas of the model that train side by side: how many, how they average, how they go on."""
 
+import functools
 import logging
 import os
 import sys
@@ -18,12 +19,16 @@ from llm.config import GPTConfig
 from llm.errors import CheckpointError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
+from llm.models.context import divide_attention
+from llm.models.gpt import fill_model
 from llm.models.plans import tensor_plan
+from llm.models.stages import cut_model
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
+from llm.parallel.pipeline import PipelineStrategy
 from llm.parallel.rounds import Round, check_topology, make_rounds
 from llm.parallel.sharded import ShardedStrategy
 from llm.parallel.tensor import divide_layers
@@ -92,21 +97,55 @@ def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | Non
     return steps if config.optimizer == "accumadamw" else None
 
 
+def draws_parts(layout: Layout) -> bool:
+    """Whether a rank can draw its parts of the weights alone, after the model is divided."""
+    others = layout.tensor * layout.pipeline * layout.context
+    return layout.shard > 1 and others == 1
+
+
 def choose_strategy(
     config: GPTConfig,
     replicas: Replicas,
     layout: Layout,
     accelerator: Accelerator,
     model: PreTrainedModel,
+    *,
+    seed: int,
 ) -> AcceleratedStrategy:
-    """The strategy of the layout or of `data_parallel`; an evaluation needs no replicas."""
+    """The strategy of the layout or of `data_parallel`; an evaluation needs no replicas.
+
+    Args:
+        config: The options.
+        replicas: How many models train side by side.
+        layout: How the ranks divide one.
+        accelerator: Has formed the process groups.
+        model: The model; where `draws_parts`, it may be on the meta device.
+        seed: The run's seed.
+    """
+    if layout.pipeline > 1:
+        return PipelineStrategy(
+            accelerator=accelerator,
+            mixed_precision=config.mixed_precision,
+            layout=layout,
+            blocks=find_blocks(model),
+            cut=cut_model,
+            schedule=config.pipeline_schedule,
+            virtual_stages=config.virtual_stages,
+        )
     if not layout.is_replicated:
+        fill = None
+        if model.device.type == "meta":
+            fill = functools.partial(
+                fill_model, model, seed=seed, device=accelerator.device, no_bias=config.no_bias
+            )
         return ShardedStrategy(
             accelerator=accelerator,
             mixed_precision=config.mixed_precision,
             layout=layout,
             blocks=find_blocks(model),
             divide_layers=_layer_division(model) if layout.tensor > 1 else None,
+            divide_attention=partial(divide_attention, model),
+            fill=fill,
         )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)

@@ -101,7 +101,12 @@ def load_trained(
     name = config.model_name_or_path
     tokenizer = open_tokenizer(config)
     model = model_of(
-        dataclasses.replace(config, attention_implementation=None, gradient_checkpointing=False),
+        dataclasses.replace(
+            config,
+            attention_implementation=None,
+            activation_checkpointing=None,
+            gradient_checkpointing=False,
+        ),
         open_model_config(config),
         weights_from=None,
         seed=config.seed or 0,

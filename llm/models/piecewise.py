@@ -1,0 +1,182 @@
+"""Initial weights for a model that holds parts of its parameters only.
+
+The library's own initialisation runs over a second model that has no memory. What it writes to a
+parameter is written to a whole tensor instead, one parameter at a time, of which this rank's part
+is kept. So the weights are bit for bit those of `initialize.materialize`, however they are
+divided, and no rank ever holds a whole model.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from llm.models.initialize import KeyedDraws, materialize, writes_in_place
+
+logger = logging.getLogger("llm.models")
+
+_REPLACES = {"normal_", "uniform_", "zero_", "zeros_", "ones_", "fill_", "constant_", "copy_"}
+"""Functions whose result does not depend on what was there."""
+
+_META = torch.device("meta")
+
+_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}
+"""What Python calls for `weight[0] = 0`, `weight /= 2` ..."""
+
+
+def fill_parts(
+    model: PreTrainedModel,
+    make_recipe: Callable[[], PreTrainedModel],
+    *,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Give a divided model on the meta device memory for its parts, and its initial weights.
+
+    A model whose initialisation reads the weights that it has written, or that leaves some to its
+    constructor, is drawn as a whole and then cut, with a warning.
+
+    Args:
+        model: Has no memory yet; changed in place. Every rank that holds parts of it must call
+            this. Its vocabulary may have more rows than the recipe's: these become zero.
+        make_recipe: Makes an undivided model of the same configuration on the meta device.
+        seed: The run's seed.
+        device: Where parameters and buffers will live.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    recipe = make_recipe()
+    _untie(recipe)
+    try:
+        PartialDraws(recipe, model, seed=seed).run(device)
+    except _NotPiecewiseError as reason:
+        logger.warning(
+            f"Each rank draws the whole {type(model).__name__} and then keeps its part, which "
+            f"takes the memory of all weights for a moment: {reason}"
+        )
+        whole = make_recipe()
+        materialize(whole, seed=seed, device=device)
+        for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
+            _keep_part(model.get_parameter_or_buffer(name).detach(), tensor.detach())
+
+
+class _NotPiecewiseError(Exception):
+    """Why an initialisation cannot go parameter by parameter."""
+
+
+class PartialDraws(KeyedDraws):
+    """Does to a whole tensor what is meant for a parameter without memory, and keeps its part.
+
+    The whole tensor lives until another parameter is written to. For one that is changed later
+    once more, it is gathered from all ranks.
+
+    Args:
+        recipe: An undivided model on the meta device, which is initialised.
+        model: What its weights go to.
+        seed: The run's seed.
+    """
+
+    def __init__(self, recipe: PreTrainedModel, model: PreTrainedModel, *, seed: int) -> None:
+        super().__init__(recipe, seed)
+        self._to_fill = model
+        self._device = _META
+        self._held: tuple[str, Tensor] | None = None
+
+    def run(self, device: torch.device) -> None:
+        """Fill the model; raises `_NotPiecewiseError` where that needs a whole one."""
+        self._device = device
+        try:
+            super().run(device)
+        except RuntimeError as error:  # how torch says that a tensor without memory was read
+            raise _NotPiecewiseError(str(error)) from error
+        self._keep()
+        unwritten = self.names - self.written - set(self._model.all_tied_weights_keys)
+        if unwritten:
+            raise _NotPiecewiseError(f"the constructor fills {', '.join(sorted(unwritten))}.")
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == _META:
+            # Something is computed where a weight lies, in order to be copied to it.
+            kwargs["device"] = self._device
+        keyword = next((word for word in ("tensor", "out") if word in kwargs), None)
+        target: Any = kwargs[keyword] if keyword else args[0] if args else None
+        name = self.name_of(target)
+        draws = writes_in_place(func)
+        changes = draws or keyword == "out" or func.__name__ in _OPERATORS
+        if name is None or not changes:
+            return func(*args, **kwargs)
+        others = [value for value in (*args, *kwargs.values()) if value is not target]
+        if any(isinstance(value, Tensor) and value.is_meta for value in others):
+            raise _NotPiecewiseError(f"{name} depends on other weights.")
+        whole = self._hold(name, like=target, anew=func.__name__ in _REPLACES)
+        part = whole.as_strided(target.size(), target.stride(), target.storage_offset())
+        if draws:
+            self.seed_draw(name, target)
+        if keyword:
+            kwargs[keyword] = part
+            func(*args, **kwargs)
+        else:
+            func(part, *args[1:], **kwargs)
+        return target
+
+    def _hold(self, name: str, *, like: Tensor, anew: bool) -> Tensor:
+        """The whole of a parameter, with what was written to it so far.
+
+        Args:
+            name: The parameter's.
+            like: What is about to be written to.
+            anew: Whether that replaces all values there.
+        """
+        if self._held is not None and self._held[0] == name:
+            return self._held[1]
+        self._keep()
+        recipe = self._model.get_parameter_or_buffer(name)
+        target: Tensor = self._to_fill.get_parameter_or_buffer(name).detach()
+        if not isinstance(target, DTensor) and target.shape == recipe.shape:
+            whole: Tensor = target
+        elif name not in self.written or (anew and like.numel() == recipe.numel()):
+            whole = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
+        else:
+            gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
+            whole = gathered[: len(recipe)]
+        self._held = name, whole
+        return whole
+
+    def _keep(self) -> None:
+        if self._held is not None:
+            name, whole = self._held
+            self._held = None
+            _keep_part(self._to_fill.get_parameter_or_buffer(name).detach(), whole)
+
+
+def _keep_part(target: Tensor, whole: Tensor) -> None:
+    """Copy to a tensor what it holds of a whole one; rows that that one lacks become zero."""
+    part, offsets = target, (0,) * target.ndim
+    if isinstance(target, DTensor):
+        part = target.to_local()
+        _, offsets = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+    if target.shape != whole.shape:
+        part.zero_()
+    if part.numel() == 0:
+        return
+    own = whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
+    part[tuple(slice(n) for n in own.shape)].copy_(own)
+
+
+def _untie(recipe: PreTrainedModel) -> None:
+    """Keep what will be tied to another weight from being drawn, as when weights are loaded."""
+    for name in recipe.all_tied_weights_keys:
+        owner, _, leaf = name.rpartition(".")
+        apart = nn.Parameter(torch.empty_like(recipe.get_parameter(name)))
+        apart._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(recipe.get_submodule(owner), leaf, apart)

@@ -1,0 +1,140 @@
+"""Models are cut into stages that compute together what the whole model does."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from llm.errors import ConfigError
+from llm.models.gpt import parameter_counts, without_weights
+from llm.models.loss import LanguageModelLoss
+from llm.models.pieces import find_pieces, share_out
+from llm.models.stages import cut_model
+from tests.support.models import FAMILIES, tiny_config, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stages_of_every_family_pass_the_whole_gradient(family):
+    model = tiny_model(tiny_config(family)).eval()
+    loss = LanguageModelLoss(model)
+    ids = torch.randint(320, (2, 12), generator=torch.Generator().manual_seed(0))
+    objective, _ = loss(ids, ids)
+    objective.backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    first, last = cut_model(loss, 2, [0, 1]).stages
+    sent = first(ids, input_ids=ids)
+    received = sent.detach().requires_grad_()
+    staged, _ = last(received, input_ids=ids, labels=ids)
+    staged.backward()
+    sent.backward(received.grad)
+
+    torch.testing.assert_close(staged, objective)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name])
+
+
+def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
+    model = tiny_model(tiny_config("gpt2", n_layer=3))
+    names = dict(model.named_parameters())
+    held = []
+    for number in range(3):
+        cut = cut_model(LanguageModelLoss(model), 3, [number])
+        part = dict(cut.part.named_parameters())
+        assert all(part[name] is names[name] for name in part)
+        held.append(set(part))
+        assert cut.parameters[number] == sum(p.numel() for p in part.values())
+        assert cut.tied == ({"transformer.wte.weight"} if number != 1 else set())
+    assert held[0] | held[1] | held[2] == set(names)
+    assert held[0] & held[2] == {"transformer.wte.weight"}
+    assert not held[0] & held[1]
+
+
+def test_the_model_that_was_cut_is_as_it_was():
+    model = tiny_model(tiny_config("llama"))
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    cut_model(LanguageModelLoss(model), 2, [1])
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+
+
+def test_positions_and_documents_reach_every_stage():
+    model = tiny_model(tiny_config("llama")).eval()
+    loss = LanguageModelLoss(model)
+    ids = torch.randint(320, (2, 12), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(12).expand(2, 12)
+    apart = {"positions": places % 6, "documents": places // 6}
+    expected, _ = loss(ids, ids, **apart)
+    first, last = cut_model(loss, 2, [0, 1]).stages
+    _, together = last(first(ids, input_ids=ids), input_ids=ids, labels=ids)
+    _, staged = last(first(ids, input_ids=ids, **apart), input_ids=ids, labels=ids, **apart)
+    torch.testing.assert_close(staged, expected.detach())
+    assert abs(staged - together) > 1e-3
+
+
+def test_more_stages_than_layers_are_refused():
+    loss = LanguageModelLoss(tiny_model(tiny_config("llama")))
+    with pytest.raises(ConfigError, match="is 3 stages, which 2 layers are too few for"):
+        cut_model(loss, 3, [0])
+
+
+def test_a_model_whose_layers_share_more_than_their_output_is_refused():
+    model = tiny_model(tiny_config("llama"))
+
+    class Remembering(nn.Module):
+        """The second layer adds what the first one has seen."""
+
+        seen = None
+
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden, **kwargs):
+            if Remembering.seen is not None:
+                hidden, Remembering.seen = hidden + Remembering.seen, None
+            else:
+                Remembering.seen = hidden * self.layer.input_layernorm.weight.sum()
+            return self.layer(hidden, **kwargs)
+
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = Remembering(layer)
+    with pytest.raises(ConfigError, match="cannot cut llama into stages"):
+        cut_model(LanguageModelLoss(model), 2, [0])
+
+
+def test_pieces_lie_where_the_forward_meets_them():
+    model = tiny_model(tiny_config("gpt2"))
+    pieces = find_pieces(model)
+    assert pieces.before == (model.transformer.wte, model.transformer.wpe)
+    assert pieces.layers == tuple(model.transformer.h)
+    assert pieces.after == (model.transformer.ln_f, model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("costs", "first", "last", "stages", "expected"),
+    [
+        ([1] * 4, 0, 0, 2, [2, 2]),
+        ([1] * 6, 0, 0, 4, [1, 1, 2, 2]),
+        ([1] * 12, 0.5, 5, 2, [8, 4]),
+        ([1] * 10, 1, 1, 4, [2, 3, 3, 2]),
+        ([1, 1, 4, 1, 1], 0, 0, 3, [2, 1, 2]),
+        ([1] * 4, 0, 100, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_the_dearest_stage_is_as_cheap_as_can_be(costs, first, last, stages, expected):
+    shares = share_out(costs, first=first, last=last, num_stages=stages)
+    assert [len(share) for share in shares] == expected
+    assert shares[0].start == 0
+    assert shares[-1].stop == len(costs)
+    assert all(one.stop == next_.start for one, next_ in pairwise(shares))
+
+
+def test_a_model_without_weights_tells_the_same_sizes():
+    model = tiny_model(tiny_config("gpt2"), no_bias=True)
+    bare = without_weights(model)
+    assert parameter_counts(bare) == parameter_counts(model)
+    assert {p.device.type for p in bare.parameters()} == {"meta"}
+    assert bare.lm_head.weight is bare.transformer.wte.weight
+    assert {p.device.type for p in model.parameters()} == {"cpu"}

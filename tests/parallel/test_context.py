@@ -1,0 +1,137 @@
+"""Samples divided over ranks train as whole samples do on one rank."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from llm.models.blocks import find_blocks
+from llm.models.context import divide_attention
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.context import ContextPart
+from llm.parallel.layout import Layout, lay_out
+from llm.parallel.sharded import ShardedStrategy
+from llm.strategy import MicroBatch
+from tests.support.models import tiny_config, tiny_model
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 4, 32, 3
+# Learned positions and a tied head; shared keys; norms of queries and keys; a window of 8 tokens.
+FAMILIES = ["gpt2", "llama", "qwen3", "mistral"]
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def make_strategy(family: str, layout: Layout, mixed_precision: str = "no"):
+    changes = NO_DROPOUT if family == "gpt2" else {}
+    model = tiny_model(tiny_config(family, **changes), tied_gradients=True)
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
+    if layout.world_size > 1:
+        strategy = ShardedStrategy(
+            accelerator=accelerator,
+            mixed_precision=mixed_precision,
+            layout=layout,
+            blocks=find_blocks(model),
+            divide_attention=partial(divide_attention, model),
+        )
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    return strategy
+
+
+def make_batch(step: int) -> MicroBatch:
+    """All samples of a step; in every second one, documents of uneven lengths are kept apart."""
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    labels = tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    if step % 2 == 0:
+        return MicroBatch(tokens[:, :-1], labels)
+    places = torch.arange(LENGTH).expand(BATCH, -1)
+    ends = torch.tensor([[3, 13], [8, 29], [16, 17], [1, 31]])
+    documents = (places[..., None] >= ends[:, None]).sum(-1)
+    starts = torch.nn.functional.pad(ends, (1, 0)).gather(1, documents)
+    return MicroBatch(tokens[:, :-1], labels, places - starts, documents)
+
+
+def share_of(batch: MicroBatch, strategy, accumulation: int) -> list[MicroBatch]:
+    """A rank's micro-batches: those of its share of the samples."""
+    rows = torch.arange(BATCH).view(accumulation, strategy.data_ranks, -1)[:, strategy.data_rank]
+    return [MicroBatch(*(None if t is None else t[own] for t in batch)) for own in rows]
+
+
+def train(family: str, layout: Layout, accumulation: int):
+    """Predictions, what a few steps and an evaluation show, and the weights after them."""
+    strategy = make_strategy(family, layout)
+    (micro_batch,) = share_of(make_batch(1), strategy, 1)
+    predictions = strategy.gather(strategy.predict(micro_batch))
+    seen = []
+    for step in range(STEPS):
+        batch = make_batch(step)
+        micro_batches = share_of(batch, strategy, accumulation)
+        num_tokens = int((batch.labels != -100).sum())
+        loss = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+    sums = strategy.reduce_sum(torch.stack(strategy.evaluate(micro_batch)))
+    return seen, sums, predictions, strategy.full_state_dict()
+
+
+def train_all(sizes: dict[str, int], accumulation: int):
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    return [train(family, layout, accumulation) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank():
+    return values(run_ranks(train_all, 1, {}, 1))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "accumulation"),
+    [
+        (2, {"context": 2}, 2),
+        (4, {"context": 4}, 1),
+        (4, {"context": 2}, 1),  # and two replicas
+        (4, {"context": 2, "shard": 2}, 2),
+    ],
+)
+def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation):
+    outcomes = values(run_ranks(train_all, ranks, sizes, accumulation))
+    for rank, families in enumerate(outcomes):
+        for (seen, sums, predictions, weights), expected in zip(families, on_one_rank, strict=True):
+            assert torch.allclose(torch.tensor(seen), torch.tensor(expected[0]), rtol=1e-5)
+            assert torch.allclose(sums, expected[1], rtol=1e-5)
+            assert torch.equal(predictions, expected[2])
+            if rank == 0:
+                assert weights.keys() == expected[3].keys()
+                for name, tensor in expected[3].items():
+                    torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+
+
+def parts_and_gradient():
+    """A sequence of 8 tokens, the part of each rank, and the gradient of its gathering."""
+    make_accelerator("no", device=torch.device("cpu"))
+    rank = int(os.environ["RANK"])
+    part = ContextPart(Layout(context=2), rank)
+    tokens = torch.arange(8).unsqueeze(0)
+    own = part.of(MicroBatch(tokens, tokens + 1))
+    values = own.input_ids.double().requires_grad_()
+    whole = part.gather(values, 1)
+    (whole * (tokens + 10 * rank)).sum().backward()
+    return own, whole.tolist(), values.grad.tolist()
+
+
+def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror_image_from_the_back():
+    (first, whole, gradient), (second, _, _) = values(run_ranks(parts_and_gradient, 2))
+    assert first.input_ids.tolist() == first.positions.tolist() == [[0, 1, 6, 7]]
+    assert second.input_ids.tolist() == second.positions.tolist() == [[2, 3, 4, 5]]
+    assert first.labels.tolist() == [[1, 2, 7, 8]]
+    assert whole == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # What one rank makes of a key, and what the other one makes of it.
+    assert gradient == [[0 + 10, 1 + 11, 6 + 16, 7 + 17]]

@@ -1,0 +1,223 @@
+"""Layers divided over stages train as the whole model does on one rank."""
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.models.blocks import find_blocks
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
+from llm.models.stages import cut_model
+from llm.models.tied_embedding import tie_gradients
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.layout import lay_out
+from llm.parallel.pipeline import PipelineStrategy
+from llm.strategy import MicroBatch
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 8, 16, 3
+
+
+def make_model(family: str, layers: int):
+    torch.manual_seed(0)
+    changes = {"num_layers": layers, "attention_types": [[["global", "local"], layers // 2]]}
+    if family != "gpt_neo":
+        changes = {"num_hidden_layers": layers}
+    config = tiny_config(family, **changes)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_config(config)
+    tie_gradients(model)
+    return model
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    if layout.world_size == 1:
+        return AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
+    return PipelineStrategy(
+        accelerator=accelerator,
+        mixed_precision=mixed_precision,
+        layout=layout,
+        blocks=find_blocks(model),
+        cut=cut_model,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+    )
+
+
+def data_of(step: int):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    return tokens[:, :-1], labels
+
+
+def train(family, layers, sizes, schedule, virtual_stages, accumulation):
+    """Losses, norms, an evaluation and final weights of a few steps."""
+    model = make_model(family, layers)
+    strategy = make_strategy(model, sizes, schedule, virtual_stages)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    seen = []
+    for step in range(STEPS):
+        inputs, labels = data_of(step)
+        size = BATCH // (strategy.data_ranks * accumulation)
+        micro_batches = []
+        for number in range(accumulation):
+            first = (number * strategy.data_ranks + strategy.data_rank) * size
+            rows = slice(first, first + size)
+            micro_batches.append(MicroBatch(inputs[rows], labels[rows]))
+        loss = strategy.forward_backward(micro_batches, num_tokens=int((labels != -100).sum()))
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+        if step == 1:
+            inputs, labels = data_of(100)
+            size = BATCH // strategy.data_ranks
+            rows = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)
+            found = torch.stack(strategy.evaluate(MicroBatch(inputs[rows], labels[rows])))
+            best = strategy.gather(strategy.predict(MicroBatch(inputs[rows], labels[rows])))
+            seen.append([*strategy.reduce_sum(found).tolist(), float(best.sum())])
+    return seen, strategy.full_state_dict(), sum(p.numel() for p in strategy.parameters)
+
+
+def train_all(cases):
+    windows_are_whole()
+    return [train(*case) for case in cases]
+
+
+def check(ranks, family, layers, cases):
+    expected, whole, size = values(run_ranks(train_all, 1, [(family, layers, {}, "", 1, 1)]))[0][0]
+    outcomes = values(run_ranks(train_all, ranks, [(family, layers, *case) for case in cases]))
+    for number, case in enumerate(cases):
+        for seen, _, held in (outcome[number] for outcome in outcomes):
+            torch.testing.assert_close(
+                torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=0, msg=str(case)
+            )
+            assert held < 0.9 * size
+        weights = outcomes[0][number][1]
+        assert weights.keys() == whole.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_two_stages_train_as_one_rank(family):
+    cases = [
+        ({"pipeline": 2}, "gpipe", 1, 1),
+        ({"pipeline": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2}, "1f1b", 1, 4),
+        ({"pipeline": 2}, "interleaved-1f1b", 2, 4),
+    ]
+    check(2, family, 4, cases)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox"])
+def test_families_whose_layers_return_other_things_train_as_one_rank(family):
+    check(2, family, 4, [({"pipeline": 2}, "1f1b", 1, 2)])
+
+
+def test_four_ranks_train_as_one():
+    cases = [
+        ({"pipeline": 4}, "gpipe", 1, 2),
+        ({"pipeline": 4}, "1f1b", 1, 4),
+        ({"pipeline": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2, "shard": 2}, "1f1b", 1, 2),
+        ({"pipeline": 2, "shard": 2}, "interleaved-1f1b", 2, 2),
+        ({"pipeline": 2}, "interleaved-1f1b", 2, 1),
+    ]
+    check(4, "gpt2", 4, cases)
+
+
+def train_with_documents():
+    """Losses and norms where positions and attention start anew, and layers are recomputed."""
+    windows_are_whole()
+    model = make_model("llama", 4)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    strategy = make_strategy(model, {"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    places = torch.arange(LENGTH).expand(BATCH // 2, LENGTH)
+    seen = []
+    for step in range(STEPS):
+        micro_batches = [
+            MicroBatch(inputs, labels, places % 5, places // 5)
+            for inputs, labels in zip(*(part.chunk(2) for part in data_of(step)), strict=True)
+        ]
+        loss = strategy.forward_backward(micro_batches, num_tokens=BATCH * LENGTH)
+        norm, _ = strategy.optimizer_step(0.5)
+        found, _ = strategy.evaluate(micro_batches[0])
+        seen.append([loss.item(), norm.item(), found.item()])
+    return seen
+
+
+def test_documents_stay_apart_and_layers_are_recomputed_on_every_stage():
+    expected = values(run_ranks(train_with_documents, 1))[0]
+    for seen in values(run_ranks(train_with_documents, 2)):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def train_in(precision):
+    """Losses and norms of two steps, and what became of a third whose loss is scaled too far."""
+    windows_are_whole()
+    model = make_model("gpt2", 2)
+    sizes = {"pipeline": int(os.environ["WORLD_SIZE"])}
+    strategy = make_strategy(model, sizes, "gpipe", 1, precision)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    seen = []
+    for step in range(2):
+        loss = strategy.forward_backward([MicroBatch(*data_of(step))], num_tokens=120)
+        norm, skipped = strategy.optimizer_step(1.0)
+        seen.append([loss.item(), norm.item(), skipped.item()])
+    if strategy.scaler is None:
+        return seen, None
+    strategy.scaler.update(3e38)
+    before = [parameter.clone() for parameter in strategy.parameters]
+    strategy.forward_backward([MicroBatch(*data_of(2))], num_tokens=120)
+    _, skipped = strategy.optimizer_step(1.0)
+    assert all(map(torch.equal, before, strategy.parameters))
+    return seen, (skipped.item(), strategy.loss_scale().item())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precision):
+    expected, overflow = values(run_ranks(train_in, 1, precision))[0]
+    assert overflow is None or overflow[0] == 1
+    for seen, outcome in values(run_ranks(train_in, 2, precision)):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-3, atol=0)
+        assert outcome == overflow
+
+
+def hold():
+    """How many numbers of the model's parameters are alive, and how many the rank trains."""
+    windows_are_whole()
+    model = make_model("llama", 4)
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    strategy = make_strategy(model, {"pipeline": 2}, "1f1b", 1)
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    del model
+    gc.collect()
+    torch.manual_seed(5)  # as at the beginning of a step
+    strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
+    alive = sum(p().numel() for p in parameters if p() is not None)
+    return alive, sum(p.numel() for p in strategy.parameters), torch.initial_seed()
+
+
+def test_a_rank_keeps_its_own_layers_only_and_draws_numbers_of_its_own():
+    (one, trained, seed), (other, other_trained, other_seed) = values(run_ranks(hold, 2))
+    assert (one, other) == (trained, other_trained)
+    assert one + other == sum(
+        parameter.numel() for parameter in make_model("llama", 4).parameters()
+    )
+    assert seed != other_seed

@@ -1,0 +1,71 @@
+"""What a pipeline's schedules need, and how long its ranks wait."""
+
+import pytest
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.parallel.schedules import check_micro_batches, idle_share
+from llm.rules import check
+
+SETTINGS = {
+    "train_file": "text.txt",
+    "model_type": "gpt2",
+    "tokenizer_name": "gpt2",
+    "pipeline_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "micro_batches"),
+    [
+        ("gpipe", 4, 1),
+        ("1f1b", 4, 4),
+        ("1f1b", 1, 1),
+        ("interleaved-1f1b", 4, 3),
+        ("interleaved-1f1b", 4, 10),
+    ],
+)
+def test_enough_micro_batches_are_taken(schedule, ranks, micro_batches):
+    check_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "micro_batches", "sentence"),
+    [
+        ("1f1b", 4, 3, "1f1b needs at least 4 micro-batches a step for 4 stages, and this run has"),
+        ("interleaved-1f1b", 2, 5, "send 5 micro-batches through 2 ranks in 2 equal rounds"),
+    ],
+)
+def test_too_few_micro_batches_name_the_option_that_helps(schedule, ranks, micro_batches, sentence):
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        check_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches)
+    assert "--gradient_accumulation_steps" in str(refusal.value)
+
+
+def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
+    assert idle_share(ranks=4, virtual_stages=1, micro_batches=1) == 3 / 4
+    assert idle_share(ranks=4, virtual_stages=1, micro_batches=9) == 3 / 12
+    assert idle_share(ranks=4, virtual_stages=3, micro_batches=9) == 1 / 10
+    assert idle_share(ranks=1, virtual_stages=1, micro_batches=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kfac": True}, "--kfac needs whole weights"),
+        ({"data_parallel": "gossip"}, "--pipeline_parallel_size divides one model over ranks"),
+        ({"torch_compile": True}, "--torch_compile compiles a whole model"),
+        ({"mixed_precision": "fp8"}, "--mixed_precision fp8 does not go with"),
+        ({"virtual_stages": 2}, "and --virtual_stages of 2 or more go together"),
+        ({"pipeline_schedule": "interleaved-1f1b"}, "and --virtual_stages of 2 or more go"),
+        ({"pipeline_parallel_size": 1, "virtual_stages": 2}, "--virtual_stages needs --pipeline"),
+    ],
+)
+def test_what_no_pipeline_has_is_refused(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check(GPTConfig(**{**SETTINGS, **options}))
+
+
+def test_interleaved_stages_are_taken():
+    interleaved = {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}
+    check(GPTConfig(**{**SETTINGS, **interleaved}))

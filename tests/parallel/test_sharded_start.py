@@ -1,0 +1,150 @@
+"""Ranks that draw only their parts of the weights start, and train, as one rank does."""
+
+import functools
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+from llm.models.blocks import find_blocks
+from llm.models.gpt import fill_model
+from llm.models.loss import LanguageModelLoss
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.layout import lay_out
+from llm.parallel.sharded import ShardedStrategy
+from llm.strategy import MicroBatch
+from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.ranks import run_ranks, values
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+CHANGES = {
+    "no_bias": True,
+    "pad_vocab_to_multiple_of": 129,  # 387 rows, which four ranks cannot divide evenly
+    "tied_gradients": True,
+    "fused_gelu": True,
+}
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def start(accelerator, config, **options) -> ShardedStrategy:
+    """A strategy over all ranks whose model has started on the meta device."""
+    model = tiny_model(config, device=META, **options)
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy = ShardedStrategy(
+        accelerator=accelerator,
+        mixed_precision="no",
+        layout=lay_out(ranks, shard=ranks),
+        blocks=find_blocks(model),
+        fill=functools.partial(
+            fill_model, model, seed=1, device=CPU, no_bias=options.get("no_bias", False)
+        ),
+    )
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    return strategy
+
+
+def differences() -> list[str]:
+    """What starts otherwise than on one rank, over all families."""
+    accelerator = make_accelerator("no", device=CPU)
+    found = []
+    for family, options in itertools.product(FAMILIES, ({}, CHANGES)):
+        whole = tiny_model(tiny_config(family), **options)
+        strategy = start(accelerator, tiny_config(family), **options)
+        divided = strategy.model
+        expected = dict([*whole.named_parameters(), *whole.named_buffers()])
+        own = dict([*divided.named_parameters(), *divided.named_buffers()])
+        if list(own) != list(expected):
+            found.append(f"{family}: names")
+        for name, tensor in own.items():
+            reference = expected[name]
+            if isinstance(tensor, DTensor):
+                parts = [*reference.chunk(strategy.world_size), *[reference[:0]] * 3]
+                tensor, reference = tensor.to_local(), parts[strategy.rank]
+            if not torch.equal(tensor, reference):
+                found.append(f"{family}: {name}")
+            if own[name].requires_grad != expected[name].requires_grad:
+                found.append(f"{family}: {name} is trained or not")
+        if strategy.loss.chunked != LanguageModelLoss(whole).chunked:
+            found.append(f"{family}: chunked")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_family_starts_as_on_one_rank_with_and_without_changes(ranks):
+    assert values(run_ranks(differences, ranks, timeout=300)) == [[]] * ranks
+
+
+def train(which: str):
+    """Losses and norms of three steps; weights in uneven parts."""
+    config = tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    accelerator = make_accelerator("no", device=CPU)
+    options = {**CHANGES, "no_bias": False, "activation_checkpointing": which}
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        strategy = start(accelerator, config, **options)
+    else:
+        strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+        strategy.prepare(LanguageModelLoss(tiny_model(config, **options)), make_optimizer)
+    seen = []
+    for step in range(3):
+        tokens = torch.randint(320, (8, 17), generator=torch.Generator().manual_seed(step))
+        size = 8 // strategy.data_ranks
+        own = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)
+        batch = MicroBatch(tokens[own, :-1], tokens[own, 1:])
+        loss = strategy.forward_backward([batch], num_tokens=8 * 16)
+        norm, _ = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item()])
+    return seen
+
+
+def test_they_train_as_one_rank_does_whatever_is_computed_again():
+    expected = values(run_ranks(train, 1, "none"))[0]
+    for ranks, which in ((2, "none"), (4, "none"), (2, "full"), (2, "selective")):
+        for seen in values(run_ranks(train, ranks, which)):
+            torch.testing.assert_close(
+                torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-5
+            )
+
+
+def peak_of_start() -> tuple[int, int]:
+    """Bytes of the whole model, and the most that this process took on to start its part."""
+    accelerator = make_accelerator("no", device=CPU)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+    )
+    model = tiny_model(config, device=META)
+    strategy = ShardedStrategy(
+        accelerator=accelerator,
+        mixed_precision="no",
+        layout=lay_out(4, shard=4),
+        blocks=find_blocks(model),
+        fill=functools.partial(fill_model, model, seed=1, device=CPU, no_bias=False),
+    )
+    loss = LanguageModelLoss(model)
+    Path("/proc/self/clear_refs").write_text("5")  # let the peak begin anew
+    before = memory("VmRSS")
+    strategy.prepare(loss, lambda model: torch.optim.SGD(model.parameters()))
+    return sum(4 * p.numel() for p in model.parameters()), memory("VmHWM") - before
+
+
+def memory(line: str) -> int:
+    """Bytes of this process by the name that Linux gives them."""
+    found = next(x for x in Path("/proc/self/status").read_text().splitlines() if line in x)
+    return 1024 * int(found.split()[1])
+
+
+def test_no_rank_ever_holds_a_whole_model():
+    for whole, peak in values(run_ranks(peak_of_start, 4)):
+        assert whole > 200e6
+        assert whole / 4 < peak < whole / 2
