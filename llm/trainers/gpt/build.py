@@ -59,10 +59,8 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         device=device,
         vocab_size=len(inputs.tokenizer),
     )
-    if inputs.ends is not None:
-        check_documents_apart(
-            model, positions=inputs.ends.positions, attention=inputs.ends.attention
-        )
+    if (ends := inputs.ends) is not None:
+        check_documents_apart(model, positions=ends.positions, attention=ends.attention)
     if inputs.layout.context > 1:
         check_divisible(model, ranks=inputs.layout.context, block_size=inputs.block_size)
     return model
