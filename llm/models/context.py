@@ -177,7 +177,9 @@ def _pretend(model: PreTrainedModel, parts: Tensor) -> None:
         return whole.expand(len(parts), *whole.shape)
 
     def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
-        return _visible(mask_function, parts, torch.arange(parts.numel(), device=parts.device))
+        places = torch.arange(parts.numel(), device=parts.device)
+        earlier = places <= parts[:, None, :, None]  # nobody is shown what comes later
+        return _visible(mask_function, parts, places) & earlier
 
     def attend(
         module: torch.nn.Module,
