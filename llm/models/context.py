@@ -91,7 +91,7 @@ def divide_attention(model: PreTrainedModel, part: SequencePart) -> None:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        # As autocast would; thus less is sent, and all that the kernel is given is of one dtype.
+        # Autocast would do it in the kernel, after twice as many bytes were sent.
         dtype = _kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = part.gather(torch.cat([key, value], dim=-1), 2)
@@ -177,7 +177,9 @@ def _pretend(model: PreTrainedModel, parts: Tensor) -> None:
         return whole.expand(len(parts), *whole.shape)
 
     def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
-        return _visible(mask_function, parts, torch.arange(parts.numel(), device=parts.device))
+        places = torch.arange(parts.numel(), device=parts.device)
+        earlier = places <= parts[:, None, :, None]  # nobody is shown what comes later
+        return _visible(mask_function, parts, places) & earlier
 
     def attend(
         module: torch.nn.Module,

@@ -118,19 +118,21 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
                     torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
 
 
-def half_precision_loss():
-    """The loss of one micro-batch of a model whose norms make queries of another dtype."""
+def half_precision_loss(mixed_precision: str):
+    """Loss and norm of a step of a model whose norms make queries of another dtype than values."""
+    context._MASKED_DEVICES = ()
     layout = lay_out(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
-    strategy = make_strategy("qwen3", layout, "bf16")
+    strategy = make_strategy("qwen3", layout, mixed_precision)
     batch = make_batch(0)
     loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
     norm, _ = strategy.optimizer_step(0.5)
     return strategy.reduce_sum(loss.clone()).item(), norm.item()
 
 
-def test_divided_samples_train_in_half_precision():
-    expected = values(run_ranks(half_precision_loss, 1))[0]
-    for found in values(run_ranks(half_precision_loss, 2)):
+@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+def test_divided_samples_train_in_half_precision(mixed_precision):
+    expected = values(run_ranks(half_precision_loss, 1, mixed_precision))[0]
+    for found in values(run_ranks(half_precision_loss, 2, mixed_precision)):
         assert found == pytest.approx(expected, rel=0.01)
 
 
