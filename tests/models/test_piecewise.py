@@ -103,14 +103,20 @@ class _Normalised(GPT2LMHeadModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        weight = self.transformer.wpe.weight
         if module is self and self.config.n_layer == 1:
-            weight = self.transformer.wpe.weight
             weight /= weight.norm()
+        if module is self and self.config.n_layer == 3:
+            weight /= weight.norm().item()
 
 
 @pytest.mark.parametrize(
     ("layers", "reason"),
-    [(1, "transformer.wpe.weight depends on other weights"), (2, "the constructor fills gate")],
+    [
+        (1, "transformer.wpe.weight depends on other weights"),
+        (2, "the constructor fills gate"),
+        (3, "cannot be called on meta tensors"),
+    ],
 )
 def test_what_cannot_be_drawn_alone_is_drawn_as_a_whole_and_said(
     layers: int, reason: str, caplog: pytest.LogCaptureFixture
