@@ -142,6 +142,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 from llm.models.blocks import find_blocks
 from llm.models.gpt import fill_model
+from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_model
 
 dist.init_process_group("fake", store=FakeStore(), rank=63, world_size=64)
@@ -150,7 +151,7 @@ model = tiny_model(config, vocab_size=32000, device=torch.device("meta"))
 mesh = init_device_mesh("cpu", (64,))
 for block in find_blocks(model):
     fully_shard(block, mesh=mesh)
-root = fully_shard(torch.nn.ModuleDict({"model": model}), mesh=mesh)
+fully_shard(LanguageModelLoss(model), mesh=mesh)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fill_model(model, seed=1, device=torch.device("cpu"), no_bias=False)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
