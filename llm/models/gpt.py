@@ -323,12 +323,14 @@ def _biases(model: PreTrainedModel) -> list[nn.Parameter]:
 
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
     biases = _biases(model)
-    nonzero = sum(bool(bias.any()) for bias in biases if not bias.is_meta)
+    nonzero = "an unknown number"
+    if model.device.type != "meta":
+        nonzero = str(sum(bool(bias.any()) for bias in biases))
     for bias in biases:
         bias.requires_grad_(False)
         bias.zero_()
     logger.info(
-        "%d biases are held at zero (--no_bias); %d of them were not zero.", len(biases), nonzero
+        "%d biases are held at zero (--no_bias); %s of them were not zero.", len(biases), nonzero
     )
 
 

@@ -92,7 +92,10 @@ class PartialDraws(KeyedDraws):
         self._device = device
         try:
             super().run(device)
-        except RuntimeError as error:  # how torch says that a tensor without memory was read
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            # That is how torch says that a tensor without memory was read.
             raise _NotPiecewiseError(str(error)) from error
         self._keep()
         unwritten = self.names - self.written - set(self._model.all_tied_weights_keys)
@@ -109,14 +112,14 @@ class PartialDraws(KeyedDraws):
         keyword = next((word for word in ("tensor", "out") if word in kwargs), None)
         target: Any = kwargs[keyword] if keyword else args[0] if args else None
         name = self.name_of(target)
-        draws = writes_in_place(func)
-        changes = draws or keyword == "out" or func.__name__ in _OPERATORS
+        draws, verb = writes_in_place(func), getattr(func, "__name__", "")
+        changes = draws or keyword == "out" or verb in _OPERATORS
         if name is None or not changes:
             return func(*args, **kwargs)
         others = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in others):
             raise _NotPiecewiseError(f"{name} depends on other weights.")
-        whole = self._hold(name, like=target, anew=func.__name__ in _REPLACES)
+        whole = self._hold(name, like=target, anew=verb in _REPLACES)
         part = whole.as_strided(target.size(), target.stride(), target.storage_offset())
         if draws:
             self.seed_draw(name, target)

@@ -2,12 +2,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Gemma2Config, PreTrainedModel
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from llm.models.loss import LanguageModelLoss
 from llm.models.plain_head import has_plain_head
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
+NARROW = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 TEN_ROWS = 10 * 4 * 320
 """Memory of the logits of ten tokens: the 63 tokens below make seven chunks, the last of three."""
 
@@ -150,16 +168,7 @@ def test_autocast_gives_a_close_loss_and_fp32_gradients(family: str, dtype: torc
 
 
 def test_capped_logits_are_seen_and_computed_in_full() -> None:
-    config = Gemma2Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
+    config = Gemma2Config(**NARROW, head_dim=16)
     model = tiny_model(config).eval()
     loss = LanguageModelLoss(model)
     expected = gradients(model, reference_loss(model))
@@ -167,6 +176,28 @@ def test_capped_logits_are_seen_and_computed_in_full() -> None:
 
     assert not loss.chunked
     assert_same_gradients(gradients(model, objective), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_weights_is_known_by_what_it_computes(family: str) -> None:
+    model = tiny_model(tiny_config(family), device=torch.device("meta"))
+    names = list(model.state_dict())
+
+    assert has_plain_head(model)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**NARROW, head_dim=16, final_logit_softcapping=30.0),
+        CohereConfig(**NARROW, logit_scale=0.5),
+        GraniteConfig(**NARROW, logits_scaling=2.0),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_logits_that_are_capped_or_scaled_are_seen(config: PreTrainedConfig, device: str) -> None:
+    assert not has_plain_head(tiny_model(config, device=torch.device(device)))
 
 
 def test_the_probe_leaves_the_models_mode_alone() -> None:

@@ -103,14 +103,20 @@ class _Normalised(GPT2LMHeadModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        weight = self.transformer.wpe.weight
         if module is self and self.config.n_layer == 1:
-            weight = self.transformer.wpe.weight
             weight /= weight.norm()
+        if module is self and self.config.n_layer == 3:
+            weight /= weight.norm().item()
 
 
 @pytest.mark.parametrize(
     ("layers", "reason"),
-    [(1, "transformer.wpe.weight depends on other weights"), (2, "the constructor fills gate")],
+    [
+        (1, "transformer.wpe.weight depends on other weights"),
+        (2, "the constructor fills gate"),
+        (3, "cannot be called on meta tensors"),
+    ],
 )
 def test_what_cannot_be_drawn_alone_is_drawn_as_a_whole_and_said(
     layers: int, reason: str, caplog: pytest.LogCaptureFixture
@@ -136,6 +142,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 from llm.models.blocks import find_blocks
 from llm.models.gpt import fill_model
+from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_model
 
 dist.init_process_group("fake", store=FakeStore(), rank=63, world_size=64)
@@ -144,7 +151,7 @@ model = tiny_model(config, vocab_size=32000, device=torch.device("meta"))
 mesh = init_device_mesh("cpu", (64,))
 for block in find_blocks(model):
     fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
+fully_shard(LanguageModelLoss(model), mesh=mesh)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fill_model(model, seed=1, device=torch.device("cpu"), no_bias=False)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
