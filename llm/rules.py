@@ -14,6 +14,7 @@ _OF_MODE = {
     "gossip": ("topology", "gossip_order", "gossip_group"),
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -108,8 +109,12 @@ def _model_problems(config: GPTConfig) -> list[str]:
         config.model_name_or_path is None
         and config.config_name is None
         and config.model_type is None
+        and not shape_options(config)
     ):
-        problems.append("Name the model with --model_name_or_path, --config_name or --model_type.")
+        problems.append(
+            "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
+        )
+    problems += _shape_problems(config)
     if config.model_name_or_path is not None and config.model_type is not None:
         problems.append(
             "--model_type starts from an architecture's defaults and --model_name_or_path from a "
@@ -125,6 +130,27 @@ def _model_problems(config: GPTConfig) -> list[str]:
             "--merges_file."
         )
     return problems
+
+
+def shape_options(config: GPTConfig) -> list[str]:
+    """The options given that set a model's layers, width and heads."""
+    return [name for name in ("model_size", *_SHAPE) if getattr(config, name) is not None]
+
+
+def _shape_problems(config: GPTConfig) -> list[str]:
+    given = [name for name in _SHAPE if getattr(config, name) is not None]
+    named = config.model_name_or_path or config.config_name or config.model_type
+    if config.model_size is not None and given:
+        return [
+            f"--model_size {config.model_size} sets --{given[0]} already; leave one of them out."
+        ]
+    if given and not named and len(given) < len(_SHAPE):
+        missing = " and ".join(f"--{name}" for name in _SHAPE if name not in given)
+        return [
+            f"--{given[0]} changes a model that is named by --model_name_or_path, --config_name or "
+            f"--model_type; without one, give {missing} too."
+        ]
+    return []
 
 
 def _length_problems(config: GPTConfig) -> list[str]:

@@ -151,6 +151,10 @@ def open_model_config(config: GPTConfig) -> PreTrainedConfig:
         model_type=config.model_type,
         config_overrides=config.config_overrides,
         trust_remote_code=config.trust_remote_code,
+        model_size=config.model_size,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
     )
 
 
@@ -205,7 +209,9 @@ def _check_trackers(config: GPTConfig) -> None:
 
 
 def _default_output_dir(config: GPTConfig) -> str:
-    model = config.model_name_or_path or config.config_name or config.model_type
+    model = config.model_name_or_path or config.config_name or config.model_type or "gpt2"
+    if config.model_size is not None:
+        model = f"{Path(model).name}-{config.model_size}"
     text = config.dataset_name or config.train_file or config.validation_file
     if text is not None:
         data = Path(text).stem
