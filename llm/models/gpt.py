@@ -79,6 +79,54 @@ def build_model(
         _pad_vocabulary(model, pad_vocab_to_multiple_of, seed=seed)
     if no_bias:
         _hold_biases_at_zero(model)
+    return _set_up(
+        model,
+        fused_gelu=fused_gelu,
+        tied_gradients=tied_gradients,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def outline_model(
+    *,
+    config: PreTrainedConfig,
+    attention_implementation: str | None,
+    gradient_checkpointing: bool,
+    no_bias: bool,
+    pad_vocab_to_multiple_of: int | None,
+    fused_gelu: bool,
+    tied_gradients: bool,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """What `build_model` builds from scratch, on the meta device: shapes without memory.
+
+    The arguments are those of `build_model`.
+
+    Raises:
+        ConfigError: The model does not offer what was asked.
+    """
+    config = copy.deepcopy(config)
+    text_config = config.get_text_config()
+    multiple = pad_vocab_to_multiple_of or 1
+    text_config.vocab_size = -(-text_config.vocab_size // multiple) * multiple
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if attention_implementation is not None:
+        kwargs["attn_implementation"] = attention_implementation
+    model = _model_on_meta(config, **kwargs)
+    if no_bias:
+        for bias in _biases(model):
+            bias.requires_grad_(False)
+    return _set_up(
+        model,
+        fused_gelu=fused_gelu,
+        tied_gradients=tied_gradients,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def _set_up(
+    model: PreTrainedModel, *, fused_gelu: bool, tied_gradients: bool, gradient_checkpointing: bool
+) -> PreTrainedModel:
     if fused_gelu:
         _fuse_gelu(model)
     if tied_gradients:
@@ -183,12 +231,17 @@ def _fresh_model(
     if vocab_size > text_config.vocab_size:
         _say_enlarged(text_config.vocab_size, vocab_size)
         text_config.vocab_size = vocab_size
+    model = _model_on_meta(config, **kwargs)
+    materialize(model, seed=seed, device=device)
+    return model
+
+
+def _model_on_meta(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **kwargs)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kwargs)
     except (ValueError, ImportError, RuntimeError, TypeError) as error:
         raise _refusal(config, error, **kwargs) from error
-    materialize(model, seed=seed, device=device)
     return model
 
 
@@ -273,7 +326,7 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
 
 
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    biases = _biases(model)
     nonzero = sum(bool(bias.any()) for bias in biases)
     for bias in biases:
         bias.requires_grad_(False)
@@ -281,6 +334,10 @@ def _hold_biases_at_zero(model: PreTrainedModel) -> None:
     logger.info(
         "%d biases are held at zero (--no_bias); %d of them were not zero.", len(biases), nonzero
     )
+
+
+def _biases(model: PreTrainedModel) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.endswith("bias")]
 
 
 def _fuse_gelu(model: PreTrainedModel) -> None:

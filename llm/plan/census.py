@@ -1,0 +1,78 @@
+"""The parameters of a model by where they stand: before, in and after its blocks."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+
+from llm.models.blocks import find_blocks
+
+FP32 = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter as one tensor-parallel rank holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def shard(self, ranks: int) -> int:
+        """Elements on the first of so many ranks: rows divided up, as `fully_shard` does."""
+        if not self.shape:
+            return 1
+        rows = math.ceil(self.shape[0] / ranks)
+        return rows * math.prod(self.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Census:
+    """A model's parameters.
+
+    Attributes:
+        blocks: Those of each block.
+        others: Those outside of blocks; a tied one once.
+        head: Names of those that the output head needs, in `others`.
+        buffers: Bytes of buffers.
+    """
+
+    blocks: tuple[tuple[Parameter, ...], ...]
+    others: tuple[Parameter, ...]
+    head: frozenset[str]
+    buffers: int
+
+    def __iter__(self) -> Iterable[Parameter]:  # type: ignore[misc]
+        """All of them."""
+        for block in self.blocks:
+            yield from block
+        yield from self.others
+
+
+def take_census(model: PreTrainedModel) -> Census:
+    """List the parameters of a model, which may be on the meta device."""
+    blocks = find_blocks(model)
+    in_blocks = {p for p in blocks.parameters()}
+    head = model.get_output_embeddings()
+    head_parameters = set() if head is None else set(head.parameters())
+    others = [(n, p) for n, p in model.named_parameters() if p not in in_blocks]
+    return Census(
+        blocks=tuple(
+            tuple(
+                Parameter(name=n, shape=tuple(p.shape), trained=p.requires_grad)
+                for n, p in block.named_parameters()
+            )
+            for block in blocks
+        ),
+        others=tuple(
+            Parameter(name=n, shape=tuple(p.shape), trained=p.requires_grad) for n, p in others
+        ),
+        head=frozenset(n for n, p in others if p in head_parameters),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+    )
