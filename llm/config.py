@@ -22,6 +22,7 @@ CHECKPOINTS = "Output and checkpoints"
 SPEED = "Speed"
 FAULTS = "Faults and time limits"
 LOGGING = "Logging"
+PARALLEL = "Parallelism"
 DECENTRALIZED = "Decentralised training"
 KFAC = "K-FAC"
 
@@ -570,6 +571,14 @@ class GPTConfig:
         "Text that the trained model continues at the end of the run, for a look at what it has "
         "learnt.",
         group=LOGGING,
+    )
+
+    data_parallel_shard_size: int = option(
+        1,
+        "Ranks that each hold a part of every weight, gradient and moment; what the sizes leave "
+        "over holds copies.",
+        group=PARALLEL,
+        at_least=1,
     )
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(

@@ -15,6 +15,7 @@ _OF_MODE = {
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+_SIZES = ("data_parallel_shard_size",)
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
@@ -32,6 +33,7 @@ def check(config: GPTConfig) -> None:
         *_run_problems(config),
         *_kfac_problems(config),
         *_decentralized_problems(config),
+        *_parallel_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -287,6 +289,24 @@ def _decentralized_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
             "bring together; leave one of them out."
+        )
+    return problems
+
+
+def _parallel_problems(config: GPTConfig) -> list[str]:
+    sizes = [name for name in _SIZES if getattr(config, name) > 1]
+    if not sizes:
+        return []
+    problems = []
+    if config.data_parallel != "allreduce":
+        problems.append(
+            f"--{sizes[0]} divides one model over ranks, which --data_parallel "
+            f"{config.data_parallel} does not; leave one of them out."
+        )
+    if config.kfac:
+        problems.append(
+            f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
+            "them out."
         )
     return problems
 

@@ -74,14 +74,18 @@ class Strategy(Protocol):
 
     Attributes:
         device: Where this process computes.
-        rank: Data-parallel rank.
-        world_size: Number of data-parallel ranks.
+        rank: Of this process among all.
+        world_size: Number of processes.
+        data_rank: Which share of a global batch this process works on.
+        data_ranks: Into how many shares a global batch is divided.
         second_order: K-FAC, if the run has it.
     """
 
     device: torch.device
     rank: int
     world_size: int
+    data_rank: int
+    data_ranks: int
     second_order: SecondOrder | None
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -128,10 +132,10 @@ class Strategy(Protocol):
         """The factor by which the loss is scaled (1 without fp16)."""
 
     def reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks; every rank must call it."""
+        """Sum over all shares of the data; every rank must call it."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Concatenate equally shaped tensors of all ranks along the first dimension."""
+        """Concatenate tensors of one shape of all shares of the data along the first dimension."""
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags are set on any rank, or were at the last call; every rank must call it."""

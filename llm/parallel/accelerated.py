@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ def _has_half_products() -> bool:
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors that an optimizer changes."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerator:
     """Form the process groups.
 
@@ -90,6 +95,7 @@ class AcceleratedStrategy:
         self.device: torch.device = accelerator.device
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
+        self.data_rank, self.data_ranks = self.rank, self.world_size
         self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
         scaler = accelerator.scaler
         if self._fp16_on_cpu:
@@ -103,7 +109,7 @@ class AcceleratedStrategy:
         self.loss: Any = loss
         self.model = loss.get_submodule("model")
         self.optimizer = make_optimizer(self.model)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameters = self.stepped = stepped_by(self.optimizer)
         self.wrapped = self._wrap(loss)
 
     def _wrap(self, loss: torch.nn.Module) -> torch.nn.Module:
@@ -126,9 +132,9 @@ class AcceleratedStrategy:
         """Compute the gradient of one step's mean loss; see `Strategy`."""
         if not self.wrapped.training:
             self.wrapped.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        # DistributedDataParallel averages over ranks where the loss wants their sum.
-        weight = self.world_size / num_tokens
+        self._zero_gradients()
+        # The gradient is averaged over ranks where the loss wants their sum.
+        weight = self._averaged_ranks / num_tokens
         total = torch.zeros((), device=self.device)
         with self._recording(weight):
             for number, micro_batch in enumerate(micro_batches, start=1):
@@ -137,9 +143,21 @@ class AcceleratedStrategy:
                         objective, loss_sum = self.wrapped(*micro_batch)
                     self._scaled(objective * weight).backward()
                 total += loss_sum.detach()
+        self._hand_over_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         return total
+
+    @property
+    def _averaged_ranks(self) -> int:
+        """Over how many ranks `backward` averages a gradient."""
+        return self.world_size
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _hand_over_gradients(self) -> None:
+        """Give the optimizer the gradients; here its parameters are the model's own."""
 
     def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
         """K-FAC sees all micro-batches of a step, if there is K-FAC."""
@@ -165,8 +183,7 @@ class AcceleratedStrategy:
 
     def optimizer_step(self, max_grad_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip and update, or skip on all ranks; see `Strategy`."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self._gradient_norm()
         if max_grad_norm > 0:
             self._clip(norm, max_grad_norm)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
@@ -179,6 +196,11 @@ class AcceleratedStrategy:
             self.scaler.update()
         return norm, skipped
 
+    def _gradient_norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, the same on all ranks."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
     def averaged(self) -> contextlib.AbstractContextManager[torch.Tensor | None]:
         """All ranks have the same weights, which are what is evaluated."""
         return contextlib.nullcontext()
@@ -190,7 +212,7 @@ class AcceleratedStrategy:
             scale = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         else:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.stepped, max_grad_norm, norm)
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,15 +289,19 @@ class AcceleratedStrategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and loss scale, by parameter name, as live tensors."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        moments: Any = self.optimizer.state
-        if isinstance(self.optimizer, SpreadOptimizer):
-            moments = self.optimizer.gathered_state()
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        moments = self._optimizer_state()
         return {
             "model": model_tensors(self.model),
             "optimizer": {names[p]: moments[p] for p in self.parameters},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
+
+    def _optimizer_state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """What the optimizer keeps of each parameter of the model."""
+        if isinstance(self.optimizer, SpreadOptimizer):
+            return self.optimizer.gathered_state()
+        return self.optimizer.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave.

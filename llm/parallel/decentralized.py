@@ -115,7 +115,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         )
 
     def _trained(self) -> dict[str, Tensor]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {names[p]: p.detach() for p in self.parameters}
 
     def optimizer_step(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:

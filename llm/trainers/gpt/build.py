@@ -94,7 +94,7 @@ def model_of(
 def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
     accelerator = make_accelerator(config.mixed_precision, device=model.device)
-    strategy = choose_strategy(config, inputs.replicas, accelerator)
+    strategy = choose_strategy(config, inputs.replicas, inputs.layout, accelerator, model)
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
         loss.compile()
@@ -252,8 +252,8 @@ def make_evaluate(
             stream=stream,
             block_size=inputs.block_size,
             micro_batch_size=config.per_device_eval_batch_size,
-            rank=strategy.rank,
-            world_size=strategy.world_size,
+            rank=strategy.data_rank,
+            world_size=strategy.data_ranks,
             device=strategy.device,
             max_batches=max_batches,
             ends=inputs.ends,
@@ -292,7 +292,7 @@ def make_trainer(
     loader = TrainLoader(
         samples=inputs.samples,
         plan=plan,
-        rank=strategy.rank,
+        rank=strategy.data_rank,
         device=strategy.device,
         ends=inputs.ends,
     )

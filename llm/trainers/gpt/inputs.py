@@ -26,6 +26,7 @@ from llm.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
+from llm.parallel.layout import Layout, lay_out
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import World, device_of, launch_id
 from llm.text_tokenizer import from_transformers
@@ -63,6 +64,7 @@ class Inputs:
         plan: Batch arithmetic; None when only evaluating.
         schedule: Learning rate by step; None when only evaluating.
         metrics: Metrics of the evaluate library by name.
+        layout: How the ranks divide one model and its data.
         replicas: The models that train side by side.
     """
 
@@ -81,6 +83,7 @@ class Inputs:
     plan: BatchPlan | None
     schedule: Schedule | None
     metrics: dict[str, Any]
+    layout: Layout
     replicas: Replicas
 
 
@@ -97,6 +100,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     if not config.eval_only:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
+    layout = lay_out(world.world_size, shard=config.data_parallel_shard_size)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
@@ -114,7 +118,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         data_digest = digest_of(corpus.train)
         check_same_data(config, resume_from, data_digest)
         samples = Samples(corpus.train, block_size=block_size, seed=seed)
-        plan = _plan(config, samples.num_windows, world.world_size, resume_from)
+        plan = _plan(config, samples.num_windows, layout.data_ranks, resume_from)
         schedule = _schedule(config, plan)
     _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
     if config.in_memory and world.local_rank == 0:
@@ -135,6 +139,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         plan=plan,
         schedule=schedule,
         metrics=metrics,
+        layout=layout,
         replicas=replicas,
     )
 
@@ -302,7 +307,7 @@ def _report_progress(rows: int, tokens: int, num_bytes: int) -> None:
 
 
 def _plan(
-    config: GPTConfig, num_windows: int, world_size: int, resume_from: Checkpoint | None
+    config: GPTConfig, num_windows: int, data_ranks: int, resume_from: Checkpoint | None
 ) -> BatchPlan:
     global_batch_size = config.global_batch_size
     if resume_from is not None and "global_batch_size" not in config.change_on_resume:
@@ -316,7 +321,7 @@ def _plan(
         global_batch_size = saved
     return plan_batches(
         num_windows=num_windows,
-        world_size=world_size,
+        world_size=data_ranks,
         per_device_train_batch_size=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         global_batch_size=global_batch_size,

@@ -136,7 +136,7 @@ class Trainer:
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""
         step = self.state.step
-        seed_step(seed=self.seed, step=step, rank=self.strategy.rank)
+        seed_step(seed=self.seed, step=step, rank=self.strategy.data_rank)
         learning_rate = self.schedule(step)
         self.strategy.set_learning_rate(learning_rate)
         loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from llm import checkpoint
 from llm.checkpoint import Checkpoint, Stateful
 from llm.config import GPTConfig
 from llm.errors import CheckpointError
 from llm.launcher import ranks_per_node
+from llm.models.blocks import find_blocks
 from llm.parallel.accelerated import AcceleratedStrategy
 from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
+from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
 from llm.parallel.rounds import Round, check_topology, make_rounds
+from llm.parallel.sharded import ShardedStrategy
 
 MOST_ACCUM_STEPS = 8
 
@@ -85,9 +89,20 @@ def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | Non
 
 
 def choose_strategy(
-    config: GPTConfig, replicas: Replicas, accelerator: Accelerator
+    config: GPTConfig,
+    replicas: Replicas,
+    layout: Layout,
+    accelerator: Accelerator,
+    model: PreTrainedModel,
 ) -> AcceleratedStrategy:
-    """The strategy of `data_parallel`; an evaluation needs no replicas."""
+    """The strategy of the layout or of `data_parallel`; an evaluation needs no replicas."""
+    if not layout.is_replicated:
+        return ShardedStrategy(
+            accelerator=accelerator,
+            mixed_precision=config.mixed_precision,
+            layout=layout,
+            blocks=find_blocks(model),
+        )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
 

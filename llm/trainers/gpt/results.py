@@ -58,7 +58,7 @@ def log_beginning(
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
     logger.info(
-        f"world: {strategy.world_size} ranks, {strategy.device.type}, "
+        f"world: {strategy.world_size} ranks, {inputs.layout.describe()}, {strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, seed {inputs.seed}"
     )
     logger.info(
@@ -168,6 +168,12 @@ def _card_facts(
 def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
     """Let the model continue `sample_prompt`."""
     if config.sample_prompt is None:
+        return
+    if not inputs.layout.is_replicated:
+        logger.info(
+            f"No rank has the whole model, so --sample_prompt is left to python -m llm.generate "
+            f"{inputs.run.path}."
+        )
         return
     text = sample_text(
         model, inputs.tokenizer, prompt=config.sample_prompt, max_new_tokens=120, seed=inputs.seed

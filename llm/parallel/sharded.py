@@ -1,0 +1,216 @@
+"""Weights, gradients and optimizer state divided over ranks (ZeRO stage 3, HSDP).
+
+PyTorch's `fully_shard` gathers a block's weights when they are needed and sums its gradients into
+the ranks' parts. Every rank's optimizer steps its own parts, as plain tensors: no optimizer knows
+that there is more of a weight elsewhere. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao
+et al. 2023, arXiv:2304.11277.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+
+from llm.parallel.accelerated import AcceleratedStrategy, stepped_by
+from llm.parallel.layout import Layout
+from llm.strategy import MakeOptimizer
+
+
+def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The process groups over which weights are divided or copied; every rank must call it.
+
+    Ranks that hold parts of one sample hold parts of the weights too, as those with other samples.
+    """
+    return init_device_mesh(
+        device_type,
+        (layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+    )
+
+
+class ShardedStrategy(AcceleratedStrategy):
+    """Every rank holds a part of the weights, gradients and optimizer state.
+
+    Args:
+        accelerator: Accelerate's view of the processes, devices and precision.
+        mixed_precision: no, fp8, fp16 or bf16.
+        layout: Where the ranks stand.
+        blocks: The model's layers, each of which is gathered as a whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator,
+        mixed_precision: str,
+        layout: Layout,
+        blocks: Iterable[nn.Module],
+    ) -> None:
+        super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
+        self.layout = layout
+        self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
+        self.mesh = make_mesh(layout, self.device.type)
+        self._blocks = blocks
+        self._half_blocks = mixed_precision == "bf16"
+        where = layout.coordinates(self.rank)
+        # Of ranks that compute the same numbers, one counts.
+        self._counts = where["tensor"] == 0 and where["pipeline"] == 0
+        if self.scaler is not None:
+            # A part of the gradient may be finite where another is not.
+            self.scaler = ShardedGradScaler(self.device.type)
+
+    def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Divide the model (inside its loss) and make the optimizer of this rank's parts."""
+        self.loss: Any = loss
+        self.model = loss.get_submodule("model")
+        self._divide(loss)
+        self.optimizer = make_optimizer(self.model)
+        self.parameters = stepped_by(self.optimizer)
+        _step_parts(self.optimizer)
+        self.stepped = stepped_by(self.optimizer)
+        self.wrapped = self._wrap(loss)
+
+    def _divide(self, loss: nn.Module) -> None:
+        """Turn every parameter into this rank's part of it."""
+        mesh = self.mesh["shard"]
+        if self.layout.replicate > 1:
+            mesh = self.mesh["replicate", "shard"]
+        blocks = MixedPrecisionPolicy()
+        if self._half_blocks:
+            # Autocast would halve the weights of the products anyway: gather them so.
+            blocks = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        for block in self._blocks:
+            fully_shard(block, mesh=mesh, mp_policy=blocks)
+        fully_shard(loss, mesh=mesh)
+        register_fsdp_forward_method(loss, "predictions")
+
+    def _wrap(self, loss: nn.Module) -> nn.Module:
+        # evaluation_mode: autocast as for training, and nothing that averages gradients.
+        wrapped: nn.Module = self.accelerator.prepare_model(
+            loss, device_placement=False, evaluation_mode=True
+        )
+        return wrapped
+
+    @property
+    def _averaged_ranks(self) -> int:
+        return self.layout.data_ranks * self.layout.context
+
+    def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Parts are summed at once, since a whole gradient has no room; copies at the end."""
+        if isinstance(self.loss, FSDPModule):
+            self.loss.set_requires_all_reduce(last)
+        return contextlib.nullcontext()
+
+    def _zero_gradients(self) -> None:
+        super()._zero_gradients()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _hand_over_gradients(self) -> None:
+        for parameter, part in zip(self.parameters, self.stepped, strict=True):
+            part.grad = None if parameter.grad is None else _part(parameter.grad)
+
+    def _gradient_norm(self) -> Tensor:
+        """Each part of the gradient counts once, wherever it lies."""
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                axes = _divided_over(parameter)
+                by_axes.setdefault(axes, []).append(_part(parameter.grad))
+        total = torch.zeros((), device=self.device)
+        for axes, gradients in sorted(by_axes.items()):
+            square = torch.nn.utils.get_total_norm(gradients).square()
+            for axis in axes:
+                dist.all_reduce(square, group=self.mesh.get_group(axis))
+            total += square
+        return total.sqrt()
+
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum over all shares of the data; every rank must call it."""
+        return super().reduce_sum(values if self._counts else torch.zeros_like(values))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Concatenate tensors of one shape of all shares of the data along the first dimension."""
+        everyone = super().gather(values).unflatten(0, (self.world_size, -1))
+        first: dict[int, int] = {}
+        for rank in range(self.world_size):
+            first.setdefault(self.layout.data_rank(rank), rank)
+        chosen: Tensor = everyone[list(first.values())]
+        return chosen.flatten(0, 1)
+
+    def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        return {
+            parameter: {
+                key: _like(parameter, value) for key, value in self.optimizer.state[part].items()
+            }
+            for parameter, part in zip(self.parameters, self.stepped, strict=True)
+        }
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        whole = {}
+        for name, tensor in self.model.state_dict().items():
+            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.rank == 0:
+                whole[name] = gathered.detach().cpu()
+        return whole
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor of an optimizer's state as what it is of the whole one; the same memory."""
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _divided_over(parameter: Tensor) -> tuple[str, ...]:
+    """The mesh's axes along which ranks hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return tuple(
+        name
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if not placement.is_replicate()
+    )
+
+
+def _step_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer, which has not stepped yet, have this rank's parts for its parameters."""
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    for group in optimizer.param_groups:
+        whole = group["params"]
+        group["params"] = [nn.Parameter(_part(parameter.detach())) for parameter in whole]
+        for parameter, part in zip(whole, group["params"], strict=True):
+            optimizer.state[part] = {key: _part(value) for key, value in state[parameter].items()}

@@ -1,0 +1,90 @@
+"""Weights divided over ranks train as the whole model does on one rank."""
+
+import os
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from llm.models.blocks import find_blocks
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import windows_are_whole
+from llm.models.tied_embedding import tie_gradients
+from llm.optim.groups import make_adamw
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.layout import lay_out
+from llm.parallel.sharded import ShardedStrategy
+from llm.strategy import MicroBatch
+from tests.support.models import tiny_config
+from tests.support.ranks import run_ranks, values
+
+BATCH, LENGTH, STEPS = 8, 16, 5
+
+
+def make_model(family: str):
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_config(config)
+    tie_gradients(model)
+    return model
+
+
+def make_optimizer(model):
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def train(family: str, sizes: dict[str, int], accumulation: int):
+    """Losses, norms and final weights of a few steps on the ranks of a layout."""
+    windows_are_whole()
+    model = make_model(family)
+    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    if layout.world_size > 1:
+        strategy = ShardedStrategy(
+            accelerator=accelerator, mixed_precision="no", layout=layout, blocks=find_blocks(model)
+        )
+    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    seen = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+        size = BATCH // (strategy.data_ranks * accumulation)
+        micro_batches = []
+        for number in range(accumulation):
+            first = (number * strategy.data_ranks + strategy.data_rank) * size
+            micro_batches.append(
+                MicroBatch(tokens[first : first + size, :-1], labels[first : first + size])
+            )
+        loss = strategy.forward_backward(micro_batches, num_tokens=int((labels != -100).sum()))
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+    held = sum(
+        p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
+    )
+    weights = strategy.full_state_dict()
+    strategy.close()
+    return seen, weights, held
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, {"shard": 2}), (4, {"shard": 4}), (4, {"shard": 2})]
+)
+def test_divided_weights_train_as_on_one_rank(family, ranks, sizes):
+    expected, whole, size = values(run_ranks(train, 1, family, {}, 1))[0]
+    for accumulation in (1, 2):
+        outcomes = values(run_ranks(train, ranks, family, sizes, accumulation))
+        for seen, _, held in outcomes:
+            assert torch.allclose(torch.tensor(seen), torch.tensor(expected), rtol=1e-5)
+            assert held < 1.1 * size / sizes["shard"]
+        weights = outcomes[0][1]
+        assert weights.keys() == whole.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
