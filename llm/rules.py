@@ -39,6 +39,18 @@ def check(config: GPTConfig) -> None:
         raise ConfigError(" ".join(problems))
 
 
+def check_planned(config: GPTConfig) -> list[str]:
+    """Complaints about a run that is only planned, which needs no data and no tokenizer."""
+    return [
+        *_named_problems(config),
+        *_shape_problems(config),
+        *_length_problems(config),
+        *_kfac_problems(config),
+        *_decentralized_problems(config),
+        *_parallel_problems(config),
+    ]
+
+
 def _data_problems(config: GPTConfig) -> list[str]:
     problems = []
     given = [name for name in _SOURCES if getattr(config, name)]
@@ -105,23 +117,22 @@ def _document_problems(config: GPTConfig) -> list[str]:
     ]
 
 
-def _model_problems(config: GPTConfig) -> list[str]:
-    problems = []
-    if (
-        config.model_name_or_path is None
-        and config.config_name is None
-        and config.model_type is None
-        and not shape_options(config)
-    ):
-        problems.append(
+def _named_problems(config: GPTConfig) -> list[str]:
+    named = config.model_name_or_path or config.config_name or config.model_type
+    if not named and not shape_options(config):
+        return [
             "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
-        )
-    problems += _shape_problems(config)
+        ]
     if config.model_name_or_path is not None and config.model_type is not None:
-        problems.append(
+        return [
             "--model_type starts from an architecture's defaults and --model_name_or_path from a "
             "model; give one of them."
-        )
+        ]
+    return []
+
+
+def _model_problems(config: GPTConfig) -> list[str]:
+    problems = [*_named_problems(config), *_shape_problems(config)]
     if (config.vocab_file is None) != (config.merges_file is None):
         problems.append("--vocab_file and --merges_file go together; give both.")
     elif config.vocab_file is not None and config.tokenizer_name is not None:

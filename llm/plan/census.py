@@ -1,8 +1,8 @@
 """The parameters of a model by where they stand: before, in and after its blocks."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
@@ -39,28 +39,31 @@ class Census:
     Attributes:
         blocks: Those of each block.
         others: Those outside of blocks; a tied one once.
-        head: Names of those that the output head needs, in `others`.
+        head: Names of those of the output head, in `others`.
+        untied_head: Of these, those that are not the embedding's.
         buffers: Bytes of buffers.
     """
 
     blocks: tuple[tuple[Parameter, ...], ...]
     others: tuple[Parameter, ...]
     head: frozenset[str]
+    untied_head: frozenset[str]
     buffers: int
 
-    def __iter__(self) -> Iterable[Parameter]:  # type: ignore[misc]
-        """All of them."""
-        for block in self.blocks:
-            yield from block
-        yield from self.others
+    @property
+    def parameters(self) -> int:
+        """Elements of all of them."""
+        everything = itertools.chain(self.others, *self.blocks)
+        return sum(parameter.numel for parameter in everything)
 
 
 def take_census(model: PreTrainedModel) -> Census:
     """List the parameters of a model, which may be on the meta device."""
     blocks = find_blocks(model)
-    in_blocks = {p for p in blocks.parameters()}
+    in_blocks = set(blocks.parameters())
     head = model.get_output_embeddings()
     head_parameters = set() if head is None else set(head.parameters())
+    embedding = set(model.get_input_embeddings().parameters())
     others = [(n, p) for n, p in model.named_parameters() if p not in in_blocks]
     return Census(
         blocks=tuple(
@@ -74,5 +77,6 @@ def take_census(model: PreTrainedModel) -> Census:
             Parameter(name=n, shape=tuple(p.shape), trained=p.requires_grad) for n, p in others
         ),
         head=frozenset(n for n, p in others if p in head_parameters),
+        untied_head=frozenset(n for n, p in others if p in head_parameters and p not in embedding),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
     )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
 from llm.models.blocks import find_blocks
+from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
 from llm.plan.meter import Level, MemoryMeter
 
 
@@ -36,10 +36,11 @@ class Trace:
             gradients of weights.
         block_backward_extra: What a block's backward pass takes at most above its beginning, with
             the gradients of its weights.
-        inputs_backward_extra: The same for what lies before the blocks.
         block_flops: Forward, and backward with recomputation if there is any.
         loss_flops: Forward and backward of output head and loss.
         hidden: Bytes of the hidden states that one block hands to the next.
+        width: Width of the hidden states.
+        key_width: Width of this rank's keys and values together.
     """
 
     inputs: int
@@ -49,10 +50,11 @@ class Trace:
     loss_extra: int
     loss_left: int
     block_backward_extra: int
-    inputs_backward_extra: int
     block_flops: tuple[float, float]
     loss_flops: float
     hidden: int
+    width: int
+    key_width: int
 
 
 def trace(
@@ -62,6 +64,7 @@ def trace(
     length: int,
     mixed_precision: str,
     chunked_loss: bool,
+    tensor: int = 1,
     context: int = 1,
     on_host: bool = False,
 ) -> Trace:
@@ -73,6 +76,7 @@ def trace(
         length: Tokens of a sample.
         mixed_precision: no, fp16, bf16 or fp8 (whose activations count as bf16's).
         chunked_loss: Whether the loss is computed in chunks.
+        tensor: Ranks that each compute a part of every layer; the shapes are one's already.
         context: Ranks that each hold a part of every sample.
         on_host: Whether the run is on a CPU, whose dropout and attention keep more.
     """
@@ -99,12 +103,11 @@ def trace(
             marks.mark("loss")
             objective.backward()
             marks.mark("end")
-        gradients = sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None)
-        in_block = sum(_bytes(p.grad) for p in blocks[0].parameters() if p.grad is not None)
-    return _summary(marks, gradients_elsewhere=gradients - in_block, in_block=in_block)
-
-
-def _summary(marks: "_Marks", *, gradients_elsewhere: int, in_block: int) -> Trace:
+        head = sum(_bytes(p) for p in model.get_output_embeddings().parameters())
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]
     return Trace(
@@ -113,15 +116,16 @@ def _summary(marks: "_Marks", *, gradients_elsewhere: int, in_block: int) -> Tra
         block_casts=after.casts - before.casts,
         block_forward_extra=after.peak - after.live,
         loss_extra=level["loss"].peak - after.live,
-        loss_left=max(0, level["backward"].live - after.live - gradients_elsewhere),
+        loss_left=max(0, level["backward"].live - after.live - head),
         block_backward_extra=level["backward done"].peak - level["backward"].live,
-        inputs_backward_extra=max(0, level["end"].peak - gradients_elsewhere - in_block),
         block_flops=(
             flops["block done"] - flops["block"],
             flops["backward done"] - flops["backward"],
         ),
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,
+        width=config.hidden_size,
+        key_width=2 * key_heads * head_width // tensor,
     )
 
 
@@ -163,15 +167,16 @@ class _Marks:
 
 
 _ATTENTION_FLOPS = {
-    # Missing in torch's own table. Both products are counted in full, as if not causal.
+    # Missing in torch's own table. Products are counted in full, as if not causal, and not the
+    # scores that the backward kernel computes once more.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         lambda query, key, value, *args, out_shape=None, **kwargs: sdpa_flop_count(
             query, key, value
         )
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *args, out_shape=None, **kwargs: sdpa_backward_flop_count(
-            grad, query, key, value
+        lambda grad, query, key, value, *args, out_shape=None, **kwargs: (
+            2 * sdpa_flop_count(query, key, value)
         )
     ),
 }

@@ -104,7 +104,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
-    block_size = _block_size(config, model_config)
+    block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = _document_ends(config, tokenizer)
     corpus = _open_corpus(config, model_config, tokenizer, ends)
@@ -230,7 +230,12 @@ def _default_output_dir(config: GPTConfig) -> str:
     return str(Path("runs") / f"{Path(str(model)).name}-{data}")
 
 
-def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+    """Tokens of a sample.
+
+    Raises:
+        ConfigError: The model has fewer positions.
+    """
     positions = max_positions(model_config)
     if config.block_size is None:
         return min(1024, positions or 1024)
