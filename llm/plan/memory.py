@@ -132,8 +132,9 @@ class _Stage:
         held = self._held()
         one = self._kept(1)
         rest = int(held - self._kept(self.layers))
+        left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
         moments = [
-            self._moment("backward of its last layer", held + working, fresh=head + block),
+            self._moment("backward of its last layer", held + left + working, fresh=head + block),
             self._moment("backward of its first layer", rest + one + working, done=True),
             self._moment("optimizer's step", 0, done=True, stepping=True),
             self._moment("forward of its last layer", held + trace.block_forward_extra),
@@ -163,7 +164,7 @@ class _Stage:
         activations: float,
         *,
         fresh: int = 0,
-        logits: int = 0,
+        logits: int | None = None,
         done: bool = False,
         stepping: bool = False,
     ) -> Memory:
@@ -173,7 +174,7 @@ class _Stage:
             name: When.
             activations: Bytes.
             fresh: Bytes of gradients that this micro-batch has just made, not divided yet.
-            logits: Bytes.
+            logits: Bytes; by default what of them stays from step to step.
             done: Whether gradients of all weights are there in any case.
             stepping: Whether nothing but the optimizer runs.
         """
@@ -188,6 +189,10 @@ class _Stage:
             buffers += 0 if stepping else self._gathered(backward=fresh > 0 or done)
         else:
             gradients += fresh
+            if self.micro_batches > 1 and not self._alone:
+                # Gradients of a step's first micro-batches lie beside DistributedDataParallel's
+                # buckets, which the last one fills.
+                buffers += FP32 * trained
         return Memory(
             moment=name,
             stage=self.stage,
@@ -197,7 +202,7 @@ class _Stage:
             optimizer=int(extra.per_element * trained),
             kfac=extra.kfac + (extra.kfac_step if stepping else extra.kfac_recording),
             activations=int(activations),
-            logits=logits,
+            logits=(self.trace.loss_kept if self.is_last else 0) if logits is None else logits,
             buffers=buffers,
         )
 

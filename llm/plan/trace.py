@@ -31,9 +31,11 @@ class Trace:
         block: Bytes that a block keeps until its backward pass, its output included.
         block_casts: Of these, copies of weights in half precision.
         block_forward_extra: What its forward pass takes for a while above what it keeps.
-        loss_extra: What final norm and loss take at most, above what the last block left.
+        loss_extra: What final norm and loss take at most, forward and backward, above what the
+            last block left.
         loss_left: What of that is left when the last block's backward pass begins, without the
             gradients of weights.
+        loss_kept: What of that stays for the next step.
         block_backward_extra: What a block's backward pass takes at most above its beginning, with
             the gradients of its weights.
         block_flops: Forward, and backward with recomputation if there is any.
@@ -49,6 +51,7 @@ class Trace:
     block_forward_extra: int
     loss_extra: int
     loss_left: int
+    loss_kept: int
     block_backward_extra: int
     block_flops: tuple[float, float]
     loss_flops: float
@@ -102,7 +105,9 @@ def trace(
                 objective, _ = loss(ids, labels)
             marks.mark("loss")
             objective.backward()
+            del objective  # its graph holds what checkpointing has recomputed
             marks.mark("end")
+        gradients = sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None)
         head = sum(_bytes(p) for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -115,8 +120,9 @@ def trace(
         block=after.live - before.live,
         block_casts=after.casts - before.casts,
         block_forward_extra=after.peak - after.live,
-        loss_extra=level["loss"].peak - after.live,
+        loss_extra=max(level["loss"].peak, level["backward"].peak) - after.live,
         loss_left=max(0, level["backward"].live - after.live - head),
+        loss_kept=max(0, level["end"].live - gradients),
         block_backward_extra=level["backward done"].peak - level["backward"].live,
         block_flops=(
             flops["block done"] - flops["block"],
