@@ -4,7 +4,6 @@ The measure is the profiler's record of every allocation and release of the CPU 
 before the model is built; it holds tensors only, neither the interpreter nor libraries.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -109,17 +108,19 @@ def planned(words: str) -> int:
     return estimate(job, Shares(job), make_layout(options)).memory.total
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
         (1, ""),
-        (1, "--gradient_accumulation_steps 2 --model_type llama"),
-        (1, "--gradient_checkpointing"),
-        (1, "--mixed_precision bf16 --no_chunked_loss"),
-        (1, "--kfac"),
-        (2, ""),
         (2, "--data_parallel_shard_size 2"),
-        (4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2"),
+        pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
+        pytest.param(1, "--mixed_precision bf16 --no_chunked_loss", marks=SLOW),
+        pytest.param(1, "--kfac", marks=SLOW),
+        pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),
+        pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
     ],
 )
 def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks: int, words: str) -> None:

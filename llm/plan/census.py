@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
@@ -55,6 +56,16 @@ class Census:
         """Elements of all of them."""
         everything = itertools.chain(self.others, *self.blocks)
         return sum(parameter.numel for parameter in everything)
+
+
+def shard_sizes(parameters: Iterable[Parameter], ranks: int) -> tuple[int, int]:
+    """Elements on the first of so many ranks: of all parameters, and of those that are trained."""
+    own = trained = 0
+    for parameter in parameters:
+        size = parameter.shard(ranks)
+        own += size
+        trained += size * parameter.trained
+    return own, trained
 
 
 def take_census(model: PreTrainedModel) -> Census:

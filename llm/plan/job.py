@@ -1,5 +1,6 @@
 """What is planned: a model, its batch and its devices, whatever the layout."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -8,8 +9,9 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
+from llm.models.blocks import find_blocks
 from llm.parallel.layout import Layout
-from llm.plan.census import Census, take_census
+from llm.plan.census import Census, shard_sizes, take_census
 from llm.plan.devices import Device
 from llm.plan.split import split_model
 from llm.plan.trace import Trace, trace
@@ -101,16 +103,25 @@ class Shares:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.census = functools.cache(self._census)
+        self._parts = functools.cache(self._count_and_cut)
         self.trace = functools.cache(self._trace)
+        self.block_shards = functools.cache(self._block_shards)
 
-    def _model(self, tensor: int) -> PreTrainedModel:
+    def census(self, tensor: int) -> Census:
+        """The parameters of a rank that computes one of so many parts of every layer."""
+        return self._parts(tensor)[0]
+
+    def _block_shards(self, tensor: int, ranks: int) -> list[tuple[int, int]]:
+        """For each block, the elements on one of so many ranks: all, and those trained."""
+        return [shard_sizes(block, ranks) for block in self.census(tensor).blocks]
+
+    def _count_and_cut(self, tensor: int) -> tuple[Census, PreTrainedModel]:
+        """The census, and the model with one block left, which is all that a trace takes."""
         model = self._job.outline()
         split_model(model, tensor)
-        return model
-
-    def _census(self, tensor: int) -> Census:
-        return take_census(self._model(tensor))
+        census = take_census(model)
+        del find_blocks(model)[1:]
+        return census, model
 
     def _trace(self, tensor: int, context: int) -> Trace:
         job = self._job
@@ -120,7 +131,7 @@ class Shares:
                 "sample; choose a divisor of --block_size."
             )
         return trace(
-            self._model(tensor),
+            copy.deepcopy(self._parts(tensor)[1]),
             micro_batch_size=job.micro_batch_size,
             length=job.length,
             mixed_precision=job.mixed_precision,

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from llm.parallel.layout import Layout
-from llm.plan.census import FP32, Census, Parameter
+from llm.plan.census import FP32, Parameter, shard_sizes
 from llm.plan.devices import GIB
 from llm.plan.job import Job, Shares
 from llm.plan.stages import in_flight, layers_of_stages
-from llm.plan.trace import Trace
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
@@ -70,13 +69,12 @@ def peak_memory(job: Job, shares: Shares, layout: Layout) -> Memory:
         ConfigError: The layout does not divide layers, heads, samples or batch.
     """
     census = shares.census(layout.tensor)
-    trace = shares.trace(layout.tensor, layout.context)
     stages = layers_of_stages(len(census.blocks), layout.pipeline)
     # The stages between the first and the last hold less than the fuller of their neighbours.
     chosen = sorted({0, 1, len(stages) - 1} & set(range(len(stages))))
     found = []
     for stage in chosen:
-        found += _Stage(job, layout, census, trace, stages, stage).moments()
+        found += _Stage(job, shares, layout, stages, stage).moments()
     return max(found, key=lambda memory: memory.total)
 
 
@@ -84,24 +82,21 @@ class _Stage:
     """One rank of one stage, through a step."""
 
     def __init__(
-        self,
-        job: Job,
-        layout: Layout,
-        census: Census,
-        trace: Trace,
-        stages: Sequence[int],
-        stage: int,
+        self, job: Job, shares: Shares, layout: Layout, stages: Sequence[int], stage: int
     ) -> None:
-        self.job, self.layout, self.census, self.trace = job, layout, census, trace
+        self.job, self.layout = job, layout
+        self.census = shares.census(layout.tensor)
+        self.trace = shares.trace(layout.tensor, layout.context)
         self.stage, self.layers = stage, stages[stage]
         self.is_last = stage == len(stages) - 1
         self.ranks = layout.shard * layout.context
-        self.sharded = self.ranks > 1 or (layout.replicate > 1 and layout.tensor > 1)
+        self.sharded = not layout.is_replicated and (self.ranks > 1 or layout.replicate > 1)
         start = sum(stages[:stage])
-        self.block = list(census.blocks[start])
-        blocks = [p for block in census.blocks[start : start + self.layers] for p in block]
+        self.block = self.census.blocks[start]
         self.others = self._others(stage == 0)
-        self.parameters = [*blocks, *self.others]
+        sizes = shares.block_shards(layout.tensor, self.ranks)[start : start + self.layers]
+        sizes = [*sizes, shard_sizes(self.others, self.ranks)]
+        self.own, self.trained = (sum(column) for column in zip(*sizes, strict=True))
         self.micro_batches = job.micro_batches(layout)
         self.flight = in_flight(
             job.schedule,
@@ -129,13 +124,14 @@ class _Stage:
         head = head if self.is_last else 0
         block = _bytes([p for p in self.block if p.trained])
         working = max(0, trace.block_backward_extra - block)
-        held = self._held()
-        one = self._kept(1)
-        rest = int(held - self._kept(self.layers))
+        held = self.flight * self._kept(self.layers)
+        gone = 0 if self._casts_are_gathered else trace.block_casts - trace.casts_left
+        back = held - self.flight * self.layers * gone
+        rest = back - self._kept(self.layers) + self._kept(1) + (self.layers - 1) * gone
         left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
         moments = [
-            self._moment("backward of its last layer", held + left + working, fresh=head + block),
-            self._moment("backward of its first layer", rest + one + working, done=True),
+            self._moment("backward of its last layer", back + left + working, fresh=head + block),
+            self._moment("backward of its first layer", rest + working, done=True),
             self._moment("optimizer's step", 0, done=True, stepping=True),
             self._moment("forward of its last layer", held + trace.block_forward_extra),
         ]
@@ -145,7 +141,10 @@ class _Stage:
         return moments
 
     def _kept(self, layers: int) -> float:
-        """Activations of one micro-batch; weights gathered in half precision are not kept."""
+        """Activations of one micro-batch at the end of its forward pass.
+
+        Where weights are gathered in half precision, no copies of them are kept.
+        """
         trace = self.trace
         casts = trace.block_casts if self._casts_are_gathered else 0
         start = trace.inputs if self.stage == 0 else trace.hidden
@@ -154,9 +153,6 @@ class _Stage:
     @property
     def _casts_are_gathered(self) -> bool:
         return self.sharded and self.job.mixed_precision in ("bf16", "fp8")
-
-    def _held(self) -> int:
-        return int(self.flight * self._kept(self.layers))
 
     def _moment(
         self,
@@ -179,8 +175,7 @@ class _Stage:
             stepping: Whether nothing but the optimizer runs.
         """
         job, extra = self.job, self.job.extra
-        own = sum(p.shard(self.ranks) for p in self.parameters)
-        trained = sum(p.shard(self.ranks) for p in self.parameters if p.trained)
+        own, trained = self.own, self.trained
         kept = done or self.micro_batches > 1 or (self.layout.is_replicated and not self._alone)
         gradients = FP32 * trained if kept else 0
         buffers = self.census.buffers + (0 if job.device.on_host else CONTEXT)

@@ -34,7 +34,7 @@ class MemoryMeter(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._sizes: dict[int, int] = {}
         self._casts: set[int] = set()

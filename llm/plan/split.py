@@ -1,6 +1,7 @@
 """One rank's share of a block under tensor parallelism, as ordinary modules of smaller shapes."""
 
 import fnmatch
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -69,9 +70,8 @@ def split_model(model: PreTrainedModel, tensor: int) -> None:
             module.split_size //= tensor
 
 
-def _split(module: nn.Module, style: str, tensor: int, *, name: str) -> None:
+def _split(module: Any, style: str, tensor: int, *, name: str) -> None:
     weight = module.weight
-    assert isinstance(weight, nn.Parameter)
     transposed = type(module).__name__ == "Conv1D"  # [inputs, outputs]
     dim = int((style == "colwise") == transposed)
     if weight.shape[dim] % tensor:
@@ -83,7 +83,7 @@ def _split(module: nn.Module, style: str, tensor: int, *, name: str) -> None:
     if style == "colwise" and isinstance(module.bias, nn.Parameter):
         module.bias = _narrowed(module.bias, 0, tensor)
     if transposed and style == "colwise":
-        module.nf = module.nf // tensor
+        module.nf //= tensor
 
 
 def _narrowed(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:

@@ -29,7 +29,9 @@ class Trace:
     Attributes:
         inputs: Bytes kept by what lies before the blocks.
         block: Bytes that a block keeps until its backward pass, its output included.
-        block_casts: Of these, copies of weights in half precision.
+        block_casts: Of these, copies of weights in half precision, while autocast keeps them: to
+            the end of the forward pass.
+        casts_left: What of these its backward pass needs still.
         block_forward_extra: What its forward pass takes for a while above what it keeps.
         loss_extra: What final norm and loss take at most, forward and backward, above what the
             last block left.
@@ -48,6 +50,7 @@ class Trace:
     inputs: int
     block: int
     block_casts: int
+    casts_left: int
     block_forward_extra: int
     loss_extra: int
     loss_left: int
@@ -119,6 +122,7 @@ def trace(
         inputs=before.live,
         block=after.live - before.live,
         block_casts=after.casts - before.casts,
+        casts_left=level["backward"].casts,
         block_forward_extra=after.peak - after.live,
         loss_extra=max(level["loss"].peak, level["backward"].peak) - after.live,
         loss_left=max(0, level["backward"].live - after.live - head),
