@@ -4,6 +4,7 @@ python -m benchmarks.kfac --help. Every method gets the best of the same learnin
 shorter trainings of one seed; then all seeds train in full.
 """
 
+import importlib.util
 import json
 import os
 import statistics
@@ -21,7 +22,8 @@ from llm.errors import ConfigError, LLMError
 from llm.options import option
 
 ROOT = Path(__file__).parent.parent
-Method = Literal["adamw", "ekfac", "soap", "muon", "kfac-pytorch"]
+Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]
+_ROWS = {"eigen-compat": "eigen, compat"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,9 @@ class KFACBenchmarkOptions:
     """What to train, and how often."""
 
     methods: tuple[Method, ...] = option(
-        ("adamw", "ekfac", "soap", "muon", "kfac-pytorch"),
-        "Optimizers, adamw among them; soap needs `pip install pytorch_optimizer`.",
+        ("adamw", "ekfac", "soap", "muon", "eigen-compat"),
+        "Optimizers, adamw among them; soap needs `pip install pytorch_optimizer`; eigen-compat is "
+        "kfac-pytorch's arithmetic by --kfac_compat.",
         group="Methods",
     )
     learning_rates: tuple[float, ...] = option(
@@ -61,6 +64,35 @@ class KFACBenchmarkOptions:
     plot: str | None = option(
         None, "PNG of the curves; needs `pip install 'llm-trainers[report]'`.", group="Run"
     )
+
+
+def check(options: KFACBenchmarkOptions) -> None:
+    """Refuse, before hours of training, what would fail after them.
+
+    Raises:
+        ConfigError: A method, file or package is missing.
+    """
+    if "adamw" not in options.methods:
+        raise ConfigError("--methods must have adamw, whose loss the others are to reach.")
+    if not Path(options.text).is_file():
+        raise ConfigError(f"--text {options.text} is no file.")
+    if "soap" in options.methods and not _installed("pytorch_optimizer"):
+        raise ConfigError(
+            "--methods soap needs a package that is not installed: pip install pytorch_optimizer, "
+            "or leave soap out."
+        )
+    if options.plot is not None and not _installed("matplotlib"):
+        raise ConfigError(
+            "--plot needs a package that is not installed: pip install matplotlib, or leave it out."
+        )
+    for name in ("output", "plot"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path} is in a folder that does not exist; make it first.")
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 class Trainings:
@@ -114,7 +146,7 @@ def choose_rates(
     for number, method in enumerate(options.methods):
         own = losses[number * width : (number + 1) * width]
         chosen[method] = options.learning_rates[own.index(min(own))]
-        rows.append([method, *(f"{loss:.4f}" for loss in own)])
+        rows.append([_ROWS.get(method, method), *(f"{loss:.4f}" for loss in own)])
     return chosen, rows
 
 
@@ -174,7 +206,7 @@ def section(
         shares = to_the_same_loss(found, method)
         rows.append(
             [
-                method,
+                _ROWS.get(method, method),
                 f"{rates[method]:g}",
                 f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})",
                 "never" if shares is None else f"{shares[0]:.2f}",
@@ -232,7 +264,7 @@ def plot(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
             xs = [
                 statistics.fmean(point[column] for point in at) for at in zip(*curves, strict=True)
             ]
-            axis.plot(xs, losses, label=method)
+            axis.plot(xs, losses, label=_ROWS.get(method, method))
     axes[0].set_xlabel("steps")
     axes[1].set_xlabel("processor seconds")
     axes[0].set_ylabel("validation loss, nats a character")
@@ -251,8 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prog="python -m benchmarks.kfac",
             description="K-FAC beside other optimizers.",
         )
-        if "adamw" not in options.methods:
-            raise ConfigError("--methods must have adamw, whose loss the others are to reach.")
+        check(options)
         trainings = Trainings(options)
         rates, sweep = choose_rates(options, trainings)
         found = train_all(options, trainings, rates)

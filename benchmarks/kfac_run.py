@@ -1,7 +1,7 @@
 """One training of `benchmarks.kfac`: a small GPT-Neo on characters, by one optimizer.
 
 python -m benchmarks.kfac_run '{"method": "ekfac", ...}' prints a JSON object: the validation loss
-after every so many steps, and the processor time until then.
+after every so many steps and after the last, and the processor time until then.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ from transformers import GPTNeoConfig
 
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import decays, make_adamw, parameter_groups
+from llm.optim.groups import make_adamw, parameter_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
+from llm.optim.muon import make_muon
 from llm.optim.schedule import make_schedule
 
 BETAS = (0.9, 0.95)
@@ -83,15 +84,21 @@ def make_model(options: dict[str, Any], vocab_size: int) -> Any:
     )
 
 
-class Optimizers:
-    """What takes the steps: one optimizer or two, and perhaps K-FAC before or around them."""
+class Stepper:
+    """What takes the steps: an optimizer, and perhaps K-FAC before or around it."""
 
     def __init__(self, options: dict[str, Any], model: Any) -> None:
         self.curvature: Curvature | None = None
         self.preconditioner: Preconditioner | None = None
         method, rate = options["method"], options["learning_rate"]
         groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
-        if method in ("ekfac", "kfac-pytorch"):
+        adamw: dict[str, Any] = {
+            "learning_rate": rate,
+            "weight_decay": WEIGHT_DECAY,
+            "betas": BETAS,
+            "eps": 1e-8,
+        }
+        if method in ("ekfac", "eigen-compat"):
             self.curvature = Curvature(
                 find_layers(model, sample_forward=lambda m: m(torch.zeros(1, 8, dtype=torch.long))),
                 method="ekfac" if method == "ekfac" else "eigen",
@@ -103,25 +110,20 @@ class Optimizers:
             )
         if method == "ekfac":
             assert self.curvature is not None
-            self.all: list[torch.optim.Optimizer] = [
-                EKFAC(groups, self.curvature, lr=rate, betas=BETAS)
-            ]
+            self.optimizer: torch.optim.Optimizer = EKFAC(
+                groups, self.curvature, lr=rate, betas=BETAS
+            )
         elif method == "muon":
-            self.all = _muon_and_adamw(model, rate)
+            self.optimizer = make_muon(model, momentum=0.95, **adamw)
         elif method == "soap":
             from pytorch_optimizer import SOAP
 
-            soap: torch.optim.Optimizer = SOAP(
+            self.optimizer = SOAP(
                 groups, lr=rate, betas=BETAS, precondition_frequency=options["inv_update_steps"]
             )
-            self.all = [soap]
         else:
-            self.all = [
-                make_adamw(
-                    model, learning_rate=rate, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=1e-8
-                )
-            ]
-        if method == "kfac-pytorch":
+            self.optimizer = make_adamw(model, **adamw)
+        if method == "eigen-compat":
             assert self.curvature is not None
             self.preconditioner = Preconditioner(
                 self.curvature, model.parameters(), damping=0.001, kl_clip=0.001, graft=False
@@ -138,29 +140,10 @@ class Optimizers:
         if self.preconditioner is not None:
             self.preconditioner.precondition(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in self.all:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _muon_and_adamw(model: Any, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) on the matrices inside, AdamW on embeddings and the rest."""
-    inside = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    others = [(name, p) for name, p in named if id(p) not in inside]
-    muon = torch.optim.Muon(
-        [p for _, p in named if id(p) in inside],
-        lr=rate,
-        weight_decay=WEIGHT_DECAY,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    groups = [
-        {"params": [p for name, p in others if decays(name, p) == kind], "weight_decay": decay}
-        for kind, decay in ((True, WEIGHT_DECAY), (False, 0.0))
-    ]
-    return [muon, torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +153,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     )
     model = make_model(options, len(text.vocab))
     loss = LanguageModelLoss(model)
-    optimizers = Optimizers(options, model)
+    stepper = Stepper(options, model)
     steps, peak = options["steps"], options["learning_rate"]
     schedule: Callable[[int], float] = make_schedule(
         "cosine",
@@ -187,13 +170,13 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     for step in range(steps):
         inputs, labels = text.batch("train", generator)
         began = time.process_time()
-        with optimizers.recording(tokens):
+        with stepper.recording(tokens):
             objective, _ = loss(inputs, labels)
             (objective / tokens).backward()
-        optimizers.step(model, schedule(step))
+        stepper.step(model, schedule(step))
         each.append(time.process_time() - began)
         seconds += each[-1]
-        if (step + 1) % options["evaluate_every"] == 0:
+        if (step + 1) % options["evaluate_every"] == 0 or step + 1 == steps:
             curve.append([step + 1, seconds, validation_loss(loss, text)])
     return {
         "curve": curve,

@@ -1,20 +1,36 @@
 """Writes the tables of options in docs/ from the code: `make configuration-page`.
 
-configuration.md is all tables below its introduction; data-tools.md has a table for each program
-between two comments that name its module.
+configuration.md is all tables below its introduction; data-tools.md and cli.md have a table for
+each program between two comments that name its module.
 """
 
 import re
 from pathlib import Path
 
+from llm.checkpoints import CheckpointOptions
 from llm.config import GPTConfig
 from llm.data.inspect import InspectOptions
 from llm.data.prepare import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
+from llm.generate import GenerateOptions
+from llm.jobs.__main__ import JobOptions
 from llm.options import to_markdown
+from llm.parallel.topology import TopologyOptions
+from llm.preflight import PreflightOptions
+from llm.report.__main__ import ReportOptions
 
 DOCS = Path(__file__).parent
-PROGRAMS = (TrainTokenizerOptions, PrepareConfig, InspectOptions)
+PAGES = {
+    "data-tools.md": (TrainTokenizerOptions, PrepareConfig, InspectOptions),
+    "cli.md": (
+        CheckpointOptions,
+        ReportOptions,
+        GenerateOptions,
+        PreflightOptions,
+        JobOptions,
+        TopologyOptions,
+    ),
+}
 
 
 def configuration_page(page: str) -> str:
@@ -23,10 +39,11 @@ def configuration_page(page: str) -> str:
     return f"{introduction}\n\n{to_markdown(GPTConfig)}"
 
 
-def tools_page(page: str) -> str:
-    """The page with the tables of the data programs' options, a word in bold above each."""
-    for program in PROGRAMS:
-        begin, end = f"<!-- options of {program.__module__} -->", "<!-- end of options -->"
+def programs_page(page: str, programs: tuple[type, ...]) -> str:
+    """The page with the tables of some programs' options, a word in bold above each."""
+    for program in programs:
+        name = program.__module__.removesuffix(".__main__")
+        begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
         before, _, rest = page.partition(begin)
         after = rest.partition(end)[2]
         # Help texts name tokens such as <s>, which are no HTML.
@@ -37,13 +54,13 @@ def tools_page(page: str) -> str:
 
 
 def main() -> None:
-    """Write both pages."""
-    for name, written in (
-        ("configuration.md", configuration_page),
-        ("data-tools.md", tools_page),
-    ):
+    """Write all of them."""
+    path = DOCS / "configuration.md"
+    path.write_text(configuration_page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, programs in PAGES.items():
         path = DOCS / name
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+        page = programs_page(path.read_text(encoding="utf-8"), programs)
+        path.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

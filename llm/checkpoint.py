@@ -252,6 +252,7 @@ def read_tensors(
     Raises:
         CheckpointError: It holds other tensors, or tensors of other shapes or types.
     """
+    import torch
     from torch import distributed
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -270,11 +271,13 @@ def read_tensors(
             f"{checkpoint.path} does not fit this model or optimizer: {cause(error)}"
         ) from error
     assert planner.metadata is not None  # since a plan was made
-    others = [
-        path
-        for path in planner.metadata.state_dict_metadata
-        if path.startswith(tuple(of)) and path not in tensors
-    ]
+    # A rank may have a part of them; together the ranks must have all that one of them asks for.
+    paths, asked = sorted(planner.metadata.state_dict_metadata), tuple(of)
+    found = torch.tensor([2 if p in tensors else int(p.startswith(asked)) for p in paths])
+    if not alone and tensors:
+        found = found.to(next(iter(tensors.values())).device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    others = [path for path, how in zip(paths, found.tolist(), strict=True) if how == 1]
     if others:
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer, which has no {min(others)}."

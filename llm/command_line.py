@@ -132,7 +132,8 @@ def _add(group: Any, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
+    text = "VALUE@STEP,..." if field.option.by_step else "TEXT"
+    words = {int: "N", float: "X", str: "|".join(field.choices) or text}
     return "|".join(words[member] for member in field.members if member in words)
 
 

@@ -301,10 +301,12 @@ class GPTConfig:
         None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
     )
 
-    optimizer: Literal["adamw", "accumadamw"] | None = option(
+    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW, or AccumAdamW, whose moments advance once in accum_steps steps; by default "
-        "accumadamw for gossip, else adamw.",
+        "AdamW; AccumAdamW, whose moments advance once in accum_steps steps; torch's Muon for the "
+        "matrices inside the model, with AdamW for the rest; SOAP, AdamW in the eigenbasis of "
+        "Shampoo's factors; or gradient descent with momentum. By default accumadamw for gossip, "
+        "else adamw.",
         group=OPTIMIZER,
         resume="fixed",
     )
@@ -312,6 +314,21 @@ class GPTConfig:
         None,
         "Steps in which the moments of accumadamw advance once; by default as many as models are "
         "trained side by side, 8 at most.",
+        group=OPTIMIZER,
+        at_least=1,
+        resume="fixed",
+    )
+    momentum: float | None = option(
+        None,
+        "Momentum of sgd (0.9 if not given) or of muon (0.95).",
+        group=OPTIMIZER,
+        at_least=0,
+        below=1,
+        resume="fixed",
+    )
+    soap_update_steps: int | None = option(
+        None,
+        "Steps between two updates of soap's eigenbases; 10 if not given.",
         group=OPTIMIZER,
         at_least=1,
         resume="fixed",
@@ -361,20 +378,22 @@ class GPTConfig:
     )
     weight_decay: float = option(
         0.0,
-        "Decoupled weight decay, on matrices only.",
+        "Decoupled weight decay, on matrices only; with sgd a part of the gradient.",
         group=OPTIMIZER,
         at_least=0,
         resume="fixed",
     )
     betas: tuple[float, ...] = option(
         (0.9, 0.999),
-        "AdamW's two decay rates.",
+        "The two decay rates of AdamW and SOAP.",
         group=OPTIMIZER,
         at_least=0,
         below=1,
         resume="fixed",
     )
-    eps: float = option(1e-8, "AdamW's epsilon.", group=OPTIMIZER, above=0, resume="fixed")
+    eps: float = option(
+        1e-8, "The epsilon of AdamW and SOAP.", group=OPTIMIZER, above=0, resume="fixed"
+    )
     max_grad_norm: float = option(
         1.0,
         "Clip the gradient's global norm to this; 0 is off.",
@@ -511,6 +530,19 @@ class GPTConfig:
         group=CHECKPOINTS,
         resume="fixed",
     )
+    push_to_hub: bool = option(
+        False,
+        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
+        group=CHECKPOINTS,
+    )
+    hub_model_id: str | None = option(
+        None,
+        "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
+        group=CHECKPOINTS,
+    )
+    hub_private: bool = option(
+        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS
+    )
 
     exit_after: float | None = option(
         None,
@@ -571,6 +603,13 @@ class GPTConfig:
         "Text that the trained model continues at the end of the run, for a look at what it has "
         "learnt.",
         group=LOGGING,
+    )
+    sample_every: int | None = option(
+        None,
+        "Steps between samples that the model writes into log and TensorBoard while it trains; "
+        "they continue sample_prompt, or begin a text.",
+        group=LOGGING,
+        at_least=1,
     )
 
     data_parallel_shard_size: int = option(
@@ -641,21 +680,23 @@ class GPTConfig:
         group=KFAC,
         resume="fixed",
     )
-    kfac_factor_update_steps: int | None = option(
+    kfac_factor_update_steps: int | str | None = option(
         None,
         "Steps between two updates of the Kronecker factors; 10 if not given.",
         group=KFAC,
         at_least=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_inv_update_steps: int | None = option(
+    kfac_inv_update_steps: int | str | None = option(
         None,
         "Steps between two updates of a factor's eigenbasis or inverse; 10 if not given.",
         group=KFAC,
         at_least=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_factor_decay: float | None = option(
+    kfac_factor_decay: float | str | None = option(
         None,
         "Weight of the past at an update of the factors' averages; if not given 0.9 for ekfac, "
         "else 0.95.",
@@ -663,21 +704,24 @@ class GPTConfig:
         above=0,
         below=1,
         resume="fixed",
+        by_step=True,
     )
-    kfac_damping: float | None = option(
+    kfac_damping: float | str | None = option(
         None,
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
         "kfac_compat and the library.",
         group=KFAC,
         above=0,
         resume="fixed",
+        by_step=True,
     )
-    kfac_kl_clip: float | None = option(
+    kfac_kl_clip: float | str | None = option(
         None,
         "Bound on the update's length in the curvature's own measure; 0.001 if not given.",
         group=KFAC,
         above=0,
         resume="fixed",
+        by_step=True,
     )
     kfac_skip_layers: tuple[str, ...] = option(
         (),

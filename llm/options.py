@@ -32,6 +32,7 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     resume: Literal["fixed", "free"] = "free"
+    by_step: bool = False
 
 
 def option(
@@ -45,6 +46,7 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     resume: Literal["fixed", "free"] = "free",
+    by_step: bool = False,
 ) -> Any:
     """Declare a field of an option dataclass.
 
@@ -58,6 +60,8 @@ def option(
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
         resume: `fixed` when a resumed run must keep the value of the run it continues.
+        by_step: Whether a number may be a text with numbers by step; see `read_by_step`. The
+            field's type is a number or str.
     """
     described = Option(
         help=help,
@@ -68,6 +72,7 @@ def option(
         at_most=at_most,
         below=below,
         resume=resume,
+        by_step=by_step,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -105,6 +110,8 @@ class Field:
     def kind(self) -> str:
         """What a value looks like, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        if self.option.by_step:
+            words[str] = "such by step, as VALUE@STEP,VALUE@STEP"
         kinds = [words[member] for member in self.members if member is not str or not self.choices]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
@@ -192,6 +199,44 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
     raise ConfigError(f"{where} expects {field.kind}, not {value!r}.")
 
 
+def read_by_step(name: str, text: str, number: type[int] | type[float]) -> dict[int, float]:
+    """Read numbers by step, such as 0.003@0,0.001@5000: from step 5000 on it is 0.001.
+
+    Steps are counted from 0, which comes first.
+
+    Args:
+        name: The option.
+        text: Its value.
+        number: int where the numbers must be integers.
+
+    Returns:
+        The numbers by the first step that they are for, steps growing.
+
+    Raises:
+        ConfigError: The text is none of this kind.
+    """
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        value, _, step = part.strip().partition("@")
+        try:
+            first, parsed = int(step), number(value)
+        except ValueError:
+            kind = "an integer" if number is int else "a number"
+            raise ConfigError(
+                f"--{name} {text}: '{part.strip()}' is not VALUE@STEP; give {kind}, or such by "
+                "step, VALUE@0,VALUE@STEP and so on."
+            ) from None
+        before = max(found, default=None)
+        if before is None and first != 0:
+            raise ConfigError(f"--{name} {text} begins at step {first}; say its value at step 0.")
+        if before is not None and first <= before:
+            raise ConfigError(
+                f"--{name} {text} has step {first} after step {before}; steps must grow."
+            )
+        found[first] = parsed
+    return found
+
+
 def check_ranges(config: Any) -> None:
     """Refuse numbers outside the range that their option allows.
 
@@ -201,6 +246,9 @@ def check_ranges(config: Any) -> None:
     for field in fields(type(config)):
         value = getattr(config, field.name)
         rule = field.option
+        if rule.by_step and isinstance(value, str):
+            kind = int if int in field.members else float
+            value = tuple(read_by_step(field.name, value, kind).values())
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
@@ -266,6 +314,8 @@ def to_markdown(cls: type) -> str:
         text = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+        if field.option.by_step:
+            text += " May be given by step."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         lines.append(f"| {names} | {default} | {text} |")

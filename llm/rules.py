@@ -30,10 +30,12 @@ def check(config: GPTConfig) -> None:
         *_model_problems(config),
         *_length_problems(config),
         *_schedule_problems(config),
+        *_optimizer_problems(config),
         *_run_problems(config),
         *_kfac_problems(config),
         *_decentralized_problems(config),
         *_parallel_problems(config),
+        *_hub_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -201,6 +203,33 @@ def _schedule_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
+def _optimizer_problems(config: GPTConfig) -> list[str]:
+    kind = config.optimizer
+    problems = []
+    if config.momentum is not None and kind not in ("sgd", "muon"):
+        problems.append("--momentum belongs to --optimizer sgd or muon; leave it out.")
+    if config.soap_update_steps is not None and kind != "soap":
+        problems.append("--soap_update_steps belongs to --optimizer soap; leave it out.")
+    if kind == "sgd":
+        defaults = {field.name: field.default for field in fields(GPTConfig)}
+        problems += [
+            f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
+            for name in ("betas", "eps")
+            if getattr(config, name) != defaults[name]
+        ]
+    if config.kfac and kind not in (None, "adamw"):
+        problems.append(
+            f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
+            "adamw; leave one of them out."
+        )
+    if kind == "soap" and config.data_parallel != "allreduce":
+        problems.append(
+            "--optimizer soap has bases that cannot be averaged over ranks with weights of their "
+            f"own, as --data_parallel {config.data_parallel} has them; choose another optimizer."
+        )
+    return problems
+
+
 def _run_problems(config: GPTConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint and config.overwrite_output_dir:
@@ -291,17 +320,22 @@ def _decentralized_problems(config: GPTConfig) -> list[str]:
     uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
     if config.accum_steps is not None and not uses_blocks:
         problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
-    if config.kfac and config.optimizer == "accumadamw":
-        problems.append(
-            "--optimizer accumadamw does not go with --kfac, which has an optimizer of its own or "
-            "adamw; leave one of them out."
-        )
     if config.kfac and mode != "allreduce":
         problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
             "bring together; leave one of them out."
         )
     return problems
+
+
+def _hub_problems(config: GPTConfig) -> list[str]:
+    if config.push_to_hub:
+        return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
+    return [
+        f"--{name} belongs to --push_to_hub; give that too."
+        for name in ("hub_model_id", "hub_private")
+        if getattr(config, name)
+    ]
 
 
 def _parallel_problems(config: GPTConfig) -> list[str]:
@@ -318,6 +352,16 @@ def _parallel_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
             "them out."
+        )
+    if config.optimizer in ("muon", "soap"):
+        problems.append(
+            f"--optimizer {config.optimizer} needs whole weights on every rank, which "
+            f"--{sizes[0]} divides; take adamw or sgd."
+        )
+    if config.sample_every is not None:
+        problems.append(
+            f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "
+            "one of them out."
         )
     return problems
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from llm.checkpoint import (
     FORMAT_VERSION,
@@ -33,11 +34,9 @@ from llm.checkpoint import (
 from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, sync_file
 from llm.errors import CheckpointError, NotFiniteError
 from llm.files import sync_folder
+from llm.snapshot import Holders, HostCopies, share_out
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
-_FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
-REPLICA = "/replica_"
-"""In the path of a tensor that the ranks of one replica hold and the others do not."""
 
 logger = logging.getLogger("llm")
 
@@ -77,7 +76,7 @@ class Saver:
         keep_newest: How many of the newest to keep; None keeps all.
         keep_best: How many of the lowest validation loss to keep besides.
         max_failures: Saves in a row that may fail before training stops.
-        ranks_per_replica: Ranks in a row that hold the same where others hold something else.
+        holders: Which ranks hold a tensor; all of them unless given.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Saver:
         keep_newest: int | None = None,
         keep_best: int = 0,
         max_failures: int = 3,
-        ranks_per_replica: int = 1,
+        holders: Holders | None = None,
     ) -> None:
         self.held_up = 0.0
         self._folder = folder
@@ -104,12 +103,11 @@ class Saver:
         self._keep_newest = keep_newest
         self._keep_best = keep_best
         self._max_failures = max_failures
-        first = rank - rank % ranks_per_replica
-        self._replica = range(first, first + ranks_per_replica)
+        self._holders = holders or (lambda path: range(world_size))
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._copies = HostCopies()
         # Its messages go on while the step's own are under way.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -127,10 +125,12 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
-        own, file_of = self._share_out(state)
+        own, file_of = share_out(
+            state, rank=self._rank, world_size=self._world_size, holders=self._holders
+        )
         snapshot = Snapshot(
             step=step,
-            tensors=self._copy(own),
+            tensors=self._copies.copy(own),
             file_of=file_of,
             plain=json.dumps(plain),
             facts={**self._facts, "eval_loss": eval_loss},
@@ -163,47 +163,6 @@ class Saver:
         if last or isinstance(error, NotFiniteError) or self._failures > self._max_failures:
             raise error
         logger.warning(f"{error} Training goes on.")
-
-    def _share_out(
-        self, state: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """What this rank writes: its own, and its share of what all ranks hold.
-
-        Returns:
-            These tensors, and for those that this rank knows of, the number of their file.
-        """
-        loads = [0] * self._world_size
-        full_at = [_FILE_BYTES] * self._world_size
-        files = [1] * self._world_size
-        own, file_of = {}, {}
-        # What is shared comes first: there all ranks must agree on who writes it.
-        items = sorted(state.items(), key=lambda i: (REPLICA in i[0], -i[1].nbytes, i[0]))
-        for name, tensor in items:
-            among = self._replica if REPLICA in name else range(self._world_size)
-            rank = min(among, key=loads.__getitem__)
-            if loads[rank] >= full_at[rank]:
-                files[rank] += 1
-                full_at[rank] = loads[rank] + _FILE_BYTES
-            file_of[name] = files[rank]
-            loads[rank] += tensor.nbytes
-            if rank == self._rank:
-                own[name] = tensor
-        return own, file_of
-
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies into host memory that is kept from one save to the next."""
-        on_cuda = False
-        for name, tensor in tensors.items():
-            on_cuda = on_cuda or tensor.is_cuda
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                # Contiguous, as a file has it, whatever the tensor's own strides are.
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._buffers[name] = buffer
-            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if on_cuda:
-            torch.cuda.current_stream().synchronize()
-        return {name: self._buffers[name] for name in tensors}
 
     def _save(self, snapshot: Snapshot) -> None:
         """Writes a snapshot, trying again where the file system refuses; all ranks in step."""
@@ -342,6 +301,8 @@ class Saver:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # Unlike torch.isfinite, this makes no copy of the tensor's size.

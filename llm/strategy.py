@@ -149,6 +149,9 @@ class Strategy(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
 
+    def holders(self, path: str) -> Sequence[int]:
+        """The ranks that hold a tensor of a checkpoint, whose path there begins "strategy/"."""
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's parameters and persistent buffers on rank 0's host, for export.
 

@@ -238,6 +238,54 @@ def test_a_family_is_measured_beside_a_plain_loop():
     assert any(line.startswith("| gpt2 | ") for line in done.stdout.splitlines())
 
 
+def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:
+    run = f"{source}import sys, benchmarks.kfac; sys.exit(benchmarks.kfac.main())"
+    command = [sys.executable, "-c", run, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow  # four processes that import transformers
+def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
+    done = kfac_benchmark(
+        *("--methods", "adamw", "ekfac", "--learning_rates", "2e-3", "--steps", "21"),
+        *("--sweep_steps", "10", "--seeds", "1", "--batch_size", "2", "--block_size", "32"),
+        *("--width", "32", "--layers", "1", "--jobs", "1", "--output", str(tmp_path / "report.md")),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.md").read_text() == done.stdout[:-1]
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    adamw = next(row for row in rows if row[0] == "| adamw")
+    ekfac = next(row for row in rows if row[0] == "| ekfac")
+    assert adamw[1] == ekfac[1] == "0.002"
+    assert adamw[3:5] == ["1.00", "1.00"]  # it reaches its own loss at its own last step
+    assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--methods", "ekfac"), "--methods must have adamw"),
+        (("--text", "nowhere.txt"), "--text nowhere.txt is no file."),
+        (("--methods", "adamw", "soap"), "pip install pytorch_optimizer, or leave soap out."),
+        (("--methods", "adamw", "--plot", "kfac.png"), "pip install matplotlib"),
+        (("--methods", "adamw", "--output", "no/folder/x.md"), "a folder that does not exist"),
+    ],
+)
+def test_the_kfac_benchmark_refuses_before_it_trains(arguments, complaint):
+    absent = (
+        "import sys, importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "def without(name, package=None):\n"
+        "    return None if name in ('pytorch_optimizer', 'matplotlib') else find(name, package)\n"
+        "importlib.util.find_spec = without\n"
+    )
+    done = kfac_benchmark(*arguments, source=absent)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_checkout_that_is_none_is_refused():
     command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

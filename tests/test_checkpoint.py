@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from llm import checkpoint, saving
+from llm import checkpoint, snapshot
 from llm.checkpoint import MANIFEST, PLAIN, REPLACED, seal
 from llm.checkpoint_folder import prune, set_aside
 from llm.errors import CheckpointError
@@ -68,7 +68,7 @@ def harmed(content: bytes, harm: str, draw: random.Random, other: bytes) -> byte
 
 def test_two_hundred_damages_are_all_found_before_a_tensor_is_read(tmp_path, monkeypatch, caplog):
     # A file for each tensor.
-    monkeypatch.setattr(saving, "_FILE_BYTES", 8)
+    monkeypatch.setattr(snapshot, "_FILE_BYTES", 8)
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     files = sorted(path.name for path in bad.iterdir())
     assert len([name for name in files if name.endswith(".safetensors")]) == 2

@@ -1,6 +1,7 @@
 """Keeps the pages true: options, commands, links, file trees, floors, keys."""
 
 import ast
+import bz2
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -27,7 +29,9 @@ from llm.options import fields
 from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
+from llm.runtime import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
+from llm.watchdog import EXIT_PEER_LOST
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
 
 ROOT = PACKAGE.parent
@@ -38,17 +42,21 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 FOREIGN = {
     "torchrun": {
         "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
-        "rdzv_endpoint", "signals-to-handle", "signals_to_handle",
+        "rdzv_endpoint", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
     },
     "accelerate launch": {"multi_gpu"},
     "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},
     "mkdocs": {"strict"},
     "wget": {"continue", "directory-prefix"},
     "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
-    "benchmarks": {"make_corpus", "nanogpt", "llm_pytorch", "hf_trainer"},
+    "benchmarks": {"make_corpus", "nanogpt", "llm_pytorch", "hf_trainer", "only"},
     "pip and venv": {"system-site-packages"},
-    "tensorboard": {"logdir", "port"},
-    "wikiextractor": {"json", "discard_empty"},
+    "nanoGPT": {"key", "start"},
+    "tensorboard": {"logdir", "port", "bind_all"},
+    "wikiextractor": {"json", "discard_empty", "processes"},
+    "split": {"line-bytes", "additional-suffix"},
+    "hf": {"repo-type", "include", "local-dir"},
+    "spm_train": {"model_prefix"},
     "sbatch, srun and scancel": {
         "dependency", "signal", "time", "exclude", "mem", "ntasks", "gpus-per-task",
         "gpus-per-node", "cpus-per-task",
@@ -91,6 +99,7 @@ PROGRAMS = (
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointOptions, "run"),
     "generate": (GenerateOptions, "run"),
+    "parallel.topology": (TopologyOptions, None),
     "preflight": (PreflightOptions, None),
     "report": (ReportOptions, "runs"),
 }
@@ -152,7 +161,7 @@ def data_commands(page: Path) -> list[tuple[str, list[str]]]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.(\w+)(?: (.*))?$"
+    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.((?:parallel\.)?\w+)(?: (.*))?$"
     found = [re.match(starts, line) for line in lines]
     commands = [(match[1], match[2] or "") for match in found if match]
     # A file that is read from or written to by the shell is none of the program's words.
@@ -273,17 +282,53 @@ def test_the_benchmarks_page_shows_every_report():
         assert f'--8<-- "benchmarks/results/{report.name}:3:"' in page
 
 
+def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
+    page = read(ROOT / "docs/guides/wikipedia.md")
+    script = page.split('```python title="make_dump.py"\n')[1].split("```")[0]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    dump = ElementTree.fromstring(
+        bz2.decompress((tmp_path / "toywiki-latest-pages-articles.xml.bz2").read_bytes())
+    )
+    texts = [text.text or "" for text in dump.iter("text")]
+    assert f"wrote {len(texts)} article(s) total" in page
+    assert texts[0].startswith("First Citizen:\nBefore we proceed any further")
+
+
 def test_the_data_guide_shows_every_program():
     shown = {program for program, _ in data_commands(ROOT / "docs/guides/data.md")}
     assert shown == DATA_PROGRAMS.keys()
 
 
-def test_the_page_of_the_data_tools_is_generated_from_their_options():
-    page = read(ROOT / "docs/data-tools.md")
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [("data-tools.md", set(DATA_PROGRAMS.values())), ("cli.md", set(PROGRAMS))],
+)
+def test_the_tables_of_the_programs_options_are_generated_from_them(name, programs):
+    page = read(ROOT / "docs" / name)
     generator = runpy.run_path(str(ROOT / "docs/generate_configuration.py"))
-    assert generator["tools_page"](page) == page, "run: make configuration-page"
-    for program in DATA_PROGRAMS.values():
+    described = generator["PAGES"][name]
+    assert set(described) == programs
+    assert generator["programs_page"](page, described) == page, "run: make configuration-page"
+    for program in programs:
         assert all(f"| `{field.name}`" in page for field in fields(program))
+
+
+def test_the_page_of_the_command_lines_names_and_shows_every_program():
+    page = ROOT / "docs/cli.md"
+    started = [path for path in MODULES if '__name__ == "__main__"' in read(path)]
+    programs = {name_of(path).removesuffix(".__main__") for path in started}
+    rows = re.findall(r"^\| `python -m llm\.(\S+?)`", read(page), flags=re.MULTILINE)
+    shown = {program for program, _ in commands_of(page)}
+    shown |= {f"data.{program}" for program, _ in data_commands(page)}
+    shown |= {"trainers.gpt"} if trainer_commands(page) else set()
+    assert sorted(rows) == sorted(programs)
+    assert shown == programs
+
+
+def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
+    rows = re.findall(r"^\| (\d+) \|.*\|.*the trainer", read(ROOT / "docs/cli.md"), re.MULTILINE)
+    assert rows == [str(EXIT_PREEMPTED), str(EXIT_PEER_LOST), "130"]
 
 
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)

@@ -200,7 +200,8 @@ def sample_text(
         start = [end if end is not None else 0]
     limit = max_positions(model.config)
     if limit is not None:
-        start = start[-max(1, limit - max_new_tokens) :]
+        # A long prompt makes room for what follows, but keeps half of the positions.
+        start = start[-max(1, limit // 2, limit - max_new_tokens) :]
         max_new_tokens = min(max_new_tokens, limit - len(start))
     input_ids = torch.tensor([start], device=model.device)
     # Padded rows of the head, and rows that no token has, must not be drawn.

@@ -1,4 +1,4 @@
-"""Which parameters decay: every trainable parameter is in exactly one group."""
+"""Which parameters decay: every trainable parameter is in exactly one group; torch's AdamW, SGD."""
 
 from typing import Any
 
@@ -36,6 +36,15 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
     return [group for group in groups if group["params"]]
 
 
+def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The matrices with a row for each token or position."""
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    found = [module.weight for module in (*modules, head) if module is not None]
+    return {weight for weight in found if isinstance(weight, torch.nn.Parameter)}
+
+
 def make_adamw(
     model: torch.nn.Module,
     *,
@@ -57,9 +66,30 @@ def make_adamw(
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
     for group in groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            optimizer.state[parameter] = adamw_state(parameter)
+    return optimizer
+
+
+def adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What AdamW knows of a parameter before its first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def make_sgd(
+    model: torch.nn.Module, *, learning_rate: float, weight_decay: float, momentum: float
+) -> torch.optim.SGD:
+    """Gradient descent with momentum, fused as `make_adamw` has it.
+
+    Its weight decay, on matrices only, is what torch's SGD has: a part of the gradient.
+    """
+    groups = parameter_groups(model, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, fused=True)
+    if momentum:
+        for group in groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     return optimizer

@@ -323,6 +323,10 @@ class AcceleratedStrategy:
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
+    def holders(self, path: str) -> Sequence[int]:
+        """All ranks hold the same."""
+        return range(self.world_size)
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
         if self.rank != 0:

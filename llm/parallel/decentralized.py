@@ -22,6 +22,9 @@ from llm.parallel.consensus import Consensus, read_mean
 from llm.state import model_tensors
 from llm.strategy import MakeOptimizer
 
+_OWN = "replica_"
+"""How the part of a state begins that the ranks of one replica hold and the others do not."""
+
 
 class Averaging(Protocol):
     """What brings the weights of ranks together, around the optimizer's step."""
@@ -232,6 +235,13 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._apart = False
         self._averaging.load_state_dict(averaging)
 
+    def holders(self, path: str) -> range:
+        """The ranks of a replica hold what is its own."""
+        if _OWN not in path:
+            return range(self.world_size)
+        first = self.replica * self._ranks_per_replica
+        return range(first, first + self._ranks_per_replica)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The mean model's parameters and buffers on rank 0's host; every rank must call it."""
         with self.averaged():
@@ -245,7 +255,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
 
 
 def _key(replica: int) -> str:
-    return f"replica_{replica:05d}"
+    return f"{_OWN}{replica:05d}"
 
 
 def _paths(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:

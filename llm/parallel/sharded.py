@@ -162,8 +162,19 @@ class ShardedStrategy(AcceleratedStrategy):
             for parameter, part in zip(self.parameters, self.stepped, strict=True)
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and loss scale, by parameter name, as live parts."""
+        self._let_go()
+        return super().state_dict()
+
+    def _let_go(self) -> None:
+        """Give up the whole weights that an evaluation has left gathered."""
+        if isinstance(self.loss, FSDPModule):
+            self.loss.reshard()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        self._let_go()
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

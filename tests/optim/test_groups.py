@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.optim.groups import decays, make_adamw, parameter_groups
+from llm.optim.groups import decays, make_adamw, make_sgd, parameter_groups
 from tests.support.models import FAMILIES, tiny_config
 
 
@@ -87,3 +87,32 @@ def test_fused_experts_are_decayed_and_a_stack_of_their_biases_is_not():
     assert decays("mlp.experts.gate_up_proj", torch.nn.Parameter(torch.ones(4, 8, 8)))
     assert not decays("mlp.experts.gate_up_proj_bias", torch.nn.Parameter(torch.ones(4, 8)))
     assert not decays("mix.time_decay", torch.nn.Parameter(torch.ones(1, 1, 8)))
+
+
+def test_sgd_is_torchs_with_decay_on_matrices_only_from_a_state_that_is_there_at_once():
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_sgd(ours, learning_rate=0.1, weight_decay=0.2, momentum=0.9)
+    assert optimizer.state[ours.weight]["momentum_buffer"].shape == (2, 3)
+    groups = [{"params": [theirs.weight], "weight_decay": 0.2}, {"params": [theirs.bias]}]
+    reference = torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+    for step in range(5):
+        for model, its in ((ours, optimizer), (theirs, reference)):
+            torch.manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+            its.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_skips_a_step_by_its_flag(momentum):
+    model = torch.nn.Linear(3, 2)
+    optimizer = make_sgd(model, learning_rate=0.1, weight_decay=0.2, momentum=momentum)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert not any(t.any() for p in model.parameters() for t in optimizer.state[p].values())

@@ -19,6 +19,7 @@ def trained_and_saved(case: Case, folder):
         facts={},
         rank=strategy.rank,
         world_size=strategy.world_size,
+        holders=strategy.holders,
     )
     train(strategy, case, range(4))
     saver.save(step=4, eval_loss=None)

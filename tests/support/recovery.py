@@ -13,7 +13,10 @@ from llm.checkpoint import newest_valid
 from tests.support.faults import Fault
 from tests.support.training import Bench, Run
 
-TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory")
+TIMES = (
+    *("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory"),
+    *("kfac_factor_update_ms", "kfac_inv_update_ms"),
+)
 
 
 def saved_hash(checkpoint: Path) -> str:

@@ -15,7 +15,10 @@ from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, Run
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory")
+TIMES = (
+    *("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory"),
+    *("kfac_factor_update_ms", "kfac_inv_update_ms"),
+)
 
 
 def without_times(run: Run) -> list[dict]:

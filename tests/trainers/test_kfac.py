@@ -50,6 +50,11 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     assert "method is ekfac; factors are updated every 10 steps" in log
     assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
     assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)
+    # Without an update there is no time of one.
+    timed = [record for record in alone.metrics if "kfac_inv_update_ms" in record]
+    assert 0 < len(timed) < len(alone.metrics)
+    assert all(0 < record["kfac_inv_update_ms"] < record["ms_per_step"] for record in timed)
+    assert all(0 < record["kfac_factor_update_ms"] < record["ms_per_step"] for record in timed)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ra
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
-def assert_resume_is_exact(bench: Bench, name: str, **options) -> None:
+def assert_resume_is_exact(bench: Bench, name: str, **options) -> Run:
     """Dropout is on, an interval of the log is open at the checkpoint, and bases are due after."""
     options = {
         "kfac": True,
@@ -89,6 +94,7 @@ def assert_resume_is_exact(bench: Bench, name: str, **options) -> None:
     assert "at step 6" in resumed.output
     assert without_times(resumed) == without_times(straight)
     assert weights_hash(cut) == weights_hash(straight.folder)
+    return straight
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -104,6 +110,35 @@ def test_a_resumed_run_is_bit_identical_where_each_rank_keeps_a_part(dropout):
 @pytest.mark.parametrize("options", PRECONDITIONERS)
 def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
     assert_resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
+
+
+SCHEDULES = {
+    "kfac_damping": "0.01@0,0.002@8",
+    "kfac_kl_clip": "0.01@0,0.001@7",
+    "kfac_factor_decay": "0.9@0,0.95@7",
+    "kfac_factor_update_steps": "1@0,2@6,3@9",
+    "kfac_inv_update_steps": "2@0,3@8",
+}
+
+
+def test_options_follow_their_steps_and_a_run_resumed_between_them_is_bit_identical(dropout):
+    run = assert_resume_is_exact(dropout, "schedules", logging_steps=1, **SCHEDULES)
+    dampings = [record["kfac_damping"] for record in run.metrics]
+    assert dampings == pytest.approx([0.01] * 8 + [0.002] * 4)
+
+
+def test_a_schedule_of_one_piece_is_the_number(plain):
+    options = {"kfac": True, "kfac_method": "eigen", "max_train_steps": 6}
+    number = plain.train_well("number", kfac_damping=0.01, kfac_inv_update_steps=2, **options)
+    pieces = {"kfac_damping": "0.01@0", "kfac_inv_update_steps": "2@0,3@100"}
+    piece = plain.train_well("piece", **pieces, **options)
+    assert without_times(piece) == without_times(number)
+    changed = plain.train_well(
+        "changed", kfac_damping="0.01@0,1@3", kfac_inv_update_steps=2, **options
+    )
+    assert changed.losses[:4] == number.losses[:4]
+    assert changed.losses[4:] != number.losses[4:]
+    assert "computed of them every 2@0,3@100" in piece.output
 
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)

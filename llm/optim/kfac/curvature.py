@@ -14,6 +14,7 @@ from llm.optim.kfac.exchange import Exchange
 from llm.optim.kfac.factors import Factor
 from llm.optim.kfac.layers import Coverage, Layer
 from llm.optim.kfac.statistics import Statistics
+from llm.optim.kfac.update_times import UpdateTimes
 
 Scheduled = float | Callable[[int], float]
 """A number, or a function from the step to one."""
@@ -102,8 +103,12 @@ class Curvature:
         self._recorded = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
         self._assign(grad_worker_fraction, max_dim)
+        self._times = UpdateTimes()
         self._statistics = Statistics(
-            self.layers, input_factors=self._input_factors, output_factors=self._output_factors
+            self.layers,
+            input_factors=self._input_factors,
+            output_factors=self._output_factors,
+            times=self._times,
         )
 
     def _assign(self, grad_worker_fraction: float, max_dim: int) -> None:
@@ -196,9 +201,15 @@ class Curvature:
         if not self._recorded:
             return {}
         if self._recording:
-            self._average(found_inf)
+            with self._times.part_of("factor"):
+                self._average(found_inf)
+            self._times.end("factor")
         due = [factor for factor in self.factors if self._is_due(factor)]
-        turns = self._renew(due, found_inf) if due else {}
+        turns: dict[str, list[Tensor]] = {}
+        if due:
+            with self._times.part_of("inv"):
+                turns = self._renew(due, found_inf)
+            self._times.end("inv")
         self.solved_at = self.steps if due else self.solved_at
         self.steps += 1
         self._recorded = False
@@ -281,9 +292,10 @@ class Curvature:
         Returns:
             `fallbacks`: failures so far, on all ranks. `condition`: the largest condition number
             of a factor that this rank keeps, cut off at 1e7, which is beyond fp32; not with
-            inverses, which are found without eigenvalues.
+            inverses, which are found without eigenvalues. Besides, on the host, what
+            `UpdateTimes.take` gives.
         """
-        found = {"fallbacks": self.exchange.add_up(self._fallbacks)}
+        found = {"fallbacks": self.exchange.add_up(self._fallbacks), **self._times.take()}
         if self.method == "cholesky":
             return found
         conditions = [

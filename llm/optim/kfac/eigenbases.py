@@ -14,11 +14,13 @@ class Solution(NamedTuple):
         values: [n]: eigenvalues, never negative; ones beside an inverse.
         fallback: A float32 scalar. How the first failure was answered: 0 none failed, 1 jitter,
             2 float64, 3 the previous basis, 4 the identity.
+        order: [n]: of an iteration, the former columns in the order of the new ones.
     """
 
     basis: Tensor
     values: Tensor
     fallback: Tensor
+    order: Tensor | None = None
 
 
 def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
@@ -80,7 +82,8 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     vectors, _ = torch.linalg.qr(product[:, order])
     finite = torch.isfinite(vectors).all()
     values = quotients[order].nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
-    return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite))
+    order = torch.where(finite, order, torch.arange(len(basis), device=basis.device))
+    return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite), order)
 
 
 def _attempts(matrix: Tensor) -> list[Tensor]:

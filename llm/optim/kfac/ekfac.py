@@ -71,7 +71,7 @@ class EKFAC(torch.optim.Optimizer):
         """Create all state at once, so that a checkpoint can be loaded before the first step."""
         for parameters in self._others:
             for parameter in parameters:
-                self.state[parameter] = _moments(parameter, parameter.shape)
+                self.state[parameter] = moments(parameter, parameter.shape)
         for layer in self.curvature.layers:
             if self.curvature.works_on(layer):
                 self.state.update(_layer_state(layer))
@@ -147,7 +147,7 @@ class EKFAC(torch.optim.Optimizer):
         # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
         change = torch.zeros_like(rotated)
         group = self.param_groups[self._numbers[layer.name][0]]
-        self._adamw(group, [change], [rotated], [self.state[layer.weight]], found_inf, decay=0.0)
+        adamw_step(group, [change], [rotated], [self.state[layer.weight]], found_inf, decay=0.0)
         return rotate_back(change, outputs.bases, inputs.bases)
 
     def _apply(self, layer: Layer, change: Tensor, found_inf: Tensor | None) -> None:
@@ -166,36 +166,7 @@ class EKFAC(torch.optim.Optimizer):
         ready = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in ready if p.grad is not None]
         states = [self.state[p] for p in ready]
-        self._adamw(group, ready, gradients, states, found_inf, decay=group["weight_decay"])
-
-    @staticmethod
-    def _adamw(
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        found_inf: Tensor | None,
-        *,
-        decay: float,
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=decay,
-            eps=group["eps"],
-            maximize=False,
-        )
+        adamw_step(group, ready, gradients, states, found_inf, decay=group["weight_decay"])
 
 
 def _without_noise(rotated: Tensor) -> Tensor:
@@ -214,11 +185,12 @@ def _squares(blocks: Blocks) -> Blocks:
 
 def _layer_state(layer: Layer) -> dict[Tensor, dict[str, Tensor]]:
     """New state of a covered layer; the bias' moments are the last column of the weight's."""
-    state = _moments(layer.weight, torch.Size((layer.rows, layer.columns)))
+    state = moments(layer.weight, torch.Size((layer.rows, layer.columns)))
     return {p: state if p is layer.weight else {"step": state["step"]} for p in layer.parameters}
 
 
-def _moments(parameter: Tensor, shape: torch.Size) -> dict[str, Tensor]:
+def moments(parameter: Tensor, shape: torch.Size) -> dict[str, Tensor]:
+    """What AdamW knows before its first step of a parameter, or of a matrix that it is part of."""
     dtype = parameter.dtype if shape == parameter.shape else torch.float32
     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
     return {
@@ -226,3 +198,33 @@ def _moments(parameter: Tensor, shape: torch.Size) -> dict[str, Tensor]:
         "exp_avg": zeros,
         "exp_avg_sq": zeros.clone(),
     }
+
+
+def adamw_step(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    found_inf: Tensor | None,
+    *,
+    decay: float,
+) -> None:
+    """A step of torch's fused AdamW, with the settings of a group and states made by `moments`."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=decay,
+        eps=group["eps"],
+        maximize=False,
+    )

@@ -145,9 +145,13 @@ def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
     return _times_left(_times_right(matrix, right), left)
 
 
-def rotate_back(matrix: Tensor, left: list[Tensor], right: list[Tensor]) -> Tensor:
+def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
     """Return left @ matrix @ right^T, which undoes `rotate`."""
-    return rotate(matrix, [block.T for block in left], [block.T for block in right])
+    return rotate(matrix, _transposed(left), _transposed(right))
+
+
+def _transposed(blocks: Blocks) -> Blocks:
+    return None if blocks is None else [block.T for block in blocks]
 
 
 def _times_right(matrix: Tensor, blocks: Blocks) -> Tensor:

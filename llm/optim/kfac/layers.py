@@ -193,11 +193,19 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
+def _has_fused_experts(module: nn.Module) -> bool:
+    """Whether a module holds matrices as one stack, as Mixtral's experts in transformers 5."""
+    convolves = isinstance(module, nn.modules.conv._ConvNd)
+    return not convolves and any(p.ndim == 3 for p in module.parameters(recurse=False))
+
+
 def _reason(
     module: nn.Module, *, head: nn.Module | None, uses: Counter[int], matched: bool
 ) -> str | None:
     """Why a module is not covered."""
     if not _is_linear(module):
+        if _has_fused_experts(module):
+            return "since its experts are fused into one stack"
         kind = type(module).__name__
         return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     if module is head:

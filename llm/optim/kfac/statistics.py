@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from llm.optim.kfac.factors import Factor
 from llm.optim.kfac.layers import Layer, read_input
+from llm.optim.kfac.update_times import UpdateTimes
 
 
 class Statistics:
@@ -23,6 +24,7 @@ class Statistics:
         layers: The covered layers.
         input_factors: The factor A of each layer, by its name; layers may share one.
         output_factors: The factor G of each layer, by its name.
+        times: Is told how long it takes.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class Statistics:
         *,
         input_factors: dict[str, Factor],
         output_factors: dict[str, Factor],
+        times: UpdateTimes,
     ) -> None:
         self._layers = layers
         self._input_factors = input_factors
         self._output_factors = output_factors
+        self._times = times
 
     @contextlib.contextmanager
     def recording(self, factors: Collection[Factor]) -> Iterator[None]:
@@ -73,17 +77,17 @@ class Statistics:
             if not out.requires_grad or torch._C._current_graph_task_id() != -1:
                 return
             if wants_input:
-                _record(inputs, read_input(args, kwargs), with_one=has_bias)
+                self._record(inputs, read_input(args, kwargs), with_one=has_bias)
             if wants_output:
-                out.register_hook(lambda gradient: _record(outputs, gradient, with_one=False))
+                out.register_hook(lambda gradient: self._record(outputs, gradient, with_one=False))
 
         return hook
 
-
-@torch.no_grad()
-def _record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
-    with torch.autocast(values.device.type, enabled=False):
-        rows = values.detach().flatten(0, -2).float()
-        if with_one:
-            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        factor.record(rows)
+    @torch.no_grad()
+    def _record(self, factor: Factor, values: Tensor, *, with_one: bool) -> None:
+        device_type = values.device.type
+        with self._times.part_of("factor"), torch.autocast(device_type, enabled=False):
+            rows = values.detach().flatten(0, -2).float()
+            if with_one:
+                rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+            factor.record(rows)

@@ -7,19 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llm import checkpoint, options
+from llm import checkpoint
 from llm.checkpoint import Stateful
-from llm.checkpoint_folder import set_aside
 from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
-from llm.device_peak import device_peak_flops, memory_in_use
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
-from llm.models.flops import flops_per_token
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
@@ -32,9 +27,10 @@ from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
-from llm.trainers.gpt.kfac import make_adamw_of, make_kfac
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
+from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
 
@@ -105,7 +101,7 @@ def make_strategy(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> 
             kfac = make_kfac(config, model)
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_adamw_of(config, model, accum_steps=inputs.replicas.accum_steps)
+        return make_optimizer_of(config, model, accum_steps=inputs.replicas.accum_steps)
 
     strategy.prepare(loss, make_optimizer)
     return strategy
@@ -183,54 +179,6 @@ def make_watchdog(
     )
 
 
-def make_tracker(
-    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
-) -> Tracker:
-    """Open metrics.jsonl and the trackers, cut back to where training goes on."""
-    assert inputs.plan is not None
-    accelerator = strategy.accelerator
-    step = inputs.resume_from.step if inputs.resume_from else 0
-    if strategy.rank == 0:
-        inputs.run.cut_metrics(step=step)
-        if inputs.resume_from is not None:
-            set_aside(inputs.run.checkpoints, after=step)
-    _open_trackers(config, inputs, accelerator, step=step)
-
-    def find_peak_flops() -> float:
-        if config.device_peak_tflops is not None:
-            return config.device_peak_tflops * 1e12 * strategy.world_size
-        return device_peak_flops(strategy.device, config.mixed_precision) * strategy.world_size
-
-    return Tracker(
-        metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
-        log_to_trackers=lambda values, step: accelerator.log(values, step=step),
-        total_steps=inputs.plan.total_steps,
-        flops_per_token=flops_per_token(model, block_size=inputs.block_size),
-        find_peak_flops=find_peak_flops,
-        memory_in_use=lambda: memory_in_use(strategy.device),
-    )
-
-
-def _open_trackers(
-    config: GPTConfig, inputs: Inputs, accelerator: Accelerator, *, step: int
-) -> None:
-    names: list[Any] = [name for name in config.report_to if name != "none"]
-    if "tensorboard" in names:
-        # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
-        # The checkpoint's own step is told again by Tracker.resume.
-        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step)
-        names[names.index("tensorboard")] = board
-    accelerator.project_configuration.set_directories(str(inputs.run.path))
-    accelerator.log_with = names
-    if names:
-        accelerator.init_trackers("llm")
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.writer.add_text("config", f"```\n{options.to_toml(config)}\n```", step)
-        else:
-            tracker.store_init_configuration(dataclasses.asdict(config))
-
-
 def make_evaluate(
     config: GPTConfig,
     inputs: Inputs,
@@ -271,7 +219,8 @@ def make_evaluate(
 def make_trainer(
     config: GPTConfig,
     inputs: Inputs,
-    strategy: Strategy,
+    strategy: AcceleratedStrategy,
+    model: PreTrainedModel,
     tracker: Tracker,
     interruption: Interruption,
     watchdog: Watchdog,
@@ -322,6 +271,8 @@ def make_trainer(
         save_minutes=config.checkpointing_minutes,
         max_skipped_steps=config.max_skipped_steps,
         evaluate_before_save=config.save_top_k > 0,
+        sample=make_sample(config, inputs, strategy, model),
+        sample_every=config.sample_every,
     )
 
 
@@ -345,5 +296,5 @@ def _make_saver(
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
         max_failures=config.max_failed_saves,
-        ranks_per_replica=inputs.replicas.ranks_each,
+        holders=strategy.holders,
     )

@@ -1,4 +1,4 @@
-"""From the options to an optimizer: K-FAC in one of its forms, or AdamW alone."""
+"""From the options to an optimizer: K-FAC in one of its forms, or one without it."""
 
 import contextlib
 import functools
@@ -10,12 +10,16 @@ from transformers import PreTrainedModel
 
 from llm.config import GPTConfig
 from llm.optim.accum_adamw import make_accum_adamw
-from llm.optim.groups import make_adamw, parameter_groups
-from llm.optim.kfac.curvature import Curvature
+from llm.optim.groups import embeddings_and_head, make_adamw, make_sgd, parameter_groups
+from llm.optim.kfac.curvature import Curvature, Scheduled
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
+from llm.optim.kfac.soap import make_soap
+from llm.optim.muon import make_muon
+from llm.optim.schedule import piecewise_constant
+from llm.options import read_by_step
 from llm.rules import kfac_method, preconditioner_options
 
 UPDATE_STEPS = 10
@@ -77,22 +81,38 @@ class KFAC:
         self._state.load_state_dict(state)
 
 
-def make_adamw_of(
+def make_optimizer_of(
     config: GPTConfig, model: PreTrainedModel, *, accum_steps: int | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW as the options have it; with `accum_steps` the one whose moments wait so long."""
+    """The optimizer of a run without K-FAC, or behind a preconditioner.
+
+    Args:
+        config: The options.
+        model: What to train.
+        accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
+
+    Raises:
+        ConfigError: The optimizer finds nothing to train.
+    """
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        return make_sgd(model, learning_rate=rate, weight_decay=decay, momentum=momentum)
     beta1, beta2 = config.betas
-    make: Any = make_adamw
+    common: dict[str, Any] = {"learning_rate": rate, "betas": (beta1, beta2), "eps": config.eps}
+    if config.optimizer == "soap":
+        return make_soap(
+            parameter_groups(model, weight_decay=decay),
+            outside=embeddings_and_head(model),
+            update_steps=config.soap_update_steps or UPDATE_STEPS,
+            **common,
+        )
+    if config.optimizer == "muon":
+        momentum = 0.95 if config.momentum is None else config.momentum
+        return make_muon(model, weight_decay=decay, momentum=momentum, **common)
     if accum_steps is not None:
-        make = functools.partial(make_accum_adamw, accum_steps=accum_steps)
-    optimizer: torch.optim.Optimizer = make(
-        model,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(beta1, beta2),
-        eps=config.eps,
-    )
-    return optimizer
+        return make_accum_adamw(model, weight_decay=decay, accum_steps=accum_steps, **common)
+    return make_adamw(model, weight_decay=decay, **common)
 
 
 def make_kfac(config: GPTConfig, model: PreTrainedModel) -> KFAC:
@@ -115,10 +135,14 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
     curvature = Curvature(
         coverage,
         method=method,
-        factor_update_steps=config.kfac_factor_update_steps or UPDATE_STEPS,
-        inv_update_steps=config.kfac_inv_update_steps or UPDATE_STEPS,
+        factor_update_steps=_scheduled(
+            "kfac_factor_update_steps", config.kfac_factor_update_steps, UPDATE_STEPS
+        ),
+        inv_update_steps=_scheduled(
+            "kfac_inv_update_steps", config.kfac_inv_update_steps, UPDATE_STEPS
+        ),
         factor_decay=_factor_decay(config),
-        damping=config.kfac_damping or DAMPING,
+        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
         max_dim=config.kfac_max_dim or MAX_DIM,
         grad_worker_fraction=_grad_worker_fraction(config),
         spread=not config.torch_compile,
@@ -135,12 +159,12 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
             eps=config.eps,
         )
         return KFAC(ekfac, recorder=curvature, preconditioner=None, description=description)
-    adamw = make_adamw_of(config, model)
+    adamw = make_optimizer_of(config, model)
     preconditioner = Preconditioner(
         curvature,
         _trained(adamw),
-        damping=config.kfac_damping or DAMPING,
-        kl_clip=config.kfac_kl_clip or KL_CLIP,
+        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
+        kl_clip=_scheduled("kfac_kl_clip", config.kfac_kl_clip, KL_CLIP),
         graft=not config.kfac_compat,
     )
     return KFAC(adamw, recorder=curvature, preconditioner=preconditioner, description=description)
@@ -149,16 +173,20 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
 def _external(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
     method = kfac_method(config)
     assert method != "ekfac"  # rules.py has refused it
-    adamw = make_adamw_of(config, model)
+    adamw = make_optimizer_of(config, model)
     external = ExternalPreconditioner(
         coverage,
         _trained(adamw),
         method=method,
-        factor_update_steps=config.kfac_factor_update_steps or UPDATE_STEPS,
-        inv_update_steps=config.kfac_inv_update_steps or UPDATE_STEPS,
+        factor_update_steps=_scheduled(
+            "kfac_factor_update_steps", config.kfac_factor_update_steps, UPDATE_STEPS
+        ),
+        inv_update_steps=_scheduled(
+            "kfac_inv_update_steps", config.kfac_inv_update_steps, UPDATE_STEPS
+        ),
         factor_decay=_factor_decay(config),
-        damping=config.kfac_damping or DAMPING,
-        kl_clip=config.kfac_kl_clip or KL_CLIP,
+        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
+        kl_clip=_scheduled("kfac_kl_clip", config.kfac_kl_clip, KL_CLIP),
     )
     description = (
         f"{coverage.describe()}\nkfac-pytorch keeps {external.num_bytes() / 2**20:,.1f} MiB of "
@@ -177,10 +205,17 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _factor_decay(config: GPTConfig) -> float:
-    if config.kfac_factor_decay is not None:
-        return config.kfac_factor_decay
-    return 0.9 if kfac_method(config) == "ekfac" else 0.95
+def _scheduled(name: str, value: float | str | None, default: float) -> Scheduled:
+    """What an option says, by step where it says so."""
+    if isinstance(value, str):
+        number = int if isinstance(default, int) else float
+        return functools.partial(piecewise_constant, pieces=read_by_step(name, value, number))
+    return default if value is None else value
+
+
+def _factor_decay(config: GPTConfig) -> Scheduled:
+    default = 0.9 if kfac_method(config) == "ekfac" else 0.95
+    return _scheduled("kfac_factor_decay", config.kfac_factor_decay, default)
 
 
 def _grad_worker_fraction(config: GPTConfig) -> float:

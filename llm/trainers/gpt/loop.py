@@ -48,6 +48,8 @@ class Trainer:
         save_minutes: When to save besides, in minutes since the last time.
         max_skipped_steps: Skipped steps in a row after which to stop.
         evaluate_before_save: Whether every checkpoint needs its validation loss.
+        sample: Lets the model write something after a step, if asked to.
+        sample_every: Steps between two samples.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Trainer:
         save_minutes: float | None,
         max_skipped_steps: int,
         evaluate_before_save: bool,
+        sample: Callable[[int], None] | None,
+        sample_every: int | None,
     ) -> None:
         self.strategy = strategy
         self.loader = loader
@@ -95,6 +99,8 @@ class Trainer:
         self.save_timer = SaveTimer(save_minutes if strategy.rank == 0 else None)
         self.max_skipped_steps = max_skipped_steps
         self.evaluate_before_save = evaluate_before_save
+        self.sample = sample
+        self.sample_every = sample_every
         self.results: dict[str, float] = {}
         self.saved_at: int | None = None
 
@@ -166,6 +172,8 @@ class Trainer:
             loss = None
             if self.evaluate and (evaluating or (saving and self.evaluate_before_save)):
                 loss = self.run_evaluation()
+            if self.sample is not None and self.is_due(self.sample_every, or_last=False):
+                self.sample(step)
             self.tracker.commit(step)
             if saving:
                 self.watchdog.got_on(step=step, phase="save")

@@ -118,12 +118,15 @@ def run(config: GPTConfig, world: World) -> int:
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
+    from llm.trainers.gpt.publish import open_repository, push
 
+    repository = None
     quiet_libraries()
     inputs = read_inputs(config, world)
     model = make_model(config, inputs, world)
     if world.is_main and not config.eval_only:
         inputs.run.lock()
+        repository = open_repository(config, inputs.run.path)
     strategy = make_strategy(config, inputs, model)
     check_same_start(inputs, strategy)
     load_init(inputs, strategy)
@@ -132,6 +135,8 @@ def run(config: GPTConfig, world: World) -> int:
     else:
         code = _train_and_tell(config, inputs, model, strategy)
     strategy.close()
+    if repository is not None and code == 0:
+        push(inputs.run.path, repository)
     return code
 
 
@@ -172,14 +177,15 @@ def _train(
     strategy: "AcceleratedStrategy",
     watchdog: Watchdog,
 ) -> int:
-    from llm.trainers.gpt.build import make_tracker, make_trainer
+    from llm.trainers.gpt.build import make_trainer
+    from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
 
     log_beginning(config, inputs, strategy, model)
     interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
     interruption.watch()
     tracker = make_tracker(config, inputs, strategy, model)
-    trainer = make_trainer(config, inputs, strategy, tracker, interruption, watchdog)
+    trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, watchdog)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
     outcome = trainer.fit()

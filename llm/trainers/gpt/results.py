@@ -21,6 +21,7 @@ from llm.models.gpt import parameter_counts, sample_text
 from llm.strategy import Strategy
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.reporting import SAMPLE_TOKENS
 
 logger = logging.getLogger("llm")
 
@@ -176,7 +177,11 @@ def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> Non
         )
         return
     text = sample_text(
-        model, inputs.tokenizer, prompt=config.sample_prompt, max_new_tokens=120, seed=inputs.seed
+        model,
+        inputs.tokenizer,
+        prompt=config.sample_prompt,
+        max_new_tokens=SAMPLE_TOKENS,
+        seed=inputs.seed,
     )
     logger.info(f"a sample that the model wrote:\n\n{text}\n")
 

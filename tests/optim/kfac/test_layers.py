@@ -42,6 +42,24 @@ def test_output_head_embeddings_and_norms_are_skipped_with_a_reason():
     assert skipped["model.norm"] == "since it is a LlamaRMSNorm"
 
 
+def test_fused_experts_are_skipped_and_the_log_says_so():
+    coverage = family("mixtral")
+
+    assert len(coverage.layers) == 2 * 4  # those of the attention
+    fused = [name for name, reason in coverage.skipped.items() if "experts are fused" in reason]
+    assert fused == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert (
+        "Not covered, since its experts are fused into one stack: model.layers.0.mlp.experts, "
+        "model.layers.1.mlp.experts (2 modules)." in coverage.describe()
+    )
+
+
+def test_mambas_convolution_is_no_stack_of_experts():
+    skipped = family("mamba").skipped
+
+    assert skipped["backbone.layers.0.mixer.conv1d"] == "since it is a Conv1d"
+
+
 def test_conv1d_is_covered_and_its_matrix_has_outputs_in_rows_and_the_bias_in_the_last_column():
     layers = {layer.name: layer for layer in family("gpt2").layers}
     layer = layers["transformer.h.0.attn.c_attn"]

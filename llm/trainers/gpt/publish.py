@@ -1,0 +1,72 @@
+"""The way of a trained model to the Hugging Face Hub."""
+
+import logging
+from pathlib import Path
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.models.configuration import one_line
+
+_EXPORTED = (".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py")
+_OF_THE_RUN = ("status.json", "eval_results.json")
+
+logger = logging.getLogger("llm")
+
+
+def open_repository(config: GPTConfig, folder: Path) -> str | None:
+    """Make sure, before training, that there is a repository to push to; rank 0 calls it.
+
+    Args:
+        config: Says whether to push, and where to.
+        folder: The run's folder, after which the repository is named unless it has a name.
+
+    Returns:
+        The repository's full name; None if nothing shall be pushed.
+
+    Raises:
+        ConfigError: Nobody is logged in, the name cannot be used, or the Hub cannot be reached.
+    """
+    if not config.push_to_hub:
+        return None
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise ConfigError(
+            "--push_to_hub needs you to be known to the Hub: run `hf auth login`, or set HF_TOKEN."
+        )
+    name = config.hub_model_id or folder.resolve().name
+    try:
+        url = huggingface_hub.HfApi().create_repo(name, private=config.hub_private, exist_ok=True)
+    except Exception as error:  # of the network, the Hub or the name: the library has many
+        raise ConfigError(
+            f"--push_to_hub cannot open the repository {name}: {one_line(error)} Check "
+            "--hub_model_id, the token's rights and the network, or push after the training with "
+            f"`hf upload {name} {folder}`."
+        ) from error
+    return url.repo_id
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload an exported model; what goes wrong is said, since the model is safe in its folder."""
+    import huggingface_hub
+
+    names = [
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in _EXPORTED and path.name not in _OF_THE_RUN
+    ]
+    try:
+        huggingface_hub.HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Pretrained with llm-trainers",
+            allow_patterns=names,
+            ignore_patterns=["*/*"],
+        )
+    except Exception as error:
+        logger.error(
+            f"The model was not pushed to {repository}: {one_line(error)} It lies in {folder}; "
+            f"`hf upload {repository} {folder}` tries again."
+        )
+        return
+    logger.info(f"model on the Hub: {repository}")

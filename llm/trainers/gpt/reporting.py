@@ -1,0 +1,116 @@
+"""What a run tells while it trains: its trackers, and samples of what the model writes."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+from transformers import PreTrainedModel
+
+from llm import options
+from llm.checkpoint_folder import set_aside
+from llm.config import GPTConfig
+from llm.device_peak import device_peak_flops, memory_in_use
+from llm.models.flops import flops_per_token
+from llm.models.gpt import sample_text
+from llm.parallel.accelerated import AcceleratedStrategy
+from llm.tracking import Tracker
+from llm.trainers.gpt.inputs import Inputs
+
+SAMPLE_TOKENS = 120
+
+logger = logging.getLogger("llm")
+
+
+def make_tracker(
+    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> Tracker:
+    """Open metrics.jsonl and the trackers, cut back to where training goes on."""
+    assert inputs.plan is not None
+    accelerator = strategy.accelerator
+    step = inputs.resume_from.step if inputs.resume_from else 0
+    if strategy.rank == 0:
+        inputs.run.cut_metrics(step=step)
+        if inputs.resume_from is not None:
+            set_aside(inputs.run.checkpoints, after=step)
+    _open_trackers(config, inputs, accelerator, step=step)
+
+    def find_peak_flops() -> float:
+        if config.device_peak_tflops is not None:
+            return config.device_peak_tflops * 1e12 * strategy.world_size
+        return device_peak_flops(strategy.device, config.mixed_precision) * strategy.world_size
+
+    return Tracker(
+        metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
+        log_to_trackers=lambda values, step: accelerator.log(values, step=step),
+        total_steps=inputs.plan.total_steps,
+        flops_per_token=flops_per_token(model, block_size=inputs.block_size),
+        find_peak_flops=find_peak_flops,
+        memory_in_use=lambda: memory_in_use(strategy.device),
+    )
+
+
+def _open_trackers(
+    config: GPTConfig, inputs: Inputs, accelerator: Accelerator, *, step: int
+) -> None:
+    names: list[Any] = [name for name in config.report_to if name != "none"]
+    if "tensorboard" in names:
+        # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
+        # The checkpoint's own step is told again by Tracker.resume.
+        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step)
+        names[names.index("tensorboard")] = board
+    accelerator.project_configuration.set_directories(str(inputs.run.path))
+    accelerator.log_with = names
+    if names:
+        accelerator.init_trackers("llm")
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.writer.add_text("config", f"```\n{options.to_toml(config)}\n```", step)
+            _tell_hyperparameters(tracker.writer, config)
+        else:
+            tracker.store_init_configuration(dataclasses.asdict(config))
+
+
+def _tell_hyperparameters(writer: Any, config: GPTConfig) -> None:
+    """Fill TensorBoard's table of runs, in the same files as the curves."""
+    from torch.utils.tensorboard.summary import hparams
+
+    values = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in dataclasses.asdict(config).items()
+        if value not in (None, ())
+    }
+    # The numbers here are never shown: the table reads the curves of these names.
+    for summary in hparams(values, {"eval/loss": 0.0, "train/loss": 0.0}):
+        writer.file_writer.add_summary(summary)
+
+
+def make_sample(
+    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> Callable[[int], None] | None:
+    """A function that lets the model write after a step; None if nobody asked.
+
+    All ranks call it; rank 0 writes.
+    """
+    if config.sample_every is None:
+        return None
+
+    def sample(step: int) -> None:
+        with strategy.averaged():
+            if strategy.rank != 0:
+                return
+            text = sample_text(
+                model,
+                inputs.tokenizer,
+                prompt=config.sample_prompt or "",
+                max_new_tokens=SAMPLE_TOKENS,
+                seed=inputs.seed,
+            )
+        logger.info(f"a sample at step {step}:\n\n{text}\n")
+        for tracker in strategy.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.writer.add_text("sample", f"```\n{text}\n```", step)
+
+    return sample

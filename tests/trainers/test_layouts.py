@@ -1,0 +1,114 @@
+"""Whole runs whose model is divided over ranks: the losses of one, checkpoints of any layout."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.training import Bench, Run
+from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+
+SHARDED = {"data_parallel_shard_size": 2}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("plain"), **NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def alone(plain) -> Run:
+    return plain.train_well("alone", per_device_train_batch_size=8, eval_metrics="accuracy")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(2, SHARDED), (4, SHARDED), (4, {"data_parallel_shard_size": 4})],
+    ids=["FSDP2", "HSDP2x2", "FSDP4"],
+)
+def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alone, ranks, sizes):
+    run = plain.train_well(
+        f"divided-{ranks}-{sizes}",
+        ranks=ranks,
+        per_device_train_batch_size=8 // ranks,
+        eval_metrics="accuracy",
+        **sizes,
+    )
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert "eval_accuracy" in alone.metrics[-1]
+    for ours, theirs in zip(run.metrics, alone.metrics, strict=True):
+        for key in ("grad_norm", "eval_loss", "eval_accuracy"):
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
+    ours, theirs = (load_file(r.folder / "model.safetensors") for r in (run, alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].shape == tensor.shape
+        assert (ours[name] - tensor).abs().max() < 1e-3
+
+
+def test_a_run_goes_on_under_other_layouts(plain, alone):
+    """FSDP4 -> 2 replicas -> FSDP2 -> one rank: the same samples, the same losses."""
+    legs = [
+        (5, 4, {"data_parallel_shard_size": 4}),
+        (10, 2, {}),
+        (15, 2, SHARDED),
+        (20, 1, {}),
+    ]
+    for end, ranks, sizes in legs:
+        plain.train_well(
+            "moving",
+            ranks=ranks,
+            per_device_train_batch_size=8 // ranks,
+            max_train_steps=end,
+            change_on_resume="max_train_steps",
+            checkpointing_steps=5,
+            resume_from_checkpoint=True,
+            eval_metrics="accuracy",
+            **sizes,
+        )
+    run = Run(plain.folder / "moving", [])
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert run.metrics[-1]["samples"] == 160
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, precision):
+    """Dropout is on, and a logging interval (3 steps) is open at the checkpoint."""
+    bench = Bench(tmp_path_factory.mktemp("dropout"))
+    options = {
+        "ranks": 2,
+        "checkpointing_steps": 10,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 3,
+        "eval_steps": 7,
+        "mixed_precision": precision,
+        **SHARDED,
+    }
+    straight = bench.train_well("straight", **options)
+    cut = bench.folder / "cut"
+    shutil.copytree(straight.folder, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_00000020")
+    (cut / "model.safetensors").unlink()
+
+    resumed = bench.train_well("cut", resume_from_checkpoint=True, **options)
+
+    assert "at step 10" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kfac": True}, "--kfac needs whole weights on every rank"),
+        ({"optimizer": "soap"}, "--optimizer soap needs whole weights on every rank"),
+        ({"sample_every": 5}, "--sample_every needs the whole model on one rank"),
+        ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
+        ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that were started"),
+    ],
+)
+def test_what_does_not_go_with_divided_weights_is_refused(plain, options, complaint):
+    run = plain.train("refused", ranks=2, **{**SHARDED, **options})
+    assert run.codes == [2, 2]
+    assert complaint in run.output

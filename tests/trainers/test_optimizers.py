@@ -1,0 +1,138 @@
+"""Whole runs with --optimizer: they resume bit for bit, and ranks, overflows and gossip fit in."""
+
+import shutil
+
+import pytest
+
+from llm.errors import ConfigError
+from llm.trainers.gpt.main import parse_args
+from tests.support.faults import Fault
+from tests.support.training import Bench
+from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+
+LOSS = "llm.models.loss:LanguageModelLoss.forward"
+RATES = {"muon": 3e-3, "soap": 3e-3, "sgd": 0.1}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("plain"), **NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("dropout"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "precision", "momentum"),
+    [
+        ("muon", 2, "fp16", None),
+        ("soap", 1, "no", None),
+        ("soap", 2, "fp16", None),
+        ("sgd", 2, "fp16", None),
+        ("sgd", 1, "no", 0),  # no state at all
+    ],
+)
+def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum):
+    """Dropout is on, an interval of the log is open at the checkpoint, bases are due after it."""
+    options = {
+        "optimizer": optimizer,
+        "ranks": ranks,
+        "mixed_precision": precision,
+        "learning_rate": RATES[optimizer],
+        "momentum": momentum,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "soap_update_steps": 4 if optimizer == "soap" else None,
+        "max_train_steps": 12,
+        "checkpointing_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 4,
+    }
+    name = f"{optimizer}-{ranks}-{precision}"
+    straight = dropout.train_well(f"straight-{name}", **options)
+    cut = dropout.folder / f"cut-{name}"
+    shutil.copytree(straight.folder, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_00000012")
+    (cut / "model.safetensors").unlink()
+
+    resumed = dropout.train_well(cut.name, resume_from_checkpoint=True, **options)
+
+    assert "at step 6" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "sgd"])
+def test_two_ranks_train_as_one_does_and_an_undefined_loss_of_one_skips_the_step_of_both(
+    plain, optimizer
+):
+    options = {"optimizer": optimizer, "learning_rate": RATES[optimizer], "betas": (0.9, 0.95)}
+    options |= {"betas": None} if optimizer == "sgd" else {}
+    alone = plain.train_well(
+        f"alone-{optimizer}",
+        per_device_train_batch_size=8,
+        faults=[Fault(at=LOSS, what="nan", call=5)],
+        **options,
+    )
+    both = plain.train_well(
+        f"both-{optimizer}",
+        ranks=2,
+        faults=[Fault(at=LOSS, what="nan", call=5, rank=1)],
+        **options,
+    )
+    sound = {record["step"]: record["loss"] for record in alone.metrics if record["step"] != 5}
+    assert "step 5 was skipped" in both.output
+    assert both.metrics[-1]["skipped_steps"] == 1
+    for record in both.metrics:
+        if record["step"] != 5:
+            # Muon computes in bf16, which magnifies the order of a sum.
+            assert record["loss"] == pytest.approx(sound[record["step"]], rel=1e-3)
+    assert sound[20] < sound[1] - 0.3
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_gossip_goes_on_with_another_number_of_ranks(plain, optimizer):
+    options = {
+        "optimizer": optimizer,
+        "learning_rate": RATES[optimizer],
+        "data_parallel": "gossip",
+        "global_batch_size": 8,
+        "checkpointing_steps": 4,
+        "resume_from_checkpoint": True,
+    }
+    name = f"gossip-{optimizer}"
+    plain.train_well(name, ranks=2, max_train_steps=4, per_device_train_batch_size=4, **options)
+    run = plain.train_well(name, max_train_steps=12, per_device_train_batch_size=8, **options)
+    assert "holds 2 replicas of the model and this run has 1" in run.output
+    assert len(run.losses) == 12
+    assert run.losses[-1] < run.losses[0] - 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"momentum": 0.8}, "--momentum belongs to --optimizer sgd or muon"),
+        ({"momentum": 0.8, "optimizer": "soap"}, "--momentum belongs to --optimizer sgd or muon"),
+        ({"momentum": 1, "optimizer": "sgd"}, "--momentum must be smaller than 1"),
+        ({"soap_update_steps": 5}, "--soap_update_steps belongs to --optimizer soap"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas is not for --optimizer sgd"),
+        ({"optimizer": "sgd", "eps": 1e-6}, "--eps is not for --optimizer sgd"),
+        ({"optimizer": "muon", "kfac": True}, "--optimizer muon does not go with --kfac"),
+        ({"optimizer": "soap", "kfac": True}, "--optimizer soap does not go with --kfac"),
+        ({"optimizer": "sgd", "kfac": True}, "--optimizer sgd does not go with --kfac"),
+        (
+            {"optimizer": "soap", "data_parallel": "gossip"},
+            "--optimizer soap has bases that cannot be averaged .* --data_parallel gossip",
+        ),
+        (
+            {"optimizer": "soap", "data_parallel": "diloco"},
+            "--optimizer soap has bases that cannot be averaged .* --data_parallel diloco",
+        ),
+        ({"optimizer": "lion"}, "adamw, accumadamw, muon, soap, sgd"),
+    ],
+)
+def test_options_that_do_not_fit_an_optimizer_are_refused(plain, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_args(plain.command("refused", **options))

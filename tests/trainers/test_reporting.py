@@ -1,0 +1,36 @@
+"""What a run tells while it trains: samples of what it writes, TensorBoard's table of runs."""
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+
+from tests.support.training import Bench
+from tests.trainers.test_exactness import weights_hash, without_times
+
+TABLE = "_hparams_/session_start_info"
+
+
+def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
+    bench = Bench(tmp_path)
+    options = {"max_train_steps": 6, "report_to": "tensorboard", "learning_rate": 0.003}
+    quiet = bench.train_well("quiet", **options)
+    told = bench.train_well("told", sample_every=3, sample_prompt="The king", **options)
+
+    assert without_times(told) == without_times(quiet)
+    assert weights_hash(told.folder) == weights_hash(quiet.folder)
+    assert told.output.count("a sample at step 3:\n\nThe king") == 1
+    assert told.output.count("a sample at step 6:\n\nThe king") == 1
+    board = EventAccumulator(str(told.folder / "tensorboard"))
+    board.Reload()
+    samples = board.Tensors("sample/text_summary")
+    assert [sample.step for sample in samples] == [3, 6]
+    assert b"The king" in samples[0].tensor_proto.string_val[0]
+
+    content = board.SummaryMetadata(TABLE).plugin_data.content
+    options = parse_session_start_info_plugin_data(content).hparams
+    assert options["learning_rate"].number_value == 0.003
+    assert options["lr_scheduler_type"].string_value == "constant"
+
+
+def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
+    run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_every=2, ranks=2)
+    assert run.output.count("a sample at step 2:") == 1
