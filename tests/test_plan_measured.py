@@ -4,6 +4,7 @@ The measure is the profiler's record of every allocation and release of the CPU 
 before the model is built; it holds tensors only, neither the interpreter nor libraries.
 """
 
+import os
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from llm.plan.make import make_job, make_layout
 from llm.plan.options import PlanOptions
 from llm.strategy import MicroBatch
 from llm.trainers.gpt.inputs import open_model_config
-from llm.trainers.gpt.kfac import make_adamw_of, make_kfac
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -38,6 +39,10 @@ def options_of(words: str) -> PlanOptions:
 def measure(words: str) -> int:
     """Bytes allocated at most in two steps of the trainer's own strategy, on this rank."""
     options = options_of(words)
+    if options.gpus_per_node == 1:
+        # As `python -m` starts it: under a launcher even one rank has DistributedDataParallel.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
     cpu = torch.device("cpu")
     accelerator = make_accelerator(options.mixed_precision, device=cpu)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -84,7 +89,7 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
 
     def make_optimizer(model: Any) -> torch.optim.Optimizer:
         if not options.kfac:
-            return make_adamw_of(options, model)
+            return make_optimizer_of(options, model)
         strategy.second_order = kfac = make_kfac(options, model)
         return kfac.optimizer
 
@@ -119,6 +124,7 @@ SLOW = pytest.mark.slow
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
         pytest.param(1, "--mixed_precision bf16 --no_chunked_loss", marks=SLOW),
         pytest.param(1, "--kfac", marks=SLOW),
+        pytest.param(1, "--gradient_checkpointing", marks=SLOW),
         pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),
         pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
     ],

@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.activations import FastGELUActivation, NewGELUActivation
 
 from llm.errors import ConfigError
 from llm.models.configuration import max_positions, one_line
+from llm.models.fused_gelu import fuse_gelu
 from llm.models.initialize import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
 from llm.models.tied_embedding import tie_gradients
@@ -128,25 +128,13 @@ def _set_up(
     model: PreTrainedModel, *, fused_gelu: bool, tied_gradients: bool, gradient_checkpointing: bool
 ) -> PreTrainedModel:
     if fused_gelu:
-        _fuse_gelu(model)
+        fuse_gelu(model)
     if tied_gradients:
         tie_gradients(model)
     if gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     windows_are_whole()
     return model.train()
-
-
-class FusedTanhGELU(nn.Module):
-    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) as one kernel, not eight.
-
-    The backward pass needs the input alone, where autograd keeps every intermediate result of
-    the formula that transformers spells out.
-    """
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Any shape to the same shape."""
-        return nn.functional.gelu(values, approximate="tanh")
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
@@ -339,14 +327,6 @@ def _hold_biases_at_zero(model: PreTrainedModel) -> None:
 
 def _biases(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name.endswith("bias")]
-
-
-def _fuse_gelu(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        # Exactly these: a subclass may compute something else. They have no parameters, so that
-        # another class in place is all it takes.
-        if type(module) in (NewGELUActivation, FastGELUActivation):
-            module.__class__ = FusedTanhGELU
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -11,7 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llm.models.blocks import find_blocks
 from llm.models.gpt import outline_model
 from llm.optim.kfac.factors import block_widths
 from llm.optim.kfac.layers import find_layers
@@ -22,7 +21,7 @@ from llm.plan.job import Extra, Job
 from llm.plan.meter import MemoryMeter
 from llm.plan.options import PlanOptions
 from llm.trainers.gpt.inputs import choose_block_size, open_model_config
-from llm.trainers.gpt.kfac import MAX_DIM, make_adamw_of, make_kfac
+from llm.trainers.gpt.kfac import MAX_DIM, make_kfac, make_optimizer_of
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -120,9 +119,8 @@ def _extra(options: PlanOptions, model: PreTrainedModel, *, world_size: int) -> 
     """Make the optimizer on the meta device and count what it holds."""
     if options.kfac:
         return _kfac_extra(options, model, world_size=world_size)
-    del find_blocks(model)[1:]
     accum_steps = (options.accum_steps or 1) if options.optimizer == "accumadamw" else None
-    optimizer = make_adamw_of(options, model, accum_steps=accum_steps)
+    optimizer = make_optimizer_of(options, model, accum_steps=accum_steps)
     return Extra(per_element=_per_element(optimizer, model))
 
 

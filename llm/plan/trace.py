@@ -37,7 +37,7 @@ class Trace:
             last block left.
         loss_left: What of that is left when the last block's backward pass begins, without the
             gradients of weights.
-        loss_kept: What of that stays for the next step.
+        loss_kept: What of that stays for the next step, on a CPU.
         block_backward_extra: What a block's backward pass takes at most above its beginning, with
             the gradients of its weights.
         block_flops: Forward, and backward with recomputation if there is any.
@@ -126,7 +126,7 @@ def trace(
         block_forward_extra=after.peak - after.live,
         loss_extra=max(level["loss"].peak, level["backward"].peak) - after.live,
         loss_left=max(0, level["backward"].live - after.live - head),
-        loss_kept=max(0, level["end"].live - gradients),
+        loss_kept=max(0, level["end"].live - gradients) if on_host else 0,
         block_backward_extra=level["backward done"].peak - level["backward"].live,
         block_flops=(
             flops["block done"] - flops["block"],
