@@ -8,13 +8,13 @@ from typing import Literal
 
 from llm.config import GPTConfig
 from llm.errors import ConfigError
+from llm.model_rules import model_problems, named_problems, shape_problems
 from llm.options import fields
 
 _OF_MODE = {
     "gossip": ("topology", "gossip_order", "gossip_group"),
     "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
 }
-_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _SIZES = ("data_parallel_shard_size",)
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
@@ -27,7 +27,7 @@ def check(config: GPTConfig) -> None:
     """
     problems = [
         *_data_problems(config),
-        *_model_problems(config),
+        *model_problems(config),
         *_length_problems(config),
         *_schedule_problems(config),
         *_optimizer_problems(config),
@@ -44,8 +44,8 @@ def check(config: GPTConfig) -> None:
 def check_planned(config: GPTConfig) -> list[str]:
     """Complaints about a run that is only planned, which needs no data and no tokenizer."""
     return [
-        *_named_problems(config),
-        *_shape_problems(config),
+        *named_problems(config),
+        *shape_problems(config),
         *_length_problems(config),
         *_kfac_problems(config),
         *_decentralized_problems(config),
@@ -117,55 +117,6 @@ def _document_problems(config: GPTConfig) -> list[str]:
         for name in ("reset_position_ids", "reset_attention_mask")
         if getattr(config, name) and text and not config.append_eos
     ]
-
-
-def _named_problems(config: GPTConfig) -> list[str]:
-    named = config.model_name_or_path or config.config_name or config.model_type
-    if not named and not shape_options(config):
-        return [
-            "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
-        ]
-    if config.model_name_or_path is not None and config.model_type is not None:
-        return [
-            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
-            "model; give one of them."
-        ]
-    return []
-
-
-def _model_problems(config: GPTConfig) -> list[str]:
-    problems = [*_named_problems(config), *_shape_problems(config)]
-    if (config.vocab_file is None) != (config.merges_file is None):
-        problems.append("--vocab_file and --merges_file go together; give both.")
-    elif config.vocab_file is not None and config.tokenizer_name is not None:
-        problems.append("--tokenizer_name and --vocab_file name two tokenizers; give one.")
-    elif (config.tokenizer_name or config.vocab_file or config.model_name_or_path) is None:
-        problems.append(
-            "There is no tokenizer: name one with --tokenizer_name, or with --vocab_file and "
-            "--merges_file."
-        )
-    return problems
-
-
-def shape_options(config: GPTConfig) -> list[str]:
-    """The options given that set a model's layers, width and heads."""
-    return [name for name in ("model_size", *_SHAPE) if getattr(config, name) is not None]
-
-
-def _shape_problems(config: GPTConfig) -> list[str]:
-    given = [name for name in _SHAPE if getattr(config, name) is not None]
-    named = config.model_name_or_path or config.config_name or config.model_type
-    if config.model_size is not None and given:
-        return [
-            f"--model_size {config.model_size} sets --{given[0]} already; leave one of them out."
-        ]
-    if given and not named and len(given) < len(_SHAPE):
-        missing = " and ".join(f"--{name}" for name in _SHAPE if name not in given)
-        return [
-            f"--{given[0]} changes a model that is named by --model_name_or_path, --config_name or "
-            f"--model_type; without one, give {missing} too."
-        ]
-    return []
 
 
 def _length_problems(config: GPTConfig) -> list[str]:

@@ -231,11 +231,7 @@ def _default_output_dir(config: GPTConfig) -> str:
 
 
 def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
-    """Tokens of a sample.
-
-    Raises:
-        ConfigError: The model has fewer positions.
-    """
+    """Tokens of a sample; a ConfigError where the model has fewer positions."""
     positions = max_positions(model_config)
     if config.block_size is None:
         return min(1024, positions or 1024)
