@@ -151,7 +151,7 @@ def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModel
         device=torch.device("cpu"),
         vocab_size=vocab_size,
         attention_implementation=None,
-        gradient_checkpointing=False,
+        activation_checkpointing="none",
         no_bias=False,
         pad_vocab_to_multiple_of=None,
         fused_gelu=False,

@@ -57,6 +57,52 @@ class GPTConfig:
         group=MODEL,
         resume="fixed",
     )
+    model_size: (
+        Literal[
+            "124M",
+            "355M",
+            "774M",
+            "1.5B",
+            "1.7B",
+            "3.6B",
+            "7.5B",
+            "18.4B",
+            "39.1B",
+            "76.1B",
+            "145.6B",
+            "310.1B",
+        ]
+        | None
+    ) = option(
+        None,
+        "Layers, width and heads of a GPT-2- or Llama-shaped model by name, trained from scratch: "
+        "GPT-2's four sizes and those of Narayanan et al. 2021. Without a model's name it is a "
+        "GPT-2 with vocabulary and positions of that table (51,200 and 2,048 from 1.7B on).",
+        group=MODEL,
+        resume="fixed",
+    )
+    num_layers: int | None = option(
+        None,
+        "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name it "
+        "is a GPT-2, and hidden_size and num_attention_heads are needed too.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    hidden_size: int | None = option(
+        None,
+        "Width of such a model; the width of its MLP keeps its proportion.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    num_attention_heads: int | None = option(
+        None,
+        "Heads of such a model; as many of them share a key as before.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
     low_cpu_mem_usage: bool = option(
         False,
         "Take only configuration and tokenizer from model_name_or_path and initialise the weights "

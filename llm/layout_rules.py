@@ -20,7 +20,6 @@ def layout_problems(config: GPTConfig) -> list[str]:
     return [
         *_decentralized_problems(config),
         *_size_problems(config),
-        *_combination_problems(config),
         *_pipeline_problems(config),
     ]
 
@@ -96,18 +95,13 @@ def _pipeline_problems(config: GPTConfig) -> list[str]:
             "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "
             "one of them out."
         )
+    if config.context_parallel_size > 1:
+        problems.append(
+            "--context_parallel_size does not go with --pipeline_parallel_size; leave one of them "
+            "out."
+        )
     if config.mixed_precision == "fp8":
         problems.append(
             "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."
         )
     return problems
-
-
-def _combination_problems(config: GPTConfig) -> list[str]:
-    if config.pipeline_parallel_size == 1:
-        return []
-    return [
-        f"--pipeline_parallel_size does not go with --{name} yet; leave one of them out."
-        for name in ("tensor_parallel_size", "context_parallel_size")
-        if getattr(config, name) > 1
-    ]

@@ -9,6 +9,7 @@ from typing import Literal
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.layout_rules import layout_problems
+from llm.model_rules import model_problems, named_problems, shape_problems
 from llm.options import fields
 
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
@@ -22,7 +23,7 @@ def check(config: GPTConfig) -> None:
     """
     problems = [
         *_data_problems(config),
-        *_model_problems(config),
+        *model_problems(config),
         *_length_problems(config),
         *_schedule_problems(config),
         *_optimizer_problems(config),
@@ -34,6 +35,18 @@ def check(config: GPTConfig) -> None:
     ]
     if problems:
         raise ConfigError(" ".join(problems))
+
+
+def check_planned(config: GPTConfig) -> list[str]:
+    """Complaints about a run that is only planned, which needs no data and no tokenizer."""
+    return [
+        *named_problems(config),
+        *shape_problems(config),
+        *_length_problems(config),
+        *_kfac_problems(config),
+        *_memory_problems(config),
+        *layout_problems(config),
+    ]
 
 
 def _data_problems(config: GPTConfig) -> list[str]:
@@ -100,31 +113,6 @@ def _document_problems(config: GPTConfig) -> list[str]:
         for name in ("reset_position_ids", "reset_attention_mask")
         if getattr(config, name) and text and not config.append_eos
     ]
-
-
-def _model_problems(config: GPTConfig) -> list[str]:
-    problems = []
-    if (
-        config.model_name_or_path is None
-        and config.config_name is None
-        and config.model_type is None
-    ):
-        problems.append("Name the model with --model_name_or_path, --config_name or --model_type.")
-    if config.model_name_or_path is not None and config.model_type is not None:
-        problems.append(
-            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
-            "model; give one of them."
-        )
-    if (config.vocab_file is None) != (config.merges_file is None):
-        problems.append("--vocab_file and --merges_file go together; give both.")
-    elif config.vocab_file is not None and config.tokenizer_name is not None:
-        problems.append("--tokenizer_name and --vocab_file name two tokenizers; give one.")
-    elif (config.tokenizer_name or config.vocab_file or config.model_name_or_path) is None:
-        problems.append(
-            "There is no tokenizer: name one with --tokenizer_name, or with --vocab_file and "
-            "--merges_file."
-        )
-    return problems
 
 
 def _length_problems(config: GPTConfig) -> list[str]:

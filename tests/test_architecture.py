@@ -22,11 +22,12 @@ FLOORS = [
         "parallel",
         "report",
         "jobs",
+        "plan",
     },
     {"options", "files", "allocator", "launcher"},
     {"command_line"},
     {"config"},
-    {"layout_rules"},
+    {"layout_rules", "model_rules"},
     {"rules"},
     {"runtime", "state", "sentencepiece_model", "strategy", "watchdog"},
     {"tokenizer", "roll_call"},
@@ -60,6 +61,7 @@ FLOORS = [
         "checkpoints",
         "generate",
         "jobs.*",
+        "plan.*",
         "preflight",
         "report.__main__",
         "data.prepare",
@@ -69,7 +71,9 @@ FLOORS = [
 ]
 
 READ_CONFIG = {
+    "plan.options",
     "layout_rules",
+    "model_rules",
     "rules",
     "trainers.gpt.corpora",
     "trainers.gpt.start",

@@ -11,10 +11,12 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    GPT2Config,
     PreTrainedConfig,
 )
 
 from llm.errors import ConfigError
+from llm.models.sizes import gpt2_fields, shape_changes
 
 logger = logging.getLogger("llm.models")
 
@@ -35,6 +37,10 @@ def load_config(
     model_type: str | None,
     config_overrides: str | None,
     trust_remote_code: bool,
+    model_size: str | None = None,
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_attention_heads: int | None = None,
 ) -> PreTrainedConfig:
     """The configuration of a causal language model.
 
@@ -44,23 +50,44 @@ def load_config(
         model_type: An architecture, such as "gpt2", in its default size, where no name is given.
         config_overrides: Fields to change, as in "n_layer=4,n_embd=128".
         trust_remote_code: Run the Python code that a model brings along.
+        model_size: Layers, width and heads by name; alone, it is a GPT-2.
+        num_layers: Layers; alone with the next two, it is a GPT-2.
+        hidden_size: Width.
+        num_attention_heads: Heads.
 
     Raises:
         ConfigError: Nothing is named, the name cannot be read, it is no causal language model,
             or an override names no field or has a value of another type.
     """
     name = config_name or model_name_or_path
+    shape: dict[str, Any] = {
+        "model_size": model_size,
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+    }
+    is_shaped = any(value is not None for value in shape.values())
+    stated: dict[str, Any] = {}
     if name is not None:
         option = "--config_name" if config_name else "--model_name_or_path"
         config = _named_config(name, option=option, trust_remote_code=trust_remote_code)
+        stated = type(config).get_config_dict(name)[0]
     elif model_type is not None:
         config = _default_config(model_type)
+    elif is_shaped:
+        stated = {"model_type": "gpt2", **gpt2_fields(model_size)}
+        config = GPT2Config.from_dict(stated)
     else:
         raise ConfigError(
-            "No model is named: set --model_name_or_path, --config_name or --model_type."
+            "No model is named: set --model_name_or_path, --config_name, --model_type or "
+            "--model_size."
         )
+    # The configuration is constructed anew, so that what it derives from a field follows it.
+    if is_shaped:
+        stated = {**stated, **shape_changes(config.to_dict(), **shape)}
+        config = type(config).from_dict(stated)
     if config_overrides:
-        config = _override(config, name=name, text=config_overrides)
+        config = _override(config, stated=stated, text=config_overrides)
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
@@ -128,8 +155,8 @@ def _default_config(model_type: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type]()
 
 
-def _override(config: PreTrainedConfig, *, name: str | None, text: str) -> PreTrainedConfig:
-    """Construct the configuration anew, so that what it derives from a field follows it."""
+def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:
+    """The configuration with changes to the fields that are stated."""
     changes: dict[str, Any] = {}
     for item in text.split(","):
         field, equals, value = (part.strip() for part in item.partition("="))
@@ -145,7 +172,6 @@ def _override(config: PreTrainedConfig, *, name: str | None, text: str) -> PreTr
                 f"--config_overrides {text}: {config.model_type} has no field {field}; {near}."
             )
         changes[field] = _parse(value, like=known[field], option=f"--config_overrides {item}")
-    stated = {} if name is None else type(config).get_config_dict(name)[0]
     try:
         return type(config).from_dict({**stated, **changes})
     except Exception as error:

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.activations import FastGELUActivation, NewGELUActivation
 
 from llm.errors import ConfigError
 from llm.models.configuration import max_positions, one_line
+from llm.models.fused_gelu import fuse_gelu
 from llm.models.initialize import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
 from llm.models.piecewise import fill_parts
@@ -85,7 +85,7 @@ def build_model(
     if no_bias:
         _hold_biases_at_zero(model)
     if fused_gelu:
-        _fuse_gelu(model)
+        fuse_gelu(model)
     if tied_gradients:
         tie_gradients(model)
     recompute_activations(model, activation_checkpointing)
@@ -117,18 +117,6 @@ def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bi
         with torch.no_grad():
             for bias in _biases(model):
                 bias.zero_()
-
-
-class FusedTanhGELU(nn.Module):
-    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) as one kernel, not eight.
-
-    The backward pass needs the input alone, where autograd keeps every intermediate result of
-    the formula that transformers spells out.
-    """
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Any shape to the same shape."""
-        return nn.functional.gelu(values, approximate="tanh")
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -332,11 +320,3 @@ def _hold_biases_at_zero(model: PreTrainedModel) -> None:
     logger.info(
         "%d biases are held at zero (--no_bias); %s of them were not zero.", len(biases), nonzero
     )
-
-
-def _fuse_gelu(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        # Exactly these: a subclass may compute something else. They have no parameters, so that
-        # another class in place is all it takes.
-        if type(module) in (NewGELUActivation, FastGELUActivation):
-            module.__class__ = FusedTanhGELU

@@ -23,7 +23,8 @@ IGNORED = -100
 """The label of a position that has no loss."""
 
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
-_ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+"""Memory for the fp32 logits of one chunk, but on a CPU."""
 _MIN_ROWS = 64
 
 
@@ -183,7 +184,7 @@ class LanguageModelLoss(nn.Module):
     def _chunk_rows(self, device: torch.device, columns: int) -> int:
         size = self._chunk_bytes
         if size is None:
-            size = _CHUNK_BYTES.get(device.type, _ACCELERATOR_CHUNK_BYTES)
+            size = _CHUNK_BYTES.get(device.type, ACCELERATOR_CHUNK_BYTES)
             return max(_MIN_ROWS, size // (4 * columns))
         return max(1, size // (4 * columns))
 

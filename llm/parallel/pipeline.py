@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -65,6 +66,7 @@ class PipelineStrategy(ShardedStrategy):
         cut: Cuts the model inside its loss, given the number of stages and a rank's own.
         schedule: In which order a stage takes forward and backward passes.
         virtual_stages: Stages of each rank; more than one with interleaved-1f1b only.
+        divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
     """
 
     def __init__(
@@ -77,9 +79,14 @@ class PipelineStrategy(ShardedStrategy):
         cut: Callable[[Any, int, Sequence[int]], Cut],
         schedule: Schedule,
         virtual_stages: int,
+        divide_layers: Callable[[DeviceMesh], None] | None = None,
     ) -> None:
         super().__init__(
-            accelerator=accelerator, mixed_precision=mixed_precision, layout=layout, blocks=blocks
+            accelerator=accelerator,
+            mixed_precision=mixed_precision,
+            layout=layout,
+            blocks=blocks,
+            divide_layers=divide_layers,
         )
         self._cut_model = cut
         self._schedule_name = schedule
@@ -111,6 +118,8 @@ class PipelineStrategy(ShardedStrategy):
 
     def _divide(self, loss: nn.Module) -> None:
         """Keep this rank's stages, and of their parameters this rank's parts."""
+        if self._divide_layers is not None:
+            self._divide_layers(self.mesh["tensor"])
         cut = self._cut_model(loss, self.num_stages, self.stage_numbers)
         self.chunks = [_Chunk(stage, self._precision) for stage in cut.stages]
         self.model = cut.part
@@ -279,6 +288,15 @@ class PipelineStrategy(ShardedStrategy):
             if work is not None:
                 work.wait()
         return found
+
+    def holders(self, path: str) -> Sequence[int]:
+        """The ranks of this rank's stage; of the first one, for what it shares with the last."""
+        part, _, name = path.removeprefix("strategy/").partition("/")
+        if part not in ("model", "optimizer"):
+            return range(self.world_size)
+        tied = name.partition("/")[0] in self._cut.tied
+        stage = 0 if tied else self._stage_rank
+        return self.layout.groups("replicate", "shard", "context", "tensor")[stage]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""

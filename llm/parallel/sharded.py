@@ -79,7 +79,8 @@ class ShardedStrategy(AcceleratedStrategy):
         self._blocks = blocks
         self._divide_layers = divide_layers
         self._fill = fill
-        self._half_blocks = mixed_precision == "bf16"
+        # Kernels of the CPU want a norm's weights in its input's precision.
+        self._half_blocks = mixed_precision == "bf16" and self.device.type != "cpu"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
         self._counts = where["tensor"] == 0 and where["pipeline"] == 0

@@ -110,7 +110,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
     check_tensor_parallel(model_config, layout.tensor)
-    block_size = _block_size(config, model_config)
+    block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = document_ends(config, tokenizer)
     corpus = open_corpus_of(config, model_config, tokenizer, ends)
@@ -165,6 +165,10 @@ def open_model_config(config: GPTConfig) -> PreTrainedConfig:
         model_type=config.model_type,
         config_overrides=config.config_overrides,
         trust_remote_code=config.trust_remote_code,
+        model_size=config.model_size,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
     )
 
 
@@ -213,7 +217,9 @@ def _check_trackers(config: GPTConfig) -> None:
 
 
 def _default_output_dir(config: GPTConfig) -> str:
-    model = config.model_name_or_path or config.config_name or config.model_type
+    model = config.model_name_or_path or config.config_name or config.model_type or "gpt2"
+    if config.model_size is not None:
+        model = f"{Path(model).name}-{config.model_size}"
     text = config.dataset_name or config.train_file or config.validation_file
     if text is not None:
         data = Path(text).stem
@@ -227,7 +233,8 @@ def _default_output_dir(config: GPTConfig) -> str:
     return str(Path("runs") / f"{Path(str(model)).name}-{data}")
 
 
-def _block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+    """Tokens of a sample; a ConfigError where the model has fewer positions."""
     positions = max_positions(model_config)
     size = config.block_size or min(1024, positions or 1024)
     if positions is not None and size > positions:

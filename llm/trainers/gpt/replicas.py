@@ -131,6 +131,7 @@ def choose_strategy(
             cut=cut_model,
             schedule=config.pipeline_schedule,
             virtual_stages=config.virtual_stages,
+            divide_layers=_layer_division(model) if layout.tensor > 1 else None,
         )
     if not layout.is_replicated:
         fill = None

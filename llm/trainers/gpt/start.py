@@ -8,6 +8,7 @@ from llm import checkpoint, options
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
+from llm.model_rules import shape_options
 from llm.models.configuration import has_weights
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import draw_seed
@@ -171,7 +172,7 @@ def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
 def find_weights(config: GPTConfig, start: Checkpoint | None) -> str | None:
     """Where pretrained weights come from; None trains from scratch or from a checkpoint."""
     name = config.model_name_or_path
-    if name is None or config.low_cpu_mem_usage or start is not None:
+    if name is None or config.low_cpu_mem_usage or shape_options(config) or start is not None:
         return None
     if has_weights(name):
         return name

@@ -1,0 +1,1 @@
+"""Plans a run before it is queued: memory, traffic, time. Run `python -m llm.plan`."""

@@ -1,0 +1,123 @@
+"""The plan of one layout: memory, arithmetic, traffic, time."""
+
+import dataclasses
+
+from llm.parallel.layout import Layout
+from llm.plan.census import FP32
+from llm.plan.job import Job, Shares
+from llm.plan.memory import Memory, peak_memory
+from llm.plan.stages import bubble, layers_of_stages
+from llm.plan.traffic import Transfer, transfers
+
+DAY = 86400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a layout takes.
+
+    Attributes:
+        layout: The layout.
+        micro_batches: Of a step, on each rank.
+        samples: Of a step, over all ranks.
+        tokens: Of a step, over all ranks.
+        memory: Of the fullest rank.
+        fits: Whether that is in the device's memory.
+        flops: Of a step, over all ranks, with recomputation if there is any.
+        bubble: Share of a step in which stages of the pipeline wait.
+        transfers: What a rank sends.
+        floor: Seconds of a step at the device's peak.
+        seconds: Seconds of a step at the efficiency that is expected.
+    """
+
+    layout: Layout
+    micro_batches: int
+    samples: int
+    tokens: int
+    memory: Memory
+    fits: bool
+    flops: float
+    bubble: float
+    transfers: tuple[Transfer, ...]
+    floor: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks, at the efficiency that is expected."""
+        return self.tokens / self.seconds
+
+
+def estimate(job: Job, shares: Shares, layout: Layout) -> Estimate:
+    """Plan a layout.
+
+    Raises:
+        ConfigError: It does not divide layers, heads, samples or batch.
+    """
+    memory = peak_memory(job, shares, layout)
+    micro_batches = job.micro_batches(layout)
+    sent = transfers(job, shares, layout)
+    waits = bubble(
+        job.schedule,
+        stages=layout.pipeline,
+        micro_batches=micro_batches,
+        virtual=job.virtual_stages,
+    )
+    samples = job.samples(layout)
+    return Estimate(
+        layout=layout,
+        micro_batches=micro_batches,
+        samples=samples,
+        tokens=samples * job.length,
+        memory=memory,
+        fits=memory.fits(job),
+        flops=_flops(job, shares, layout),
+        bubble=waits / (1 + waits),
+        transfers=tuple(sent),
+        floor=_step_seconds(job, shares, layout, sent, memory, waits, efficiency=1.0),
+        seconds=_step_seconds(job, shares, layout, sent, memory, waits, efficiency=job.efficiency),
+    )
+
+
+def _flops(job: Job, shares: Shares, layout: Layout) -> float:
+    """Of a step over all ranks, each product counted once."""
+    trace = shares.trace(layout.tensor, layout.context)
+    num_layers = len(shares.census(layout.tensor).blocks)
+    blocks = num_layers * sum(trace.block_flops) * layout.tensor
+    sample = (blocks + trace.loss_flops) * layout.context
+    return sample * job.micro_batches(layout) * layout.data_ranks
+
+
+def _step_seconds(
+    job: Job,
+    shares: Shares,
+    layout: Layout,
+    sent: list[Transfer],
+    memory: Memory,
+    waits: float,
+    *,
+    efficiency: float,
+) -> float:
+    """Seconds of a step: products, what is sent among them, the bubble, the optimizer.
+
+    What can be hidden behind products counts only as far as it takes longer than they do.
+    """
+    trace = shares.trace(layout.tensor, layout.context)
+    stages = layers_of_stages(len(shares.census(layout.tensor).blocks), layout.pipeline)
+    loads = [layers * sum(trace.block_flops) for layers in stages]
+    loads[-1] += trace.loss_flops
+    peak = job.device.flops if job.mixed_precision != "no" else job.device.fp32_flops
+    computing = max(loads) * job.micro_batches(layout) / (peak * efficiency)
+    inline = sum(t.seconds(job) for t in sent if not t.overlapped)
+    hidden = sum(t.seconds(job) for t in sent if t.overlapped)
+    # The optimizer reads and writes weights and moments and reads gradients.
+    stepping = (2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters) / (
+        job.device.bandwidth
+    )
+    return max((computing + inline) * (1 + waits), hidden) + stepping
+
+
+def checkpoint_bytes(job: Job, shares: Shares) -> int:
+    """Of a checkpoint: weights and optimizer, and K-FAC's state once."""
+    parameters = shares.census(1).parameters
+    return int(parameters * (FP32 + job.extra.per_element)) + job.extra.kfac

@@ -1,0 +1,77 @@
+"""Options of `python -m llm.plan`: the trainer's, and where the run is to be."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.options import option
+from llm.rules import check_planned
+
+PLAN = "Plan"
+
+
+@dataclass(kw_only=True)
+class PlanOptions(GPTConfig):
+    """What is planned: any option of the trainer, and those of the plan."""
+
+    nodes: int = option(1, "Nodes.", group=PLAN, at_least=1)
+    gpus_per_node: int = option(8, "Devices, and so ranks, of a node.", group=PLAN, at_least=1)
+    device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
+        option("h100-80gb", "The device that holds a rank.", group=PLAN)
+    )
+    memory_gib: float | None = option(
+        None, "Memory of a device in GiB, if not that of the table.", group=PLAN, above=0
+    )
+    links: tuple[float, ...] = option(
+        (),
+        "GB/s that one device sends, in the node and between nodes, if not those of the table, "
+        "such as 450 50.",
+        group=PLAN,
+        above=0,
+    )
+    efficiency: float = option(
+        0.5,
+        "Share of the device's peak that matrix products are expected to reach.",
+        group=PLAN,
+        above=0,
+        at_most=1,
+    )
+    num_tokens: float | None = option(
+        None,
+        "Tokens to train on, such as 300e9; by default those of max_train_steps or "
+        "max_train_samples.",
+        group=PLAN,
+        above=0,
+    )
+    disk_gbps: float = option(
+        10.0, "GB/s at which all ranks together write a checkpoint.", group=PLAN, above=0
+    )
+    search: bool = option(False, "Rank the layouts of so many devices.", group=PLAN)
+    top: int = option(10, "Layouts that --search shows.", group=PLAN, at_least=1)
+    json: bool = option(False, "Print JSON for scripts.", group=PLAN)
+    plot: str | None = option(
+        None, "Draw the memory by kind into this PNG, PDF or SVG file.", group=PLAN
+    )
+
+
+def check(options: PlanOptions) -> None:
+    """Refuse what cannot be planned.
+
+    Raises:
+        ConfigError: With all the complaints in one message, one sentence each.
+    """
+    problems = check_planned(options)
+    if options.data_parallel != "allreduce":
+        problems.append(
+            f"--data_parallel {options.data_parallel} cannot be planned yet; leave it out, and add "
+            "one more copy of the weights for gossip, two for diloco."
+        )
+    if options.kfac and options.kfac_library == "kfac-pytorch":
+        problems.append("--kfac_library kfac-pytorch cannot be planned; leave it out.")
+    if options.links and len(options.links) != 2:
+        problems.append(
+            "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."
+        )
+    if problems:
+        raise ConfigError(" ".join(problems))

@@ -1,0 +1,152 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.models.configuration import load_config
+from llm.models.flops import flops_per_token
+from llm.models.sizes import SIZES
+from llm.options import fields
+from llm.rules import check
+from llm.trainers.gpt.start import find_weights
+from tests.support.models import tiny_config
+
+
+def load(**options: Any) -> PreTrainedConfig:
+    names = ("model_name_or_path", "config_name", "model_type", "config_overrides")
+    return load_config(**{**dict.fromkeys(names), "trust_remote_code": False, **options})
+
+
+def on_meta(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+# Layers, width and heads of table 1 of Narayanan et al. 2021.
+PAPER = {
+    "1.7B": (24, 2304, 24),
+    "3.6B": (30, 3072, 32),
+    "7.5B": (36, 4096, 32),
+    "18.4B": (40, 6144, 48),
+    "39.1B": (48, 8192, 64),
+    "76.1B": (60, 10240, 80),
+    "145.6B": (80, 12288, 96),
+    "310.1B": (96, 16384, 128),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_parameters_and_operations_are_those_of_the_papers_formulas(name: str) -> None:
+    layers, h, heads = PAPER[name]
+    config = load(model_size=name)
+    model = on_meta(config)
+
+    assert (config.n_layer, config.n_embd, config.n_head) == (layers, h, heads)
+    assert (config.vocab_size, config.n_positions) == (51200, 2048)
+    formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == pytest.approx(formula, rel=1e-4)
+    # Without recomputation three quarters of the blocks' share of the paper's 96 B s l h^2.
+    operations = 72 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (12 * layers * h))
+    assert flops_per_token(model, block_size=2048) == pytest.approx(operations, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("124M", 124_439_808),
+        ("355M", 354_823_168),
+        ("774M", 774_030_080),
+        ("1.5B", 1_557_611_200),
+        ("1.7B", 1_652_230_656),
+        ("310.1B", 310_130_540_544),
+    ],
+)
+def test_a_size_alone_is_a_gpt2_of_so_many_parameters(name: str, parameters: int) -> None:
+    model = on_meta(load(model_size=name))
+
+    assert model.config.model_type == "gpt2"
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_the_option_names_every_size_of_the_table() -> None:
+    option = next(field for field in fields(GPTConfig) if field.name == "model_size")
+    assert set(option.choices) == set(SIZES)
+
+
+def test_a_llama_keeps_the_proportions_of_its_mlp_and_of_its_key_heads(tmp_path: Path) -> None:
+    tiny = tiny_config("llama")
+    tiny.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    tiny.save_pretrained(tmp_path)
+    config = load(config_name=str(tmp_path), model_size="7.5B")
+
+    assert (config.num_hidden_layers, config.hidden_size) == (36, 4096)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (32, 16)
+    assert config.intermediate_size == 4096 * tiny.intermediate_size // tiny.hidden_size
+    assert config.vocab_size == tiny.vocab_size
+    assert config.head_dim == 128
+
+
+def test_the_default_llama_of_a_size_has_as_many_weights_in_its_blocks_as_the_gpt() -> None:
+    config = load(model_type="llama", model_size="18.4B")
+    assert config.intermediate_size == 16512  # 6144 * 11008 / 4096
+
+    model = on_meta(config)
+    embedding = 2 * 32000 * 6144
+    blocks = sum(parameter.numel() for parameter in model.parameters()) - embedding
+    assert blocks == pytest.approx(12 * 40 * 6144**2, rel=0.01)
+
+
+def test_megatrons_three_numbers_make_a_gpt2(tmp_path: Path) -> None:
+    config = load(num_layers=3, hidden_size=96, num_attention_heads=6)
+
+    assert (config.n_layer, config.n_embd, config.n_head) == (3, 96, 6)
+    assert (config.vocab_size, config.n_positions) == (50257, 1024)
+
+
+def test_one_number_changes_a_named_model_and_overrides_come_after(tmp_path: Path) -> None:
+    tiny_config("gpt2").save_pretrained(tmp_path)
+    config = load(
+        model_name_or_path=str(tmp_path), num_layers=7, config_overrides="n_positions=4096"
+    )
+
+    assert (config.n_layer, config.n_embd, config.n_positions) == (7, 32, 4096)
+
+
+def test_a_model_of_a_chosen_size_is_trained_from_scratch() -> None:
+    # The Hub's name stands for weights, which would not fit.
+    assert find_weights(GPTConfig(model_name_or_path="gpt2"), None) == "gpt2"
+    assert find_weights(GPTConfig(model_name_or_path="gpt2", model_size="355M"), None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_size": "2B"}, "--model_size 2B is none of 124M, 355M, "),
+        ({"model_type": "bloom", "num_layers": 2}, "this is a bloom model"),
+        ({"model_type": "gpt2", "hidden_size": 100}, "--hidden_size 100 cannot be divided by"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(**options)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_size": "1.7B", "num_layers": 2}, "--model_size 1.7B sets --num_layers already"),
+        ({"num_layers": 2}, "give --hidden_size and --num_attention_heads too"),
+    ],
+)
+def test_sizes_that_contradict_are_refused_before_anything_is_read(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(GPTConfig(train_file="a.txt", tokenizer_name="gpt2", **options))
+    assert says in str(refused.value)

@@ -1,0 +1,315 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from llm.errors import ConfigError
+from llm.models.blocks import find_blocks
+from llm.parallel.layout import Layout
+from llm.plan.__main__ import main
+from llm.plan.census import shard_sizes, take_census
+from llm.plan.devices import DEVICES
+from llm.plan.estimate import Estimate, estimate
+from llm.plan.job import Job, Shares
+from llm.plan.make import fake_ranks, make_job, make_layout
+from llm.plan.meter import MemoryMeter
+from llm.plan.options import PlanOptions
+from llm.plan.search import nearest, search
+from llm.plan.split import split_model
+from llm.plan.stages import bubble, in_flight, layers_of_stages
+from llm.plan.traffic import transfers
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "block_size": 64,
+    "per_device_train_batch_size": 2,
+    "device": "cpu",
+    "config_overrides": "vocab_size=512",
+}
+
+
+def job_of(**options: Any) -> Job:
+    return make_job(PlanOptions(**{**SMALL, **options}))
+
+
+def plan_of(**options: Any) -> Estimate:
+    given = PlanOptions(**{**SMALL, **options})
+    job = make_job(given)
+    return estimate(job, Shares(job), make_layout(given))
+
+
+# Layers and width of table 1 of Narayanan et al. 2021, and the batch that it was trained with.
+PAPER = {
+    "1.7B": (24, 2304, 512),
+    "310.1B": (96, 16384, 2160),
+}
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None:
+    layers, h, batch = PAPER[size]
+    plan = plan_of(
+        model_size=size,
+        num_layers=None,
+        hidden_size=None,
+        num_attention_heads=None,
+        config_overrides=None,
+        device="h100-80gb",
+        block_size=2048,
+        per_device_train_batch_size=1,
+        global_batch_size=batch,
+        gradient_checkpointing=True,
+        mixed_precision="bf16",
+        gpus_per_node=8,
+        tensor_parallel_size=8,
+    )
+    formula = 96 * batch * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
+    assert plan.flops == pytest.approx(formula, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_ranks_share_is_what_fully_shard_gives_it_on_64_ranks(family: str) -> None:
+    model = job_of(model_type=family).outline()
+    census = take_census(model)
+    counted = sum(shard_sizes(block, 64)[0] for block in (*census.blocks, census.others))
+
+    with fake_ranks(64):
+        mesh = init_device_mesh("cpu", (64,))
+        for block in find_blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+
+    assert counted == held
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "qwen3"])
+def test_a_tensor_parallel_rank_holds_its_part_of_every_matrix_of_a_block(family: str) -> None:
+    job = job_of(model_type=family)
+    whole, part = job.outline(), job.outline()
+    split_model(part, 4)
+
+    parameters = (find_blocks(model)[0].parameters() for model in (whole, part))
+    for one, other in zip(*parameters, strict=True):
+        if one.ndim == 2:
+            assert other.numel() * 4 == one.numel()
+    # It still computes: the trace runs through the narrow block.
+    trace = Shares(job).trace(4, 1)
+    assert trace.block_flops[0] == Shares(job).trace(1, 1).block_flops[0] / 4
+
+
+def test_a_part_of_a_sample_attends_to_the_keys_of_all_parts() -> None:
+    shares = Shares(job_of())
+    whole, half = shares.trace(1, 1), shares.trace(1, 2)
+
+    assert half.block_flops[0] * 2 == whole.block_flops[0]
+    assert half.hidden * 2 == whole.hidden
+    assert half.block > whole.block / 2
+
+
+def test_the_meter_counts_what_is_alive_and_the_most_that_was() -> None:
+    known = torch.zeros(256)
+    meter = MemoryMeter([known])
+    with meter:
+        kept = known + 1
+        temporary = kept * 2
+        view = known.view(16, 16)
+        half = known.to(torch.bfloat16)
+        del temporary
+        level = meter.mark()
+
+    assert level.live == 1024 + 512  # kept and half; a view has no memory of its own
+    assert level.peak == 1024 + 1024 + 512
+    assert level.casts == half.nbytes == 512
+    assert view.shape == (16, 16)
+
+
+def test_layers_left_over_go_to_the_middle_of_the_pipeline() -> None:
+    assert layers_of_stages(12, 4) == [3, 3, 3, 3]
+    assert layers_of_stages(10, 4) == [2, 3, 3, 2]
+    with pytest.raises(ConfigError, match="--pipeline_parallel_size 5 is more than the 4 layers"):
+        layers_of_stages(4, 5)
+
+
+def test_micro_batches_in_flight_and_the_bubble_are_those_of_the_schedules() -> None:
+    sizes = {"stages": 4, "micro_batches": 8}
+
+    assert in_flight("gpipe", stage=0, virtual=1, **sizes) == 8
+    assert [in_flight("1f1b", stage=s, virtual=1, **sizes) for s in range(4)] == [4, 3, 2, 1]
+    # Six warm-up parts, four more for the second half of the layers, one at work: 11 halves.
+    assert in_flight("interleaved-1f1b", stage=0, virtual=2, **sizes) == 5.5
+    assert bubble("1f1b", virtual=1, **sizes) == 3 / 8
+    assert bubble("interleaved-1f1b", virtual=2, **sizes) == 3 / 16
+
+
+def test_a_ring_leaves_its_node_once_and_the_ranks_there_share_that() -> None:
+    job = job_of(nodes=2, gpus_per_node=2)
+    shares = Shares(job)
+    (sent,) = transfers(job, shares, Layout(replicate=4))
+
+    whole = 2 * 3 / 4 * 4 * shares.census(1).parameters  # an all-reduce of fp32 over four ranks
+    assert sent.axis == "replicate"
+    assert sent.in_node == sent.between_nodes == whole / 2
+
+
+def test_tensor_parallel_ranks_stay_in_their_node() -> None:
+    job = job_of(nodes=2, gpus_per_node=4)
+    by_axis = {t.axis: t for t in transfers(job, Shares(job), Layout(shard=2, tensor=4))}
+
+    # Two sums forward and two backward, each of 2 x 64 tokens of width 64 in fp32, in 4 layers.
+    assert by_axis["tensor"].in_node == 4 * 4 * (2 * 64 * 64 * 4) * 2 * 3 / 4
+    assert by_axis["tensor"].between_nodes == 0
+    assert by_axis["shard"].in_node == 0
+
+
+def test_weights_gradients_and_moments_shrink_with_the_ranks_that_share_them() -> None:
+    whole = plan_of(gpus_per_node=4).memory
+    quarter = plan_of(gpus_per_node=4, data_parallel_shard_size=4).memory
+
+    for kind in ("weights", "optimizer"):
+        assert getattr(quarter, kind) == pytest.approx(getattr(whole, kind) / 4, rel=0.01)
+
+
+def test_a_later_stage_of_the_pipeline_holds_fewer_activations_and_no_embedding() -> None:
+    job = job_of(gpus_per_node=4, global_batch_size=16, chunked_loss=False)
+    shares = Shares(job)
+    plans = {p: estimate(job, shares, Layout(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
+
+    assert plans[1].bubble == 0
+    assert plans[4].bubble == pytest.approx(3 / (8 + 3))
+    assert plans[4].memory.parameters < plans[1].memory.parameters
+    assert plans[1].samples == plans[2].samples == plans[4].samples == 16
+
+
+def test_the_search_puts_the_fastest_that_fits_first_and_names_the_nearest() -> None:
+    job = job_of(gpus_per_node=4, global_batch_size=64, memory_gib=0.008)
+    found = search(job, Shares(job), world_size=4)
+
+    fitting = [plan for plan in found if plan.fits]
+    assert 0 < len(fitting) < len(found)
+    assert found[: len(fitting)] == fitting
+    rates = [plan.tokens_per_second for plan in fitting]
+    assert rates == sorted(rates, reverse=True)
+    near = nearest(found, Layout(replicate=4))
+    assert near is not None
+    assert near.fits
+
+
+def test_kfac_has_memory_of_its_own() -> None:
+    memory = plan_of(kfac=True, gpus_per_node=1).memory
+
+    # The two factors of the narrowest kind of layer alone are 65 x 65 and 64 x 64, in fp32.
+    assert memory.kfac > 4 * 2 * 4 * (65**2 + 64**2)
+    assert plan_of(gpus_per_node=1).memory.kfac == 0
+
+
+_SMALLEST = (
+    "--config_overrides vocab_size=512 --num_layers 2 --hidden_size 64 --num_attention_heads 4 "
+    "--block_size 64 --device cpu --gpus_per_node 2"
+)
+WORDS = _SMALLEST.split()
+
+
+def test_a_toml_file_comes_first_and_options_override_it(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model_type = "llama"\nnum_layers = 2\nmax_train_steps = 10\n')
+
+    assert main([str(path), *WORDS[4:], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"] == "llama"
+    assert plan["budget_tokens"] == 10 * 8 * 2 * 64
+    assert plan["memory"]["total"] == sum(
+        plan["memory"][kind]
+        for kind in (
+            "weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers"
+        )
+    )  # fmt: skip
+    assert plan["node_hours"] == pytest.approx(plan["days"] * 24)
+
+
+def test_a_plan_that_does_not_fit_says_so_and_ends_with_1(capsys: Any) -> None:
+    assert main([*WORDS, "--memory_gib", "0.001"]) == 1
+    assert "no layout of these devices does" in capsys.readouterr().out
+
+
+def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    assert main([*WORDS, "--search", "--top", "2", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "tokens/s  fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--nodes 2", "Name the model with"),
+        ("--model_size 2B", "2B"),
+        ("--device h900", "h100-80gb"),
+        ("--num_attention_heads 4 --tensor_parallel_size 8", "does not divide the 4 heads"),
+        ("--data_parallel_shard_size 3", "which do not divide the 2"),
+        ("--global_batch_size 7", "--global_batch_size 7 is no multiple of 16"),
+        ("--context_parallel_size 2 --block_size 63", "does not divide the 63 tokens"),
+        ("--links 5", "--links takes two numbers"),
+        ("--data_parallel gossip", "--data_parallel gossip cannot be planned yet"),
+        ("--plot memory.doc", "must end in .png"),
+        ("--model_type bloom --num_layers none --tensor_parallel_size 2", "bloom"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_code_2(words: str, says: str, capsys: Any) -> None:
+    given = [] if words.startswith("--nodes") else [*WORDS, "--gpus_per_node", "2"]
+    if "tensor_parallel_size 8" in words:
+        given += ["--gpus_per_node", "8"]
+    assert main([*given, *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_help_needs_no_torch_and_is_quick() -> None:
+    code = (
+        "import sys\n"
+        "from llm.plan.__main__ import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    began = time.process_time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--gpus_per_node" in done.stdout
+    assert time.process_time() - began < 1
+
+
+def test_the_option_names_every_device_of_the_table() -> None:
+    for name in DEVICES:
+        assert PlanOptions(device=name).device == name
+    assert {"h100-80gb", "a100-40gb", "cpu"} <= DEVICES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [8, 384])
+@pytest.mark.parametrize(
+    "size", ["1.7B", "3.6B", "7.5B", "18.4B", "39.1B", "76.1B", "145.6B", "310.1B"]
+)
+def test_every_size_of_the_paper_is_searched_in_a_minute(
+    size: str, nodes: int, capsys: Any
+) -> None:
+    words = (
+        f"--model_size {size} --nodes {nodes} --block_size 2048 --per_device_train_batch_size 1 "
+        f"--global_batch_size {8 * nodes} --mixed_precision bf16 --gradient_checkpointing --search"
+    )
+    began = time.process_time()
+    assert main(words.split()) in (0, 1)
+    assert time.process_time() - began < 60
+    assert "parameters, on" in capsys.readouterr().out

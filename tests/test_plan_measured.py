@@ -1,0 +1,136 @@
+"""The plan against the peak that torch's allocator reports for real steps.
+
+The measure is the profiler's record of every allocation and release of the CPU allocator, from
+before the model is built; it holds tensors only, neither the interpreter nor libraries.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llm.command_line import parse
+from llm.models.blocks import find_blocks
+from llm.models.gpt import build_model
+from llm.models.loss import LanguageModelLoss
+from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+from llm.parallel.sharded import ShardedStrategy
+from llm.plan.estimate import estimate
+from llm.plan.job import Shares
+from llm.plan.make import make_job, make_layout
+from llm.plan.options import PlanOptions
+from llm.rules import recomputation
+from llm.strategy import MicroBatch
+from llm.trainers.gpt.inputs import open_model_config
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
+from tests.support.ranks import run_ranks, values
+
+MODEL = (
+    "--num_layers 4 --hidden_size 256 --num_attention_heads 4 --block_size 256 "
+    "--per_device_train_batch_size 4 --device cpu --nodes 1"
+)
+
+
+def options_of(words: str) -> PlanOptions:
+    return parse(PlanOptions, words.split(), prog="", description="")
+
+
+def measure(words: str) -> int:
+    """Bytes allocated at most in two steps of the trainer's own strategy, on this rank."""
+    options = options_of(words)
+    if options.gpus_per_node == 1:
+        # As `python -m` starts it: under a launcher even one rank has DistributedDataParallel.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    cpu = torch.device("cpu")
+    accelerator = make_accelerator(options.mixed_precision, device=cpu)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        strategy = make_strategy(options, accelerator)
+        length = options.block_size
+        ids = torch.zeros(options.per_device_train_batch_size, length, dtype=torch.long)
+        batches = [MicroBatch(ids, ids)] * options.gradient_accumulation_steps
+        for _ in range(2):
+            strategy.forward_backward(
+                batches, num_tokens=ids.numel() * len(batches) * strategy.data_ranks
+            )
+            if strategy.second_order is not None:
+                strategy.second_order.precondition(learning_rate=1e-3)
+            strategy.optimizer_step(1.0)
+    strategy.close()
+    return highest(recorded)
+
+
+def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy:
+    model = build_model(
+        config=open_model_config(options),
+        weights_from=None,
+        seed=1,
+        device=torch.device("cpu"),
+        vocab_size=1,
+        attention_implementation=options.attention_implementation,
+        activation_checkpointing=recomputation(options),
+        no_bias=options.no_bias,
+        pad_vocab_to_multiple_of=options.pad_vocab_to_multiple_of,
+        fused_gelu=options.fused_gelu,
+        tied_gradients=options.tied_gradients,
+        trust_remote_code=False,
+    )
+    layout = make_layout(options)
+    precision = options.mixed_precision
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=precision)
+    if not layout.is_replicated:
+        strategy = ShardedStrategy(
+            accelerator=accelerator,
+            mixed_precision=precision,
+            layout=layout,
+            blocks=find_blocks(model),
+        )
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        if not options.kfac:
+            return make_optimizer_of(options, model)
+        strategy.second_order = kfac = make_kfac(options, model)
+        return kfac.optimizer
+
+    strategy.prepare(LanguageModelLoss(model, chunked=options.chunked_loss), make_optimizer)
+    return strategy
+
+
+def highest(recorded: Any) -> int:
+    """The most bytes that were allocated at once."""
+    peak, events = 0, list(recorded.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        peak = max(peak, getattr(event.extra_fields, "total_allocated", 0))
+    return peak
+
+
+def planned(words: str) -> int:
+    options = options_of(words)
+    job = make_job(options)
+    return estimate(job, Shares(job), make_layout(options)).memory.total
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ""),
+        (2, "--data_parallel_shard_size 2"),
+        pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
+        pytest.param(1, "--mixed_precision bf16 --no_chunked_loss", marks=SLOW),
+        pytest.param(1, "--kfac", marks=SLOW),
+        pytest.param(1, "--gradient_checkpointing", marks=SLOW),
+        pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),
+        pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
+    ],
+)
+def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks: int, words: str) -> None:
+    words = f"{MODEL} {words} --gpus_per_node {ranks}"
+    peaks = values(run_ranks(measure, ranks, words))
+    assert planned(words) == pytest.approx(max(peaks), rel=0.1)
