@@ -30,10 +30,13 @@ train: $(VENV)/.core
 	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not cluster" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not layouts and not cluster" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-layouts: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m layouts $(ARGS)
 
 # One after the other: some of them measure how soon a run ends.
 test-faults: $(VENV)/.dev

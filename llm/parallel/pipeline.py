@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from llm.parallel.layout import Layout
-from llm.parallel.schedules import Schedule, idle_share, make_schedule
+from llm.parallel.schedules import Chunk, Schedule, idle_share, make_schedule
 from llm.parallel.sharded import ShardedStrategy
 from llm.runtime import seed_torch
 from llm.strategy import MakeOptimizer, MicroBatch
@@ -121,7 +121,7 @@ class PipelineStrategy(ShardedStrategy):
         if self._divide_layers is not None:
             self._divide_layers(self.mesh["tensor"])
         cut = self._cut_model(loss, self.num_stages, self.stage_numbers)
-        self.chunks = [_Chunk(stage, self._precision) for stage in cut.stages]
+        self.chunks = [Chunk(stage, self._precision) for stage in cut.stages]
         self.model = cut.part
         self.wrapped = nn.ModuleList(self.chunks)
         self.loss = None  # it holds the whole model
@@ -289,6 +289,15 @@ class PipelineStrategy(ShardedStrategy):
                 work.wait()
         return found
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, of which other stages' names are left to them."""
+        own = self.state_dict()
+        parts = {
+            part: {name: state[part][name] for name in own[part] if name in state[part]}
+            for part in ("model", "optimizer")
+        }
+        super().load_state_dict({**state, **parts})
+
     def holders(self, path: str) -> Sequence[int]:
         """The ranks of this rank's stage; of the first one, for what it shares with the last."""
         part, _, name = path.removeprefix("strategy/").partition("/")
@@ -319,25 +328,6 @@ class PipelineStrategy(ShardedStrategy):
                 whole[name] = torch.empty(shape, dtype=dtype)
                 dist.recv(whole[name], rank, group=self._host_group)
         return whole
-
-
-class _Chunk(nn.Module):
-    """A stage as the schedule runs it: in the run's precision, with fp32 between stages."""
-
-    def __init__(
-        self, stage: nn.Module, precision: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
-        super().__init__()
-        self.stage = stage
-        self._precision = precision
-
-    def forward(self, received: Tensor, **arguments: Tensor) -> Any:
-        """As the stage's."""
-        with self._precision():
-            output = self.stage(received, **arguments)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            return output.float().contiguous()
-        return output
 
 
 def _given(micro_batch: MicroBatch) -> dict[str, Tensor]:

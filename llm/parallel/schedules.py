@@ -4,10 +4,11 @@ The schedules are those of torch.distributed.pipelining: GPipe (Huang et al. 201
 arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -78,3 +79,22 @@ def make_schedule(
         )
     single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
     return single(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
+
+
+class Chunk(nn.Module):
+    """A stage as the schedule runs it: in the run's precision, with fp32 between stages."""
+
+    def __init__(
+        self, stage: nn.Module, precision: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self._precision = precision
+
+    def forward(self, received: Tensor, **arguments: Tensor) -> Any:
+        """As the stage's."""
+        with self._precision():
+            output = self.stage(received, **arguments)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            return output.float().contiguous()
+        return output

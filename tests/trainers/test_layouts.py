@@ -1,5 +1,6 @@
 """Whole runs whose model is divided over ranks: the losses of one, checkpoints of any layout."""
 
+import math
 import shutil
 
 import pytest
@@ -21,16 +22,49 @@ def alone(plain) -> Run:
     return plain.train_well("alone", per_device_train_batch_size=8, eval_metrics="accuracy")
 
 
+FSDP4 = {"data_parallel_shard_size": 4}
+TENSOR = {"tensor_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2}
+LAYOUTS = {
+    "FSDP2": (2, SHARDED),
+    "HSDP2x2": (4, SHARDED),
+    "FSDP4": (4, FSDP4),
+    "TP2": (2, TENSOR),
+    "TP2xFSDP2": (4, TENSOR | SHARDED),
+    "TP2xDP2": (4, TENSOR),
+    "CP2": (2, CONTEXT),
+    "CP2xDP2": (4, CONTEXT),
+    "TP2xCP2": (4, TENSOR | CONTEXT),
+    "PP2": (2, PIPELINE),
+    "PP2xDP2": (4, PIPELINE),
+    "PP2xFSDP2": (4, PIPELINE | SHARDED),
+    "PP2xTP2": (4, PIPELINE | TENSOR),
+}
+IN_SHORT = ("FSDP4", "TP2xCP2", "PP2xTP2")
+"""Those of the ordinary suite; `make test-layouts` runs all."""
+
+
+def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
+    return ranks // math.prod(
+        size for name, size in sizes.items() if name != "data_parallel_shard_size"
+    )
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    [(2, SHARDED), (4, SHARDED), (4, {"data_parallel_shard_size": 4})],
-    ids=["FSDP2", "HSDP2x2", "FSDP4"],
+    "layout",
+    [
+        name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.layouts)
+        for name in LAYOUTS
+    ],
 )
-def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alone, ranks, sizes):
+def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alone, layout):
+    ranks, sizes = LAYOUTS[layout]
     run = plain.train_well(
-        f"divided-{ranks}-{sizes}",
+        layout,
         ranks=ranks,
-        per_device_train_batch_size=8 // ranks,
+        per_device_train_batch_size=4 // data_ranks(ranks, sizes),
+        gradient_accumulation_steps=2,
         eval_metrics="accuracy",
         **sizes,
     )
@@ -48,21 +82,17 @@ def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alon
 
 
 def test_a_run_goes_on_under_other_layouts(plain, alone):
-    """FSDP4 -> 2 replicas -> FSDP2 -> one rank: the same samples, the same losses."""
-    legs = [
-        (5, 4, {"data_parallel_shard_size": 4}),
-        (10, 2, {}),
-        (15, 2, SHARDED),
-        (20, 1, {}),
-    ]
-    for end, ranks, sizes in legs:
+    """The same samples, the same losses; a stage's rank reads what another's has written."""
+    for end, layout in ((5, "FSDP4"), (8, "PP2xTP2"), (11, "PP2"), (14, "TP2xFSDP2"), (20, None)):
+        ranks, sizes = LAYOUTS[layout] if layout else (1, {})
         plain.train_well(
             "moving",
             ranks=ranks,
-            per_device_train_batch_size=8 // ranks,
+            per_device_train_batch_size=4 // data_ranks(ranks, sizes),
+            gradient_accumulation_steps=2,
             max_train_steps=end,
             change_on_resume="max_train_steps",
-            checkpointing_steps=5,
+            checkpointing_steps=3,
             resume_from_checkpoint=True,
             eval_metrics="accuracy",
             **sizes,
@@ -72,8 +102,12 @@ def test_a_run_goes_on_under_other_layouts(plain, alone):
     assert run.metrics[-1]["samples"] == 160
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, precision):
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [(SHARDED, "fp16"), (PIPELINE, "fp16"), (TENSOR, "no"), (CONTEXT, "no")],
+    ids=["FSDP2", "PP2", "TP2", "CP2"],
+)
+def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
     """Dropout is on, and a logging interval (3 steps) is open at the checkpoint."""
     bench = Bench(tmp_path_factory.mktemp("dropout"))
     options = {
@@ -83,7 +117,7 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, precision):
         "logging_steps": 3,
         "eval_steps": 7,
         "mixed_precision": precision,
-        **SHARDED,
+        **sizes,
     }
     straight = bench.train_well("straight", **options)
     cut = bench.folder / "cut"
@@ -105,6 +139,7 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, precision):
         ({"optimizer": "soap"}, "--optimizer soap needs whole weights on every rank"),
         ({"sample_every": 5}, "--sample_every needs the whole model on one rank"),
         ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
+        (PIPELINE | CONTEXT, "--context_parallel_size does not go with --pipeline_parallel_size"),
         ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that were started"),
     ],
 )
