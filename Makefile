@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-faults test-cluster test-peers check format docs configuration-page
+.PHONY: help install train test test-slow test-layouts test-faults test-cluster test-peers check format docs configuration-page
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -17,6 +17,7 @@ help:
 	@echo "make train      train the quick start's GPT (ARGS='--flag value' adds flags)"
 	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
 	@echo "make test-slow  run the tests that take more than half a minute each"
+	@echo "make test-layouts  train whole runs in every layout that fits 4 processes"
 	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"
 	@echo "make test-cluster  run the job scripts in Slurm and under mpiexec"
 	@echo "make test-peers run the tests against Megatron-LM's own reader and writer"

@@ -27,6 +27,7 @@ from llm.jobs.__main__ import JobOptions
 from llm.jobs.__main__ import main as write_job
 from llm.options import fields
 from llm.parallel.topology import TopologyOptions
+from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.runtime import EXIT_PREEMPTED
@@ -74,7 +75,8 @@ FOREIGN = {
         "recompute-activations", "make-vocab-size-divisible-by", "disable-bias-linear", "save",
         "load", "save-interval", "eval-interval", "exit-duration-in-mins", "exit-signal-handler",
         "finetune", "tensorboard-dir", "tensor-model-parallel-size",
-        "pipeline-model-parallel-size", "use-distributed-optimizer",
+        "pipeline-model-parallel-size", "use-distributed-optimizer", "use-torch-fsdp2",
+        "num-layers-per-virtual-pipeline-stage", "recompute-granularity", "context-parallel-size",
     },
     "NeMo": {
         "tokenizer-library", "dataset-impl", "preproc-folder", "apply-ftfy",
@@ -100,6 +102,7 @@ OTHER_PROGRAMS = {
     "checkpoints": (CheckpointOptions, "run"),
     "generate": (GenerateOptions, "run"),
     "parallel.topology": (TopologyOptions, None),
+    "plan": (PlanOptions, None),
     "preflight": (PreflightOptions, None),
     "report": (ReportOptions, "runs"),
 }
@@ -210,7 +213,7 @@ def keys_written_by(path: str, function: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_option_that_a_page_names_exists(page):
-    programs = (GPTConfig, *PROGRAMS, *DATA_PROGRAMS.values())
+    programs = (PlanOptions, *PROGRAMS, *DATA_PROGRAMS.values())
     declared = [field for program in programs for field in fields(program)]
     known = {name for field in declared for name in (*field.names, *field.opposites)}
     known |= set().union(*FOREIGN.values())
@@ -244,6 +247,8 @@ def test_every_other_command_that_a_page_shows_parses(page):
     for program, words in commands_of(page):
         if program in OTHER_PROGRAMS:
             options, positional = OTHER_PROGRAMS[program]
+            if program == "plan":
+                del words[:1]  # the file, whose content the page shows
             if positional and words and not words[0].startswith("-"):
                 words = [f"--{positional}", *words]  # whose name can be left out
             assert parse(options, words, prog=program, description="")

@@ -41,7 +41,8 @@ def options_of(script: str) -> list[str]:
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
     run = re.search(r"(?m)^RUN=([^$\n]*?)(/\w+-\$VALUE)?$", script)
     rows = [row for row in block.splitlines() if '"$VALUE"' not in row]
-    return shlex.split("\n".join(rows).replace("$RUN", run[1] if run else ""))
+    text = re.sub(r'"\$\{\w+:-(\w+)\}"', r"\1", "\n".join(rows))  # what may come from outside
+    return shlex.split(text.replace("$RUN", run[1] if run else ""))
 
 
 def directives(script: str) -> dict[str, str]:

@@ -131,12 +131,20 @@ def options_block(job: Job) -> str:
         rows[-1].append(_word(word))
     computed = ["output_dir"] if job.names_run else []
     computed += [job.sweep[0]] if job.sweep is not None else []
-    rows = [row for row in rows if _option_of(row) not in computed]
+    rows = [_from_outside(row) for row in rows if _option_of(row) not in computed]
     if job.sweep is not None:
         rows.append([f"--{job.sweep[0]}", '"$VALUE"'])
     if job.names_run:
         rows.append(["--output_dir", '"$RUN"'])
     return "\n".join(["OPTIONS=(", *(f"    {' '.join(row)}" for row in rows), ")"])
+
+
+def _from_outside(row: list[str]) -> list[str]:
+    """A size of the layout or of the model, which an environment variable may give instead."""
+    variable = _VARIABLES.get(_option_of(row))
+    if variable is None or len(row) != 2:
+        return row
+    return [row[0], f'"${{{variable}:-{row[1]}}}"']
 
 
 def _option_of(row: list[str]) -> str:
@@ -146,6 +154,15 @@ def _option_of(row: list[str]) -> str:
 def _word(text: str) -> str:
     return text if re.fullmatch(r"__[A-Z_]+__", text) else shlex.quote(text)
 
+
+_VARIABLES = {
+    "tensor_parallel_size": "TP_SIZE",
+    "pipeline_parallel_size": "PP_SIZE",
+    "num_layers": "NUM_LAYERS",
+    "hidden_size": "HIDDEN_SIZE",
+    "num_attention_heads": "NUM_ATTENTION_HEADS",
+}
+"""As the scripts of Megatron-LM name them: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`."""
 
 _CHECK_FILLED_IN = """\
 left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)

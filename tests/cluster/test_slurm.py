@@ -62,6 +62,17 @@ def test_gpt2_small_in_both_modes(slurm, submission, mode):
     assert ("consensus_distance: " in text) == (mode != "")
 
 
+def test_layers_and_stages_whose_sizes_come_from_outside(slurm, submission):
+    script = submission.fill_in(
+        "slurm/tensor_pipeline.sh", run="stages", max_train_steps=20, gradient_accumulation_steps=2
+    )
+    sizes = "TP_SIZE=2,PP_SIZE=2,NUM_LAYERS=2,HIDDEN_SIZE=32,NUM_ATTENTION_HEADS=2"
+    nodes = ("--nodes=2", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
+    job = slurm.submit(script, *nodes, f"--export=ALL,{sizes}")
+    text = check_finished(slurm, submission, job, "stages", ranks=4)
+    assert "world: 4 ranks, pipeline 2 x tensor 2" in text
+
+
 def test_one_task_for_each_gpu_without_torchrun(slurm, submission):
     script = submission.fill_in("slurm/task_per_gpu.sh", run="tasks", max_train_steps=20)
     job = slurm.submit(script, "--ntasks-per-node=2", "--cpus-per-task=1", "--time=10")

@@ -1,0 +1,86 @@
+#!/bin/bash
+# Pretrains on 4 nodes of 4 GPUs through Slurm, with one torchrun on each. Submit it with sbatch,
+# whose options win over the lines below. Submitted again, it goes on from its newest checkpoint.
+#
+# Made by: python -m llm.jobs slurm --nodes 4 --gpus_per_node 4 --name gpt-7.5b -- OPTIONS
+#
+#SBATCH --job-name=gpt-7.5b
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=06:00:00
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.log
+
+# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
+# made the environment that holds the llm package, and the options of the training.
+VENV=__VENV__
+OPTIONS=(
+    --model_type gpt2
+    --num_layers "${NUM_LAYERS:-36}"
+    --hidden_size "${HIDDEN_SIZE:-4096}"
+    --num_attention_heads "${NUM_ATTENTION_HEADS:-32}"
+    --config_overrides n_positions=2048
+    --tensor_parallel_size "${TP_SIZE:-4}"
+    --pipeline_parallel_size "${PP_SIZE:-2}"
+    --tokenizer_name gpt2
+    --data_path data/wiki_text_document
+    --block_size 2048
+    --output_dir runs/gpt-7.5b
+    --checkpointing_minutes 30
+    --keep_checkpoints 2
+    --resume_from_checkpoint
+    --max_train_steps 20000
+    --learning_rate 1.2e-4
+    --min_learning_rate 1.2e-5
+    --lr_scheduler_type cosine
+    --num_warmup_steps 500
+    --per_device_train_batch_size 1
+    --global_batch_size 512
+    --mixed_precision bf16
+    --activation_checkpointing full
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+# Where the ranks meet: the first host, at a port that other jobs hardly use.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+NNODES=${#HOSTS[@]}
+PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+GPUS=${SLURM_GPUS_PER_NODE:-4}
+GPUS=${GPUS##*:}  # without a type, as in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+EACH_GPU=(
+    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    --cpus-per-task="$OMP_NUM_THREADS"
+    python
+)
+LAUNCH=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+)
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

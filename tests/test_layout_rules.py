@@ -1,0 +1,60 @@
+"""Which ways to divide a model go together: the table of the guide, cell by cell."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llm.config import GPTConfig
+from llm.errors import ConfigError
+from llm.rules import check
+
+GUIDE = Path(__file__).parent.parent / "docs/guides/parallelism.md"
+OPTIONS = {
+    "shards": [{"data_parallel_shard_size": 2}],
+    "tensor": [{"tensor_parallel_size": 2}],
+    "pipeline": [{"pipeline_parallel_size": 2}],
+    "context": [{"context_parallel_size": 2}],
+    "`--kfac`": [{"kfac": True}],
+    "`--optimizer muon`, `soap`": [{"optimizer": "muon"}, {"optimizer": "soap"}],
+    "`--data_parallel gossip`, `diloco`": [
+        {"data_parallel": "gossip"},
+        {"data_parallel": "diloco"},
+    ],
+    "`--sample_every`": [{"sample_every": 5}],
+    "`--torch_compile`": [{"torch_compile": True}],
+    "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
+}
+
+
+def cells() -> list[tuple[str, str, str]]:
+    table = GUIDE.read_text(encoding="utf-8").split("## What goes together")[1]
+    lines = re.findall(r"(?m)^\|(.*)\|$", table)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    head = rows[0]
+    return [
+        (row[0], way, said)
+        for row in rows[2:]
+        for way, said in zip(head[1:], row[1:], strict=True)
+        if said
+    ]
+
+
+def test_the_table_has_all_pairs():
+    assert len(cells()) == 4 * 3 + 6 * 4
+    assert {row for row, _, _ in cells()} == set(OPTIONS)
+
+
+@pytest.mark.parametrize(("row", "way", "said"), cells(), ids=lambda value: str(value))
+def test_what_the_table_refuses_is_refused_and_nothing_else(row, way, said):
+    for options in OPTIONS[row]:
+        config = GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options)
+        for name, value in OPTIONS[way][0].items():
+            setattr(config, name, value)
+        if said == "yes":
+            check(config)
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            check(config)
+        named = " ".join(f"--{name}" for name in (*options, *OPTIONS[way][0]))
+        assert any(word in str(refusal.value) for word in named.split())
