@@ -16,7 +16,6 @@ import pytest
 
 from llm.checkpoints import CheckpointOptions
 from llm.command_line import parse
-from llm.config import GPTConfig
 from llm.data.inspect import InspectOptions
 from llm.data.prepare import PrepareConfig
 from llm.data.prepare import check as check_prepare
