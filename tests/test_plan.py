@@ -259,7 +259,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ("--num_attention_heads 4 --tensor_parallel_size 8", "does not divide the 4 heads"),
         ("--data_parallel_shard_size 3", "which do not divide the 2"),
         ("--global_batch_size 7", "--global_batch_size 7 is no multiple of 16"),
-        ("--context_parallel_size 2 --block_size 63", "does not divide the 63 tokens"),
+        ("--context_parallel_size 2 --block_size 63", "cannot be cut into 4 equal chunks"),
         ("--links 5", "--links takes two numbers"),
         ("--data_parallel gossip", "--data_parallel gossip cannot be planned yet"),
         ("--plot memory.doc", "must end in .png"),

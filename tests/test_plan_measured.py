@@ -121,7 +121,7 @@ SLOW = pytest.mark.slow
     ("ranks", "words"),
     [
         (1, ""),
-        (2, "--data_parallel_shard_size 2"),
+        pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
         pytest.param(1, "--mixed_precision bf16 --no_chunked_loss", marks=SLOW),
         pytest.param(1, "--kfac", marks=SLOW),

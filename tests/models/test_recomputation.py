@@ -69,6 +69,7 @@ def test_losses_and_gradients_are_bit_for_bit_the_same_with_dropout_too(
             assert torch.equal(tensor, reference)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_the_same() -> None:
     plain = LanguageModelLoss(tiny_model(SMALL))
     compiled = LanguageModelLoss(tiny_model(SMALL, activation_checkpointing="selective"))
