@@ -2,7 +2,7 @@
 
 The precedence is default < TOML file (`--config`) < command line. Dashes and
 underscores mean the same. A switch `--flag` has its opposite `--no_flag`; the
-word `none` unsets an optional value.
+word `none` unsets an optional value and empties a list.
 """
 
 import argparse
@@ -71,10 +71,19 @@ def parse(
         raise ConfigError(_unknown_option(unknown[0], declared))
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
-    values.update({k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    values.update({name: _value(name, value) for name, value in given.items()})
     config = cls(**values)
     check_ranges(config)
     return config
+
+
+def _value(name: str, value: Any) -> Any:
+    """Lists as tuples; `none` alone empties one."""
+    if not isinstance(value, list):
+        return value
+    if None in value and len(value) > 1:
+        raise ConfigError(f"--{name} none stands alone; leave out the rest, or none.")
+    return () if None in value else tuple(value)
 
 
 def _underscored(word: str) -> str:
@@ -139,7 +148,8 @@ def _metavar(field: Field) -> str:
 
 def _converter(field: Field) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        if field.optional and text.lower() == "none":
+        empties = field.optional or (field.many and field.default == ())
+        if empties and text.lower() == "none":
             return None
         for member in field.members:
             if member is bool and text.lower() in ("true", "false"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.options import fields, to_markdown, to_toml
@@ -259,3 +260,12 @@ def test_help_and_refusals_import_no_torch():
             [sys.executable, "-c", program], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_none_empties_a_list_of_the_file_and_stands_alone(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('data_path = ["a"]\nlearning_rate = 0.1\n')
+    words = ["--config", str(file), "--data_path"]
+    assert parse(GPTConfig, [*words, "none"], prog="gpt", description="").data_path == ()
+    with pytest.raises(ConfigError, match="--data_path none stands alone"):
+        parse(GPTConfig, [*words, "none", "b"], prog="gpt", description="")

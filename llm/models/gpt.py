@@ -30,6 +30,8 @@ from llm.models.tied_embedding import tie_gradients
 
 logger = logging.getLogger("llm.models")
 
+_FEW_TOKENS = 0.5  # of the embedding's rows
+
 
 def build_model(
     *,
@@ -215,6 +217,14 @@ def _fresh_model(
     if vocab_size > text_config.vocab_size:
         _say_enlarged(text_config.vocab_size, vocab_size)
         text_config.vocab_size = vocab_size
+    elif vocab_size < _FEW_TOKENS * text_config.vocab_size:
+        logger.info(
+            "The tokenizer has %d tokens and the embedding %d rows; most will never be used. "
+            "--config_overrides vocab_size=%d makes the model smaller.",
+            vocab_size,
+            text_config.vocab_size,
+            vocab_size,
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **kwargs)
