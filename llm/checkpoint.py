@@ -274,8 +274,10 @@ def read_tensors(
     # A rank may have a part of them; together the ranks must have all that one of them asks for.
     paths, asked = sorted(planner.metadata.state_dict_metadata), tuple(of)
     found = torch.tensor([2 if p in tensors else int(p.startswith(asked)) for p in paths])
-    if not alone and tensors:
-        found = found.to(next(iter(tensors.values())).device)
+    if asked and not alone:
+        # Where the model is: the groups of some backends take nothing of the host.
+        devices = {tensor.device for tensor in tensors.values()}
+        found = found.to(min(devices, key=lambda device: device.type == "cpu"))
         distributed.all_reduce(found, distributed.ReduceOp.MAX)
     others = [path for path, how in zip(paths, found.tolist(), strict=True) if how == 1]
     if others:

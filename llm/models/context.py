@@ -132,6 +132,11 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
     Raises:
         ConfigError: Its logits would not be those of the whole sequence.
     """
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "--context_parallel_size would balance a mixture's experts over parts of samples: turn "
+            "output_router_logits off, or leave the samples whole."
+        )
     ends = torch.arange(block_size, device=model.device).view(2 * ranks, -1)[:, -_TOKENS:]
     positions, places = ends.flatten(), torch.arange(ends.numel(), device=model.device)
     front, back = places.view(2, ranks, -1).unbind()

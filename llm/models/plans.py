@@ -107,8 +107,14 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
         if heads is not None and heads % size and _divides_heads(kind, text_config):
             raise ConfigError(
                 f"--tensor_parallel_size {size} does not divide the {heads} {name} of {kind}; "
-                f"choose a divisor of {heads}, and the rest with --data_parallel_shard_size."
+                "choose a size that does, and --data_parallel_shard_size for the rest."
             )
+    rows = text_config.vocab_size
+    if -(-rows // size) * (size - 1) >= rows:
+        raise ConfigError(
+            f"--tensor_parallel_size {size} leaves a rank without a row of the {rows} of the "
+            "vocabulary; make it smaller."
+        )
 
 
 def planned_model_types() -> list[str]:

@@ -137,6 +137,20 @@ class Cut:
     parameters: list[int]
 
 
+def check_depth(num_layers: int, num_stages: int) -> None:
+    """Refuse more stages than layers.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"--pipeline_parallel_size (times --virtual_stages) is {num_stages} stages, and the "
+            f"model has {num_layers} layer{'s' if num_layers > 1 else ''} to put into them; make "
+            "it smaller."
+        )
+
+
 def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> Cut:
     """Cut a model into stages that take about as long as one another.
 
@@ -155,11 +169,7 @@ def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> C
             model, "with output_router_logits its loss needs the routers of all layers"
         )
     pieces = find_pieces(model)
-    if len(pieces.layers) < num_stages:
-        raise ConfigError(
-            f"--pipeline_parallel_size times --virtual_stages is {num_stages} stages, which "
-            f"{len(pieces.layers)} layers are too few for; make one of them smaller."
-        )
+    check_depth(len(pieces.layers), num_stages)
     layers = pieces.share_out(num_stages)
     check_cut(loss, pieces, layers)
     made = [_make_stage(loss, pieces, layers[number]) for number in own]

@@ -296,7 +296,7 @@ class AcceleratedStrategy:
         moments = self._optimizer_state()
         return {
             "model": model_tensors(self.model),
-            "optimizer": {names[p]: moments[p] for p in self.parameters},
+            "optimizer": {names[p]: moments[p] for p in self.parameters if moments.get(p)},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 

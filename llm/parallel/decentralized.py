@@ -193,7 +193,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
         if key not in state:
             raise ParallelError(f"The saved state has no replica {self.replica}.")
         live, saved = super().state_dict(), state[key]
-        for name, found in (("model", state["model"]), ("optimizer", saved["optimizer"])):
+        moments_of = saved.get("optimizer", {})  # some optimizers keep nothing
+        for name, found in (("model", state["model"]), ("optimizer", moments_of)):
             if live[name].keys() != found.keys():
                 raise ParallelError(f"The {name} of the saved state has other parameters.")
         with torch.no_grad():
@@ -201,7 +202,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
                 tensor.copy_(saved["model"].get(name, state["model"][name]))
             for name, moments in live["optimizer"].items():
                 for moment, tensor in moments.items():
-                    tensor.copy_(saved["optimizer"][name][moment])
+                    tensor.copy_(moments_of[name][moment])
         # Rank 0 alone saves what holds no tensors.
         self._load_scaler(saved.get("scaler", {}))
         self._apart = True

@@ -98,8 +98,8 @@ def lay_out(
     if world_size % product:
         asked = " x ".join(f"{name} {size}" for name, size in given.items() if size > 1)
         raise ConfigError(
-            f"{asked} is {product} ranks, which do not divide the {world_size} that were started; "
-            f"start a multiple of {product}, or make a size smaller."
+            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
+            f"take a multiple of {product}, or make a size smaller."
         )
     return Layout(
         pipeline=pipeline,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
@@ -131,17 +131,13 @@ class PipelineStrategy(ShardedStrategy):
         self._blocks = [block for block in self._blocks if block in own]
         if self.mesh["shard"].size() == 1:
             return
+        # Weights stay whole for the micro-batches of a step, and gradients too: the schedule sums
+        # them into parts once.
+        mesh = self.mesh["shard"]
+        for block in self._blocks:
+            self._shard_block(block, mesh, reshard_after_forward=False)
         for chunk in self.chunks:
-            inside = set(chunk.modules())
-            for module in [*(block for block in self._blocks if block in inside), chunk]:
-                # Weights stay whole for the micro-batches of a step, and gradients too: the
-                # schedule sums them into parts once.
-                fully_shard(
-                    module,
-                    mesh=self.mesh["shard"],
-                    mp_policy=MixedPrecisionPolicy() if module is chunk else self._block_policy(),
-                    reshard_after_forward=False,
-                )
+            fully_shard(chunk, mesh=mesh, reshard_after_forward=False)
 
     def _wrap(self, loss: nn.Module) -> nn.Module:
         return self.wrapped
@@ -309,6 +305,7 @@ class PipelineStrategy(ShardedStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        self._let_go()
         held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
         listed = self.gather_facts(held)
         sender: dict[str, int] = {}

@@ -79,8 +79,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._blocks = blocks
         self._divide_layers = divide_layers
         self._fill = fill
-        # Kernels of the CPU want a norm's weights in its input's precision.
-        self._half_blocks = mixed_precision == "bf16" and self.device.type != "cpu"
+        self._half_blocks = mixed_precision == "bf16"
         where = layout.coordinates(self.rank)
         # Of ranks that compute the same numbers, one counts.
         self._counts = where["tensor"] == 0 and where["pipeline"] == 0
@@ -114,17 +113,22 @@ class ShardedStrategy(AcceleratedStrategy):
         if self.layout.replicate > 1:
             mesh = self.mesh["replicate", "shard"]
         for block in self._blocks:
-            fully_shard(block, mesh=mesh, mp_policy=self._block_policy())
+            self._shard_block(block, mesh)
         fully_shard(loss, mesh=mesh)
         register_fsdp_forward_method(loss, "predictions")
 
-    def _block_policy(self) -> MixedPrecisionPolicy:
-        if not self._half_blocks:
-            return MixedPrecisionPolicy()
-        # Autocast would halve the weights of the products anyway: gather them so.
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    def _shard_block(self, block: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+        """Divide a block, in bf16 runs with weights that are gathered as autocast wants them."""
+        policy = MixedPrecisionPolicy()
+        if self._half_blocks:
+            # Autocast leaves the gains of norms as they are, and so do we.
+            norms = [module for module in block.modules() if _is_norm(module)]
+            if norms:
+                fully_shard(norms, mesh=mesh, mp_policy=policy, **options)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
 
     def _wrap(self, loss: nn.Module) -> nn.Module:
         # evaluation_mode: autocast as for training, and nothing that averages gradients.
@@ -222,8 +226,9 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _let_go(self) -> None:
         """Give up the whole weights that an evaluation has left gathered."""
-        if isinstance(self.loss, FSDPModule):
-            self.loss.reshard()
+        for module in self.wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
@@ -245,6 +250,12 @@ def _settle(loss: nn.Module) -> None:
     if isinstance(loss, FSDPModule):
         loss.unshard()
         loss.reshard()
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has gains of its own, or a bias, and no matrix."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(parameter.ndim < 2 for parameter in own)
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from llm.models.stages import check_depth
 from llm.parallel.layout import Layout
 from llm.plan.census import FP32
 from llm.plan.job import Job, Shares
@@ -54,6 +55,8 @@ def estimate(job: Job, shares: Shares, layout: Layout) -> Estimate:
     Raises:
         ConfigError: It does not divide layers, heads, samples or batch.
     """
+    if layout.pipeline > 1:
+        check_depth(len(shares.census(1).blocks), layout.pipeline * job.virtual_stages)
     memory = peak_memory(job, shares, layout)
     micro_batches = job.micro_batches(layout)
     sent = transfers(job, shares, layout)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
 from llm.parallel.layout import Layout
+from llm.parallel.schedules import check_micro_batches
 from llm.plan.census import Census, shard_sizes, take_census
 from llm.plan.devices import Device
 from llm.plan.split import split_model
@@ -76,8 +77,13 @@ class Job:
         """Micro-batches of a step on each rank.
 
         Raises:
-            ConfigError: The global batch cannot be divided.
+            ConfigError: The global batch cannot be divided, or the pipeline needs more of them.
         """
+        found = self._micro_batches(layout)
+        check_micro_batches(self.schedule, ranks=layout.pipeline, micro_batches=found)
+        return found
+
+    def _micro_batches(self, layout: Layout) -> int:
         if self.global_batch_size is None:
             return self.accumulation
         together = self.micro_batch_size * layout.data_ranks

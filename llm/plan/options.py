@@ -73,5 +73,7 @@ def check(options: PlanOptions) -> None:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."
         )
+    if options.top != 10 and not options.search:
+        problems.append("--top belongs to --search; give that too.")
     if problems:
         raise ConfigError(" ".join(problems))

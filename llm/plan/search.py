@@ -16,6 +16,8 @@ def layouts(world_size: int, *, gpus_per_node: int, num_layers: int) -> Iterator
                 ranks, rest = divmod(world_size, tensor * context * pipeline)
                 if rest or pipeline > num_layers or tensor * context > gpus_per_node:
                     continue
+                if pipeline > 1 and context > 1:  # the trainer has no such layout
+                    continue
                 for shard in _divisors(ranks):
                     yield Layout(
                         pipeline=pipeline,
@@ -29,7 +31,7 @@ def layouts(world_size: int, *, gpus_per_node: int, num_layers: int) -> Iterator
 def search(job: Job, shares: Shares, *, world_size: int) -> list[Estimate]:
     """All layouts that can be, the fastest that fit first, then those that do not, by memory."""
     found = []
-    num_layers = len(shares.census(1).blocks)
+    num_layers = len(shares.census(1).blocks) // job.virtual_stages
     refused: set[tuple[int, int]] = set()
     for layout in layouts(world_size, gpus_per_node=job.gpus_per_node, num_layers=num_layers):
         if (layout.tensor, layout.context) in refused:

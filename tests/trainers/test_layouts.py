@@ -66,6 +66,7 @@ def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alon
         per_device_train_batch_size=4 // data_ranks(ranks, sizes),
         gradient_accumulation_steps=2,
         eval_metrics="accuracy",
+        checkpointing_steps=10,
         **sizes,
     )
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -79,6 +80,23 @@ def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alon
     for name, tensor in theirs.items():
         assert ours[name].shape == tensor.shape
         assert (ours[name] - tensor).abs().max() < 1e-3
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("layout", ["FSDP2", "PP2xFSDP2", "CP2"])
+def test_half_precision_is_that_of_one_rank(plain, layout):
+    """What autocast leaves in float32, such as the gains of norms, no layout makes smaller."""
+    options = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "max_train_steps": 5}
+    whole = plain.train_well(f"bf16-{layout}-alone", per_device_train_batch_size=4, **options)
+    ranks, sizes = LAYOUTS[layout]
+    run = plain.train_well(
+        f"bf16-{layout}",
+        ranks=ranks,
+        per_device_train_batch_size=4 // data_ranks(ranks, sizes),
+        **options,
+        **sizes,
+    )
+    assert run.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 def test_a_run_goes_on_under_other_layouts(plain, alone):
@@ -144,7 +162,7 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
         ({"sample_every": 5}, "--sample_every needs the whole model on one rank"),
         ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
         (PIPELINE | CONTEXT, "--context_parallel_size does not go with --pipeline_parallel_size"),
-        ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that were started"),
+        ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that there are"),
     ],
 )
 def test_what_does_not_go_with_divided_weights_is_refused(plain, options, complaint):

@@ -22,6 +22,7 @@ from llm.errors import ConfigError, DataError
 from llm.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
 from llm.models.plans import check_tensor_parallel
+from llm.models.stages import check_depth
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerated import check_precision
 from llm.parallel.layout import Layout, lay_out
@@ -110,6 +111,9 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
     check_tensor_parallel(model_config, layout.tensor)
+    if layout.pipeline > 1:
+        num_layers = model_config.get_text_config().num_hidden_layers
+        check_depth(num_layers, layout.pipeline * config.virtual_stages)
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = document_ends(config, tokenizer)

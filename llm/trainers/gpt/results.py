@@ -201,6 +201,8 @@ def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
     if loss is not None and not math.isfinite(loss):
         logger.warning("The validation loss is not finite: the run has diverged.")
     command = f"{_python()} -m llm.trainers.gpt"
+    if not inputs.layout.is_replicated:
+        command = f"torchrun --nproc_per_node {inputs.layout.world_size} -m llm.trainers.gpt"
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
     logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
     if inputs.run.checkpoints.is_dir():
