@@ -100,20 +100,10 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     if not config.eval_only:
         check_apart(config, run, resumed=resume_from is not None)
         run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
-    layout = lay_out(
-        world.world_size,
-        shard=config.data_parallel_shard_size,
-        tensor=config.tensor_parallel_size,
-        context=config.context_parallel_size,
-        pipeline=config.pipeline_parallel_size,
-    )
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
-    check_tensor_parallel(model_config, layout.tensor)
-    if layout.pipeline > 1:
-        num_layers = model_config.get_text_config().num_hidden_layers
-        check_depth(num_layers, layout.pipeline * config.virtual_stages)
+    layout = _lay_out(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = document_ends(config, tokenizer)
@@ -155,6 +145,21 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
         layout=layout,
         replicas=replicas,
     )
+
+
+def _lay_out(config: GPTConfig, model_config: PreTrainedConfig, world_size: int) -> Layout:
+    layout = lay_out(
+        world_size,
+        pipeline=config.pipeline_parallel_size,
+        shard=config.data_parallel_shard_size,
+        context=config.context_parallel_size,
+        tensor=config.tensor_parallel_size,
+    )
+    check_tensor_parallel(model_config, layout.tensor)
+    if layout.pipeline > 1:
+        num_layers = model_config.get_text_config().num_hidden_layers
+        check_depth(num_layers, layout.pipeline * config.virtual_stages)
+    return layout
 
 
 def open_model_config(config: GPTConfig) -> PreTrainedConfig:
