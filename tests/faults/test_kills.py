@@ -87,3 +87,22 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, seed):
     run = kill_and_go_on(bench, f"killed-{seed}", kills, together=together, **OPTIONS, **options)
 
     check_same(run, straight)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_shard_size": 2},
+        {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
+    ],
+    ids=["FSDP2", "PP2"],
+)
+def test_a_divided_run_that_is_killed_goes_on_to_the_same_bits(bench, sizes):
+    name = next(iter(sizes))
+    options = {**OPTIONS, **sizes}
+    straight = bench.train_well(name, ranks=2, **options)
+    places = [("llm.saving:put_in_place", 2, 0), ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1)]
+    for number, (at, call, rank) in enumerate(places):
+        kill = Fault(at=at, what="SIGKILL", call=call, rank=rank, amount=0.0)
+        run = kill_and_go_on(bench, f"{name}-{number}", [kill], together=True, **options)
+        check_same(run, straight)

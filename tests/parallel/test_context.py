@@ -100,8 +100,9 @@ def on_one_rank():
     [
         (2, {"context": 2}, 2, True),
         (2, {"context": 2}, 1, False),  # as on a GPU
-        (4, {"context": 4}, 1, True),
-        (4, {"context": 2}, 1, True),  # and two replicas
+        pytest.param(4, {"context": 4}, 1, True, marks=pytest.mark.layouts),
+        # And two replicas.
+        pytest.param(4, {"context": 2}, 1, True, marks=pytest.mark.layouts),
         (4, {"context": 2, "shard": 2}, 2, True),
     ],
 )

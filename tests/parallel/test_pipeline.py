@@ -124,11 +124,13 @@ def test_two_stages_train_as_one_rank(family):
     check(2, family, 4, cases)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox"])
 def test_families_whose_layers_return_other_things_train_as_one_rank(family):
     check(2, family, 4, [({"pipeline": 2}, "1f1b", 1, 2)])
 
 
+@pytest.mark.layouts
 def test_four_ranks_train_as_one():
     cases = [
         ({"pipeline": 4}, "gpipe", 1, 2),

@@ -73,9 +73,19 @@ def train(family: str, sizes: dict[str, int], accumulation: int):
     return seen, weights, held
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+MORE = pytest.mark.layouts
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(2, {"shard": 2}), (4, {"shard": 4}), (4, {"shard": 2})]
+    ("family", "ranks", "sizes"),
+    [
+        ("gpt2", 4, {"shard": 2}),
+        ("llama", 2, {"shard": 2}),
+        pytest.param("gpt2", 2, {"shard": 2}, marks=MORE),
+        pytest.param("gpt2", 4, {"shard": 4}, marks=MORE),
+        pytest.param("llama", 4, {"shard": 4}, marks=MORE),
+        pytest.param("llama", 4, {"shard": 2}, marks=MORE),
+    ],
 )
 def test_divided_weights_train_as_on_one_rank(family, ranks, sizes):
     expected, whole, size = values(run_ranks(train, 1, family, {}, 1))[0]

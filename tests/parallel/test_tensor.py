@@ -136,6 +136,7 @@ def test_accumulated_gradients_and_gathered_logits_are_the_same():
     assert_trains_as_on_one_rank(2, [*cases, ("gpt2", TP2, 1, False), ("llama", TP2, 1, False)])
 
 
+@pytest.mark.layouts
 def test_four_ranks_compute_layers_divide_weights_and_hold_replicas():
     cases = [(family, sizes, 2) for family in ("gpt2", "llama") for sizes in (TP2_FSDP2, TP2)]
     assert_trains_as_on_one_rank(4, [*cases, ("llama", TP4), ("gpt2", TP4), ("qwen3", TP2_FSDP2)])

@@ -22,6 +22,27 @@ def alone(plain) -> Run:
     return plain.train_well("alone", per_device_train_batch_size=8, eval_metrics="accuracy")
 
 
+FOUR = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+FAMILIES = {"gpt2": {"n_layer": 4, "n_head": 4, **NO_DROPOUT}, "llama": FOUR, "qwen3": FOUR}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gpt2",
+        pytest.param("llama", marks=pytest.mark.layouts),
+        pytest.param("qwen3", marks=pytest.mark.layouts),
+    ],
+)
+def family(request, tmp_path_factory) -> tuple[Bench, Run]:
+    """A model of four layers and heads, and its training on one rank."""
+    bench = Bench(
+        tmp_path_factory.mktemp(request.param), family=request.param, **FAMILIES[request.param]
+    )
+    options = {"per_device_train_batch_size": 8, "eval_metrics": "accuracy"}
+    return bench, bench.train_well("alone", **options)
+
+
 FSDP4 = {"data_parallel_shard_size": 4}
 TENSOR = {"tensor_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
@@ -31,12 +52,14 @@ LAYOUTS = {
     "HSDP2x2": (4, SHARDED),
     "FSDP4": (4, FSDP4),
     "TP2": (2, TENSOR),
+    "TP4": (4, {"tensor_parallel_size": 4}),
     "TP2xFSDP2": (4, TENSOR | SHARDED),
     "TP2xDP2": (4, TENSOR),
     "CP2": (2, CONTEXT),
     "CP2xDP2": (4, CONTEXT),
     "TP2xCP2": (4, TENSOR | CONTEXT),
     "PP2": (2, PIPELINE),
+    "PP4": (4, {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 4}),
     "PP2xDP2": (4, PIPELINE),
     "PP2xFSDP2": (4, PIPELINE | SHARDED),
     "PP2xTP2": (4, PIPELINE | TENSOR),
@@ -46,9 +69,9 @@ IN_SHORT = ("FSDP4", "TP2xCP2", "PP2xTP2")
 
 
 def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
-    return ranks // math.prod(
-        size for name, size in sizes.items() if name != "data_parallel_shard_size"
-    )
+    """How many shares a global batch has."""
+    others = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+    return ranks // math.prod(sizes.get(name, 1) for name in others)
 
 
 @pytest.mark.parametrize(
@@ -58,16 +81,17 @@ def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
         for name in LAYOUTS
     ],
 )
-def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(plain, alone, layout):
+def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(family, layout):
+    bench, alone = family
     ranks, sizes = LAYOUTS[layout]
-    run = plain.train_well(
+    micro_batches = sizes.get("gradient_accumulation_steps", 2)
+    run = bench.train_well(
         layout,
         ranks=ranks,
-        per_device_train_batch_size=4 // data_ranks(ranks, sizes),
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=8 // micro_batches // data_ranks(ranks, sizes),
         eval_metrics="accuracy",
         checkpointing_steps=10,
-        **sizes,
+        **{"gradient_accumulation_steps": 2, **sizes},
     )
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     assert "eval_accuracy" in alone.metrics[-1]
