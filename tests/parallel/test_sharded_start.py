@@ -80,7 +80,8 @@ def differences() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.layouts
 def test_every_family_starts_as_on_one_rank_with_and_without_changes(ranks):
     assert values(run_ranks(differences, ranks, timeout=300)) == [[]] * ranks
 

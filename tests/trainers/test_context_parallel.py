@@ -7,6 +7,8 @@ from llm.errors import ConfigError
 from llm.rules import check
 from tests.support.training import Bench
 
+pytestmark = pytest.mark.layouts
+
 
 def test_two_ranks_that_share_samples_repeat_the_run_of_one(tmp_path):
     bench = Bench(tmp_path, family="llama")

@@ -64,7 +64,7 @@ LAYOUTS = {
     "PP2xFSDP2": (4, PIPELINE | SHARDED),
     "PP2xTP2": (4, PIPELINE | TENSOR),
 }
-IN_SHORT = ("FSDP4", "TP2xCP2", "PP2xTP2")
+IN_SHORT = ("TP2xCP2", "PP2xTP2")
 """Those of the ordinary suite; `make test-layouts` runs all."""
 
 
@@ -147,7 +147,7 @@ def test_a_run_goes_on_under_other_layouts(plain, alone):
 @pytest.mark.parametrize(
     ("sizes", "precision"),
     [
-        pytest.param(SHARDED, "fp16", id="FSDP2"),
+        pytest.param(SHARDED, "fp16", id="FSDP2", marks=pytest.mark.layouts),
         pytest.param(PIPELINE, "fp16", id="PP2"),
         pytest.param(TENSOR, "no", id="TP2", marks=pytest.mark.layouts),
         pytest.param(CONTEXT, "no", id="CP2", marks=pytest.mark.layouts),
@@ -178,18 +178,8 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
     assert weights_hash(cut) == weights_hash(straight.folder)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"kfac": True}, "--kfac needs whole weights on every rank"),
-        ({"optimizer": "soap"}, "--optimizer soap needs whole weights on every rank"),
-        ({"sample_every": 5}, "--sample_every needs the whole model on one rank"),
-        ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
-        (PIPELINE | CONTEXT, "--context_parallel_size does not go with --pipeline_parallel_size"),
-        ({"data_parallel_shard_size": 3}, "3 ranks, which do not divide the 2 that there are"),
-    ],
-)
-def test_what_does_not_go_with_divided_weights_is_refused(plain, options, complaint):
-    run = plain.train("refused", ranks=2, **{**SHARDED, **options})
+def test_sizes_that_do_not_divide_the_ranks_are_refused_on_all_of_them(plain):
+    """What else is refused stands in tests/test_layout_rules.py."""
+    run = plain.train("refused", ranks=2, data_parallel_shard_size=3)
     assert run.codes == [2, 2]
-    assert complaint in run.output
+    assert "3 ranks, which do not divide the 2 that there are" in run.output

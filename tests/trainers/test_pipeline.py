@@ -38,7 +38,7 @@ def test_two_stages_log_evaluate_and_export_as_one_rank(bench):
         ({"gradient_accumulation_steps": 1}, "needs at least 2 micro-batches a step for 2 stages"),
         (
             {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 3},
-            "--pipeline_parallel_size times --virtual_stages is 6 stages, which 4 layers are too",
+            "is 6 stages, and the model has 4 layers",
         ),
     ],
 )

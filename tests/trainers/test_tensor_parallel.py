@@ -8,6 +8,8 @@ from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.training import Bench
 
+pytestmark = pytest.mark.layouts
+
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
