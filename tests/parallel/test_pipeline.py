@@ -98,7 +98,7 @@ def train_all(cases):
     return [train(*case) for case in cases]
 
 
-def check(ranks, family, layers, cases):
+def assert_trains_as_one_rank(ranks, family, layers, cases):
     expected, whole, size = values(run_ranks(train_all, 1, [(family, layers, {}, "", 1, 1)]))[0][0]
     outcomes = values(run_ranks(train_all, ranks, [(family, layers, *case) for case in cases]))
     for number, case in enumerate(cases):
@@ -121,13 +121,13 @@ def test_two_stages_train_as_one_rank(family):
         ({"pipeline": 2}, "1f1b", 1, 4),
         ({"pipeline": 2}, "interleaved-1f1b", 2, 4),
     ]
-    check(2, family, 4, cases)
+    assert_trains_as_one_rank(2, family, 4, cases)
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox"])
 def test_families_whose_layers_return_other_things_train_as_one_rank(family):
-    check(2, family, 4, [({"pipeline": 2}, "1f1b", 1, 2)])
+    assert_trains_as_one_rank(2, family, 4, [({"pipeline": 2}, "1f1b", 1, 2)])
 
 
 @pytest.mark.layouts
@@ -140,7 +140,7 @@ def test_four_ranks_train_as_one():
         ({"pipeline": 2, "shard": 2}, "interleaved-1f1b", 2, 2),
         ({"pipeline": 2}, "interleaved-1f1b", 2, 1),
     ]
-    check(4, "gpt2", 4, cases)
+    assert_trains_as_one_rank(4, "gpt2", 4, cases)
 
 
 def train_with_documents():

@@ -66,6 +66,8 @@ def test_what_no_pipeline_has_is_refused(options, sentence):
         check(GPTConfig(**{**SETTINGS, **options}))
 
 
-def test_interleaved_stages_are_taken():
-    interleaved = {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}
-    check(GPTConfig(**{**SETTINGS, **interleaved}))
+def test_interleaved_stages_are_refused_only_without_the_number_of_them():
+    interleaved = {**SETTINGS, "pipeline_schedule": "interleaved-1f1b"}
+    with pytest.raises(ConfigError):
+        check(GPTConfig(**interleaved))
+    assert check(GPTConfig(**interleaved, virtual_stages=2)) is None

@@ -150,6 +150,13 @@ def choose_strategy(
         )
     if config.data_parallel == "allreduce" or config.eval_only:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=config.mixed_precision)
+    return _decentralized(config, replicas, accelerator)
+
+
+def _decentralized(
+    config: GPTConfig, replicas: Replicas, accelerator: Accelerator
+) -> DecentralizedStrategy:
+    """Replicas that gossip, or that step together after many steps."""
 
     def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
         if config.data_parallel == "gossip":
