@@ -103,6 +103,8 @@ def test_a_tensor_parallel_rank_holds_its_part_of_every_matrix_of_a_block(family
     for one, other in zip(*parameters, strict=True):
         if one.ndim == 2:
             assert other.numel() * 4 == one.numel()
+    embeddings = [model.get_input_embeddings().weight for model in (whole, part)]
+    assert embeddings[1].shape[0] == -(-embeddings[0].shape[0] // 4)
     # It still computes: the trace runs through the narrow block.
     trace = Shares(job).trace(4, 1)
     assert trace.block_flops[0] == Shares(job).trace(1, 1).block_flops[0] / 4
@@ -256,7 +258,10 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ("--nodes 2", "Name the model with"),
         ("--model_size 2B", "2B"),
         ("--device h900", "h100-80gb"),
-        ("--num_attention_heads 4 --tensor_parallel_size 8", "does not divide the 4 heads"),
+        (
+            "--num_attention_heads 4 --tensor_parallel_size 8",
+            "does not divide the 4 num_attention_heads of gpt2",
+        ),
         ("--data_parallel_shard_size 3", "which do not divide the 2"),
         ("--global_batch_size 7", "--global_batch_size 7 is no multiple of 16"),
         ("--context_parallel_size 2 --block_size 63", "cannot be cut into 4 equal chunks"),

@@ -86,8 +86,8 @@ def _flops(job: Job, shares: Shares, layout: Layout) -> float:
     """Of a step over all ranks, each product counted once."""
     trace = shares.trace(layout.tensor, layout.context)
     num_layers = len(shares.census(layout.tensor).blocks)
-    blocks = num_layers * sum(trace.block_flops) * layout.tensor
-    sample = (blocks + trace.loss_flops) * layout.context
+    part = num_layers * sum(trace.block_flops) + trace.loss_flops
+    sample = part * layout.tensor * layout.context
     return sample * job.micro_batches(layout) * layout.data_ranks
 
 

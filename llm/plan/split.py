@@ -1,91 +1,51 @@
-"""One rank's share of a block under tensor parallelism, as ordinary modules of smaller shapes."""
+"""One rank's share of a model under tensor parallelism, as ordinary modules of smaller shapes."""
 
-import fnmatch
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm.errors import ConfigError
+from llm.models.plans import check_tensor_parallel, tensor_plan
 
-_GPT2_PLAN = {
-    "h.*.attn.c_attn": "colwise",
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-}
-_OWN_PLANS = {"gpt2": _GPT2_PLAN}
-
-
-def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """How a model's modules are split over tensor-parallel ranks, by pattern of their names.
-
-    Only modules of blocks are named: embedding and output head are held whole by every rank.
-
-    Raises:
-        ConfigError: Neither the library nor this package has a plan for the architecture.
-    """
-    config = model.config
-    plan = _OWN_PLANS.get(config.model_type) or config.base_model_tp_plan
-    if not plan:
-        raise ConfigError(
-            f"--tensor_parallel_size: there is no plan to split a {config.model_type} model; leave "
-            "it at 1, and divide the weights with --data_parallel_shard_size."
-        )
-    return {name: style for name, style in plan.items() if style in ("colwise", "rowwise")}
-
-
-def check_heads(model: PreTrainedModel, tensor: int) -> None:
-    """Refuse a split that cuts through heads.
-
-    Raises:
-        ConfigError: The heads, of queries or of keys and values, cannot be divided.
-    """
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    for number in (heads, getattr(config, "num_key_value_heads", None) or heads):
-        if number % tensor:
-            raise ConfigError(
-                f"--tensor_parallel_size {tensor} does not divide the {number} heads of the model; "
-                "choose a divisor of it."
-            )
+_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads", "colwise_gather_output")
+_ROWS = ("rowwise", "conv1d_rowwise", "rowwise_split_input")
 
 
 def split_model(model: PreTrainedModel, tensor: int) -> None:
-    """Give the modules of a model on the meta device the shapes that one rank has.
+    """Give the modules of a model on the meta device the shapes that the fullest rank has.
+
+    Args:
+        model: Changed in place, by the plan that the trainer divides it by.
+        tensor: Ranks that compute each layer together.
 
     Raises:
-        ConfigError: There is no plan, or a width cannot be divided.
+        ConfigError: The trainer does not divide such a model, or not over so many ranks.
     """
     if tensor == 1:
         return
-    check_heads(model, tensor)
+    check_tensor_parallel(model.config, tensor)
     plan = tensor_plan(model)
-    for name, module in model.base_model.named_modules():
-        style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(name, pattern)), None)
-        if style is not None:
-            _split(module, style, tensor, name=name)
-        if type(module).__name__ == "GPT2Attention":
-            module.num_heads //= tensor
-            module.split_size //= tensor
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        _split(modules[name], style, tensor)
+    for name, attribute in plan.per_rank.items():
+        setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
+    model.tie_weights()
 
 
-def _split(module: Any, style: str, tensor: int, *, name: str) -> None:
-    weight = module.weight
-    transposed = type(module).__name__ == "Conv1D"  # [inputs, outputs]
-    dim = int((style == "colwise") == transposed)
-    if weight.shape[dim] % tensor:
-        raise ConfigError(
-            f"--tensor_parallel_size {tensor} does not divide the {weight.shape[dim]} columns of "
-            f"{name}; choose a divisor of it."
-        )
-    module.weight = _narrowed(weight, dim, tensor)
-    if style == "colwise" and isinstance(module.bias, nn.Parameter):
-        module.bias = _narrowed(module.bias, 0, tensor)
-    if transposed and style == "colwise":
-        module.nf //= tensor
+def _split(module: Any, style: str, tensor: int) -> None:
+    if style == "embedding_rowwise":
+        module.weight = _narrowed(module.weight, 0, tensor)
+    elif style in (*_COLUMNS, *_ROWS):
+        is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
+        module.weight = _narrowed(module.weight, int((style in _COLUMNS) == is_conv1d), tensor)
+        if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
+            module.bias = _narrowed(module.bias, 0, tensor)
+        if style in _COLUMNS and is_conv1d:
+            module.nf = module.weight.shape[1]
 
 
 def _narrowed(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
-    part = parameter.detach().narrow(dim, 0, parameter.shape[dim] // tensor).clone()
+    size = -(-parameter.shape[dim] // tensor)
+    part = parameter.detach().narrow(dim, 0, size).clone()
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
