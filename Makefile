@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-faults test-cluster test-peers check format docs configuration-page
+.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs configuration-page
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -18,6 +18,7 @@ help:
 	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
 	@echo "make test-slow  run the tests that take more than half a minute each"
 	@echo "make test-layouts  train whole runs in every layout that fits 4 processes"
+	@echo "make test-benchmarks  run every benchmark at toy size"
 	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"
 	@echo "make test-cluster  run the job scripts in Slurm and under mpiexec"
 	@echo "make test-peers run the tests against Megatron-LM's own reader and writer"
@@ -30,14 +31,20 @@ help:
 train: $(VENV)/.core
 	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
+ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
+
+# Files in their order, since xdist would keep those of few but long tests for the end.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not layouts and not cluster" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(ORDINARY)" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-layouts: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m layouts $(ARGS)
+
+test-benchmarks: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmarks $(ARGS)
 
 # One after the other: some of them measure how soon a run ends.
 test-faults: $(VENV)/.dev

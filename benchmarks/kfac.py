@@ -1,7 +1,7 @@
-"""K-FAC beside other optimizers: steps and processor time to AdamW's validation loss.
+"""K-FAC beside other optimizers: steps and time to AdamW's validation loss, and the cost of a step.
 
 python -m benchmarks.kfac --help. Every method gets the best of the same learning rates, found in
-shorter trainings of one seed; then all seeds train in full.
+shorter trainings of one seed; then all seeds train in full. Wider models tell what a step costs.
 """
 
 import importlib.util
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks import kfac_steps
 from benchmarks.report import Goal, Section, machine, render, table
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
@@ -23,6 +24,7 @@ from llm.options import option
 
 ROOT = Path(__file__).parent.parent
 Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]
+Part = Literal["convergence", "step"]
 _ROWS = {"eigen-compat": "eigen, compat"}
 
 
@@ -45,6 +47,7 @@ class KFACBenchmarkOptions:
     inv_update_steps: int = option(
         10, "Steps between updates of K-FAC's and SOAP's bases.", group="Methods", at_least=1
     )
+    only: tuple[Part, ...] = option((), "Parts to measure; none means both.", group="Run")
     text: str = option(
         "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
     )
@@ -57,6 +60,15 @@ class KFACBenchmarkOptions:
     width: int = option(128, "Width of the model.", group="Training", at_least=4)
     layers: int = option(4, "Layers of the model.", group="Training", at_least=1)
     seeds: int = option(3, "Trainings of each method.", group="Training", at_least=1)
+    step_widths: tuple[int, ...] = option(
+        (256, 512), "Widths of the models whose steps are timed.", group="Step", at_least=4
+    )
+    step_tokens: int = option(
+        8192, "Characters of a timed step, in samples of 256.", group="Step", at_least=256
+    )
+    step_inv_update_steps: int = option(
+        100, "Timed steps, and steps between updates of bases then.", group="Step", at_least=3
+    )
     jobs: int = option(
         len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
     )
@@ -81,6 +93,8 @@ def check(options: KFACBenchmarkOptions) -> None:
             "--methods soap needs a package that is not installed: pip install pytorch_optimizer, "
             "or leave soap out."
         )
+    if options.plot is not None and options.only == ("step",):
+        raise ConfigError("--plot draws the curves of convergence, which --only step leaves out.")
     if options.plot is not None and not _installed("matplotlib"):
         raise ConfigError(
             "--plot needs a package that is not installed: pip install matplotlib, or leave it out."
@@ -114,15 +128,24 @@ class Trainings:
         with ThreadPoolExecutor(self._jobs) as pool:
             return list(pool.map(self._run_one, cases))
 
+    def steps(self, case: dict[str, Any]) -> dict[str, list[float]]:
+        """What `benchmarks.kfac_steps` prints for a case, with all threads."""
+        command = [sys.executable, "-m", "benchmarks.kfac_steps", json.dumps(self._common | case)]
+        taken: dict[str, list[float]] = self._call(command, case, {})
+        return taken
+
     def _run_one(self, case: dict[str, Any]) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.kfac_run", json.dumps(self._common | case)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        found: dict[str, Any] = self._call(command, case, {"OMP_NUM_THREADS": "1"})
+        print(f"{case}: {found['curve'][-1][2]:.4f}", file=sys.stderr, flush=True)
+        return found
+
+    def _call(self, command: list[str], case: dict[str, Any], threads: dict[str, str]) -> Any:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **threads}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise LLMError(f"{case} failed: {done.stderr.strip()[-600:]}")
-        found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-        print(f"{case}: {found['curve'][-1][2]:.4f}", file=sys.stderr, flush=True)
-        return found
+        return json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
 def choose_rates(
@@ -249,6 +272,25 @@ def _goals(found: dict[str, list[dict[str, Any]]]) -> list[Goal]:
     ]
 
 
+def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
+    """What a step costs, for each width."""
+    sections = []
+    for width in options.step_widths:
+        case = {
+            "methods": options.methods,
+            "width": width,
+            "layers": 2,
+            "learning_rate": 1e-3,
+            "seed": 0,
+            "batch_size": options.step_tokens // 256,
+            "block_size": 256,
+            "inv_update_steps": options.step_inv_update_steps,
+        }
+        title = f"A step, width {width}, {case['batch_size'] * 256:,} characters"
+        sections.append(kfac_steps.section(title, trainings.steps(case), _ROWS, bound=1.15))
+    return sections
+
+
 def plot(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     """Validation loss against steps and against processor time, the mean of the seeds."""
     import matplotlib
@@ -285,13 +327,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         check(options)
         trainings = Trainings(options)
-        rates, sweep = choose_rates(options, trainings)
-        found = train_all(options, trainings, rates)
+        sections, found = [], {}
+        if not options.only or "convergence" in options.only:
+            rates, sweep = choose_rates(options, trainings)
+            found = train_all(options, trainings, rates)
+            sections.append(section(options, rates, sweep, found))
+        if not options.only or "step" in options.only:
+            sections += step_sections(options, trainings)
     except LLMError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    facts = machine(["torch", "transformers"])
-    text = render("K-FAC", facts, [section(options, rates, sweep, found)])
+    text = render("K-FAC", machine(["torch", "transformers"]), sections)
     print(text)
     if options.output is not None:
         Path(options.output).write_text(text, encoding="utf-8")

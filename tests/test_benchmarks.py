@@ -180,6 +180,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.benchmarks
 def test_our_side_prepares_a_toy_corpus_the_same_with_one_worker_and_with_two(tmp_path):
     tiny_tokenizer().backend_tokenizer.model.save(str(tmp_path))
     text = "the quick brown fox jumps over the lazy dog. " * 20
@@ -200,6 +201,7 @@ def test_our_side_prepares_a_toy_corpus_the_same_with_one_worker_and_with_two(tm
     assert "our CPU for one line: at most 0.7 s" in text
 
 
+@pytest.mark.benchmarks
 def test_our_side_reads_toy_batches_and_a_sample_far_away():
     done = data_benchmark(
         *("--only", "assembly", "far", "waiting", "--tokens", "100000", "--batches", "4"),
@@ -214,6 +216,7 @@ def test_our_side_reads_toy_batches_and_a_sample_far_away():
     assert any(row.startswith("| the step sleeps | ") for row in rows)
 
 
+@pytest.mark.benchmarks
 def test_training_is_measured_at_toy_size_beside_a_bare_loop(tmp_path):
     command = [sys.executable, "-m", "benchmarks.train", "--shapes", "toy", "--repeats", "1"]
     done = subprocess.run(
@@ -233,6 +236,7 @@ def test_training_is_measured_at_toy_size_beside_a_bare_loop(tmp_path):
     assert any(row.startswith("| 40 | ") for row in rows)
 
 
+@pytest.mark.benchmarks
 def test_gossip_is_compared_and_simulated_at_toy_size(tmp_path):
     command = [sys.executable, "-m", "benchmarks.decentralized", "--only", "loss", "simulation"]
     toy = (
@@ -294,6 +298,7 @@ def test_the_bytes_of_a_step_by_theory():
     assert theory(setting, "alternating-exp-ring") == 200  # half of the pairs in each round
 
 
+@pytest.mark.benchmarks
 def test_a_family_is_measured_beside_a_plain_loop():
     command = [sys.executable, "-m", "benchmarks.families", "--families", "gpt2", "--steps", "10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -307,12 +312,13 @@ def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.slow  # four processes that import transformers
+@pytest.mark.benchmarks
 def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     done = kfac_benchmark(
-        *("--methods", "adamw", "ekfac", "--learning_rates", "2e-3", "--steps", "21"),
-        *("--sweep_steps", "10", "--seeds", "1", "--batch_size", "2", "--block_size", "32"),
-        *("--width", "32", "--layers", "1", "--jobs", "1", "--output", str(tmp_path / "report.md")),
+        *("--only", "convergence", "--methods", "adamw", "ekfac", "--learning_rates", "2e-3"),
+        *("--steps", "21", "--sweep_steps", "10", "--seeds", "1", "--batch_size", "2"),
+        *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1"),
+        *("--output", str(tmp_path / "report.md")),
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.md").read_text() == done.stdout[:-1]
@@ -324,9 +330,23 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
 
 
+@pytest.mark.benchmarks
+def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
+    done = kfac_benchmark(
+        *("--only", "step", "--methods", "adamw", "ekfac", "--step_widths", "16"),
+        *("--step_tokens", "256", "--step_inv_update_steps", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "## A step, width 16, 256 characters" in done.stdout
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row[2] for row in rows if row[0] == "| adamw"] == ["1.00"]
+    assert [float(row[2]) > 1 for row in rows if row[0] == "| ekfac"] == [True]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (("--only", "step", "--plot", "kfac.png"), "which --only step leaves out"),
         (("--methods", "ekfac"), "--methods must have adamw"),
         (("--text", "nowhere.txt"), "--text nowhere.txt is no file."),
         (("--methods", "adamw", "soap"), "pip install pytorch_optimizer, or leave soap out."),

@@ -231,7 +231,14 @@ def wait_for(path: Path, text: str, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{path} never said {text}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.faults),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.faults),
+    ],
+)
 def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(bench, number):
     name = f"signal-{number}"
     options = {"max_train_steps": 400, "checkpointing_steps": 1000, "logging_steps": 20}
