@@ -43,13 +43,13 @@ def fill_parts(
 
     Args:
         model: Has no memory yet; changed in place. Every rank that holds parts of it must call
-            this. Its vocabulary may have more rows than the recipe's: these become zero.
+            this. It may lack modules of the recipe, and its vocabulary may have more rows: these
+            become zero.
         make_recipe: Makes an undivided model of the same configuration on the meta device.
         seed: The run's seed.
         device: Where parameters and buffers will live.
     """
-    model.to_empty(device=device)
-    model.tie_weights()
+    _take_memory(model, device)
     recipe = make_recipe()
     _untie(recipe)
     try:
@@ -61,8 +61,29 @@ def fill_parts(
         )
         whole = make_recipe()
         materialize(whole, seed=seed, device=device)
+        own = _tensors(model)
         for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
-            _keep_part(model.get_parameter_or_buffer(name).detach(), tensor.detach())
+            if name in own:
+                _keep_part(own[name], tensor.detach())
+
+
+def _take_memory(model: nn.Module, device: torch.device) -> None:
+    """Leave the meta device; what was tied before is tied afterwards."""
+    names: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(parameter, []).append((module, name))
+    model.to_empty(device=device)
+    for (owner, first), *others in names.values():
+        for module, name in others:
+            module.register_parameter(name, owner.get_parameter(first))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones by each of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name: tensor.detach() for name, tensor in [*parameters, *buffers]}
 
 
 class _NotPiecewiseError(Exception):
@@ -73,7 +94,8 @@ class PartialDraws(KeyedDraws):
     """Does to a whole tensor what is meant for a parameter without memory, and keeps its part.
 
     The whole tensor lives until another parameter is written to. For one that is changed later
-    once more, it is gathered from all ranks.
+    once more, it is gathered from all ranks. What is meant for a parameter that the model lacks
+    is left undone.
 
     Args:
         recipe: An undivided model on the meta device, which is initialised.
@@ -83,7 +105,7 @@ class PartialDraws(KeyedDraws):
 
     def __init__(self, recipe: PreTrainedModel, model: PreTrainedModel, *, seed: int) -> None:
         super().__init__(recipe, seed)
-        self._to_fill = model
+        self._parts = _tensors(model)
         self._device = _META
         self._held: tuple[str, Tensor] | None = None
 
@@ -98,7 +120,8 @@ class PartialDraws(KeyedDraws):
             # That is how torch says that a tensor without memory was read.
             raise _NotPiecewiseError(str(error)) from error
         self._keep()
-        unwritten = self.names - self.written - set(self._model.all_tied_weights_keys)
+        own = self.names.intersection(self._parts)
+        unwritten = own - self.written - set(self._model.all_tied_weights_keys)
         if unwritten:
             raise _NotPiecewiseError(f"the constructor fills {', '.join(sorted(unwritten))}.")
 
@@ -119,6 +142,8 @@ class PartialDraws(KeyedDraws):
         others = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in others):
             raise _NotPiecewiseError(f"{name} depends on other weights.")
+        if name not in self._parts:
+            return target
         whole = self._hold(name, like=target, anew=verb in _REPLACES)
         part = whole.as_strided(target.size(), target.stride(), target.storage_offset())
         if draws:
@@ -142,7 +167,7 @@ class PartialDraws(KeyedDraws):
             return self._held[1]
         self._keep()
         recipe = self._model.get_parameter_or_buffer(name)
-        target: Tensor = self._to_fill.get_parameter_or_buffer(name).detach()
+        target = self._parts[name]
         if not isinstance(target, DTensor) and target.shape == recipe.shape:
             whole: Tensor = target
         elif name not in self.written or (anew and like.numel() == recipe.numel()):
@@ -157,7 +182,7 @@ class PartialDraws(KeyedDraws):
         if self._held is not None:
             name, whole = self._held
             self._held = None
-            _keep_part(self._to_fill.get_parameter_or_buffer(name).detach(), whole)
+            _keep_part(self._parts[name], whole)
 
 
 def _keep_part(target: Tensor, whole: Tensor) -> None:

@@ -9,10 +9,11 @@ the model's own business on every stage, and a parameter is called as in the who
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.configuration import one_line
@@ -151,27 +152,18 @@ def check_depth(num_layers: int, num_stages: int) -> None:
         )
 
 
-def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> Cut:
+def cut_model(pieces: Pieces, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> Cut:
     """Cut a model into stages that take about as long as one another.
 
     Args:
-        loss: The model inside its loss; both stay as they are, and share their modules with
-            the stages.
+        pieces: Of the model, as they were before its layers were divided.
+        loss: A model that `check_cut` lets pass, inside its loss; both stay as they are, and
+            share their modules with the stages.
         num_stages: Of the whole pipeline.
         own: The numbers of this rank's stages.
-
-    Raises:
-        ConfigError: The model has fewer layers, or cannot be cut.
     """
     model = loss.model
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise cannot_cut(
-            model, "with output_router_logits its loss needs the routers of all layers"
-        )
-    pieces = find_pieces(model)
-    check_depth(len(pieces.layers), num_stages)
     layers = pieces.share_out(num_stages)
-    check_cut(loss, pieces, layers)
     made = [_make_stage(loss, pieces, layers[number]) for number in own]
     part = _replace(model, _missing([stand_ins for _, stand_ins in made]))
     ends = [_parameters(pieces.of(layers[number])) for number in (0, -1)]
@@ -186,37 +178,38 @@ def cut_model(loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> C
 
 
 @torch.no_grad()
-def check_cut(loss: LanguageModelLoss, pieces: Pieces, layers: Sequence[range]) -> None:
-    """Refuse a model whose stages, each by itself, do not compute what the whole does.
+def check_cut(model: PreTrainedModel, num_stages: int) -> None:
+    """Refuse a model whose stages, each by itself, would not compute what the whole does.
 
     They are asked by what they do to a few tokens, from the last to the first and after other
-    tokens: what layers tell one another behind their outputs is wrong then. A model on the meta
-    device is only asked whether its stages run.
+    tokens: what layers tell one another behind their outputs is wrong then.
 
     Args:
-        loss: The whole model inside its loss.
-        pieces: Of the model.
-        layers: Of each stage.
+        model: A causal language model with weights, which may be made up; its mode is restored.
+        num_stages: Of the whole pipeline.
 
     Raises:
-        ConfigError: They compute something else, or nothing.
+        ConfigError: They compute something else, or nothing; or the model has fewer layers.
     """
-    model = loss.model
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise cannot_cut(
+            model, "with output_router_logits its loss needs the routers of all layers"
+        )
+    pieces = find_pieces(model)
+    check_depth(len(pieces.layers), num_stages)
+    loss = LanguageModelLoss(model, chunked=False)
     input_ids = some_tokens(model)
-    labels = None if input_ids.is_meta else input_ids
     training = model.training
     model.eval()
     try:
-        stages = [_make_stage(loss, pieces, share)[0] for share in layers]
-        passed = [input_ids]
+        stages = [_make_stage(loss, pieces, share)[0] for share in pieces.share_out(num_stages)]
+        passed: list[Any] = [input_ids]
         for stage in stages:
-            passed.append(stage(passed[-1], input_ids=input_ids, labels=labels))
-        if labels is None:
-            return
-        passed[-1] = loss(input_ids, labels)
-        loss(input_ids.flip(1), labels)
-        for number in reversed(range(len(stages))):
-            alone = stages[number](passed[number], input_ids=input_ids, labels=labels)
+            passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
+        passed[-1] = loss(input_ids, input_ids)
+        loss(input_ids.flip(1), input_ids)
+        for number in reversed(range(num_stages)):
+            alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
             if not _alike(alone, passed[number + 1]):
                 raise ValueError("its layers tell one another more than their outputs")
     except Exception as error:

@@ -67,6 +67,7 @@ class PipelineStrategy(ShardedStrategy):
         schedule: In which order a stage takes forward and backward passes.
         virtual_stages: Stages of each rank; more than one with interleaved-1f1b only.
         divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
+        fill: As for `ShardedStrategy`; of the model, it gets what this rank's stages hold.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PipelineStrategy(ShardedStrategy):
         schedule: Schedule,
         virtual_stages: int,
         divide_layers: Callable[[DeviceMesh], None] | None = None,
+        fill: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -87,6 +89,7 @@ class PipelineStrategy(ShardedStrategy):
             layout=layout,
             blocks=blocks,
             divide_layers=divide_layers,
+            fill=fill,
         )
         self._cut_model = cut
         self._schedule_name = schedule
@@ -121,6 +124,7 @@ class PipelineStrategy(ShardedStrategy):
         if self._divide_layers is not None:
             self._divide_layers(self.mesh["tensor"])
         cut = self._cut_model(loss, self.num_stages, self.stage_numbers)
+        del self._divide_layers, self._cut_model  # they hold the whole model
         self.chunks = [Chunk(stage, self._precision) for stage in cut.stages]
         self.model = cut.part
         self.wrapped = nn.ModuleList(self.chunks)
@@ -138,6 +142,10 @@ class PipelineStrategy(ShardedStrategy):
             self._shard_block(block, mesh, reshard_after_forward=False)
         for chunk in self.chunks:
             fully_shard(chunk, mesh=mesh, reshard_after_forward=False)
+
+    @property
+    def _divided(self) -> Sequence[nn.Module]:
+        return self.chunks
 
     def _wrap(self, loss: nn.Module) -> nn.Module:
         return self.wrapped

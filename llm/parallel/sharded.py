@@ -54,8 +54,8 @@ class ShardedStrategy(AcceleratedStrategy):
         divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
         divide_attention: Lets the model's attention reach what other ranks hold of a sample;
             needed where the layout divides samples.
-        fill: Gives a model on the meta device memory and weights, once it is divided; None where
-            it has them.
+        fill: Gives the parts that this rank holds of a model on the meta device memory and
+            weights; None where it has them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardedStrategy(AcceleratedStrategy):
         blocks: Iterable[nn.Module],
         divide_layers: Callable[[DeviceMesh], None] | None = None,
         divide_attention: Callable[[ContextPart], None] | None = None,
-        fill: Callable[[], None] | None = None,
+        fill: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
@@ -95,8 +95,8 @@ class ShardedStrategy(AcceleratedStrategy):
             self._divide_attention(self._context)
         self._divide(loss)
         if self._fill is not None:
-            self._fill()
-            _settle(loss)
+            self._fill(self.model)
+            self._settle()
         self.optimizer = make_optimizer(self.model)
         self.parameters = stepped_by(self.optimizer)
         _step_parts(self.optimizer)
@@ -116,6 +116,22 @@ class ShardedStrategy(AcceleratedStrategy):
             self._shard_block(block, mesh)
         fully_shard(loss, mesh=mesh)
         register_fsdp_forward_method(loss, "predictions")
+
+    def _settle(self) -> None:
+        """Let parts find their place for good, before an optimizer takes hold of them.
+
+        Memory that was given after the division is exchanged once more, at the first use of the
+        weights, where parts are padded to one size.
+        """
+        for module in self._divided:
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+
+    @property
+    def _divided(self) -> Sequence[nn.Module]:
+        """The outermost modules of which this rank holds parts."""
+        return [self.loss]
 
     def _shard_block(self, block: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         """Divide a block, in bf16 runs with weights that are gathered as autocast wants them."""
@@ -239,17 +255,6 @@ class ShardedStrategy(AcceleratedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
-
-
-def _settle(loss: nn.Module) -> None:
-    """Let parts find their place for good, before an optimizer takes hold of them.
-
-    Memory that was given after the division is exchanged once more, at the first use of the
-    weights, where parts are padded to one size.
-    """
-    if isinstance(loss, FSDPModule):
-        loss.unshard()
-        loss.reshard()
 
 
 def _is_norm(module: nn.Module) -> bool:

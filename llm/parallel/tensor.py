@@ -9,6 +9,7 @@ every weight that is divided is a DTensor of the whole one's name and shape, in 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,8 @@ def divide_layers(
     """Leave of each layer what this rank computes; every rank of the mesh must call it.
 
     Args:
-        model: A causal language model, the same on all ranks; changed in place.
+        model: A causal language model, the same on all ranks, on the meta device too; changed in
+            place.
         mesh: The ranks that compute each layer together, one axis.
         styles: By module name: a style of transformers, or one of ours (conv1d_colwise,
             conv1d_rowwise, conv1d_heads).
@@ -58,12 +60,19 @@ def divide_layers(
 
 def _draw_own_masks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
     """Give each rank's attention heads dropout masks of their own."""
-    own = OwnRandomness(next(model.parameters()).device, mesh.get_local_rank())
+    own = OwnRandomness(_device_of(mesh), mesh.get_local_rank())
     for name, style in styles.items():
         if "att" in name and style in _SPLITTING:
             own.begin_after(model.get_submodule(name))
         elif "att" in name and style in _JOINING:
             own.end_before(model.get_submodule(name))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device; the model may have none yet."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _conv1d_colwise(module: Any, mesh: DeviceMesh) -> None:

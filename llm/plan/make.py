@@ -22,7 +22,7 @@ from llm.plan.meter import MemoryMeter
 from llm.plan.options import PlanOptions
 from llm.rules import recomputation, ties_gradients
 from llm.trainers.gpt.inputs import choose_block_size, open_model_config
-from llm.trainers.gpt.kfac import MAX_DIM, make_kfac, make_optimizer_of
+from llm.trainers.gpt.kfac import MAX_DIM, covers_stacks, make_kfac, make_optimizer_of
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -135,7 +135,9 @@ def _kfac_extra(options: PlanOptions, model: PreTrainedModel, *, world_size: int
     with fake_ranks(world_size), meter:
         kfac = make_kfac(options, model)
         kept = meter.mark().live
-    coverage = find_layers(model, skip_layers=options.kfac_skip_layers)
+    coverage = find_layers(
+        model, skip_layers=options.kfac_skip_layers, stacks=covers_stacks(options)
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     per_element = _per_element(kfac.optimizer, model)
     sizes = {(layer.input_name, "A"): layer.columns for layer in coverage.layers}

@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 from llm.models.gpt import parameter_counts, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.pieces import find_pieces, share_out
-from llm.models.stages import cut_model
+from llm.models.stages import check_cut, cut_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 
@@ -25,7 +25,7 @@ def test_the_stages_of_every_family_pass_the_whole_gradient(family):
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    first, last = cut_model(loss, 2, [0, 1]).stages
+    first, last = cut_model(find_pieces(model), loss, 2, [0, 1]).stages
     sent = first(ids, input_ids=ids)
     received = sent.detach().requires_grad_()
     staged, _ = last(received, input_ids=ids, labels=ids)
@@ -42,7 +42,7 @@ def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
     names = dict(model.named_parameters())
     held = []
     for number in range(3):
-        cut = cut_model(LanguageModelLoss(model), 3, [number])
+        cut = cut_model(find_pieces(model), LanguageModelLoss(model), 3, [number])
         part = dict(cut.part.named_parameters())
         assert all(part[name] is names[name] for name in part)
         held.append(set(part))
@@ -56,7 +56,7 @@ def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
 def test_the_model_that_was_cut_is_as_it_was():
     model = tiny_model(tiny_config("llama"))
     before = [(name, id(module)) for name, module in model.named_modules()]
-    cut_model(LanguageModelLoss(model), 2, [1])
+    cut_model(find_pieces(model), LanguageModelLoss(model), 2, [1])
     assert [(name, id(module)) for name, module in model.named_modules()] == before
 
 
@@ -67,7 +67,7 @@ def test_positions_and_documents_reach_every_stage():
     places = torch.arange(12).expand(2, 12)
     apart = {"positions": places % 6, "documents": places // 6}
     expected, _ = loss(ids, ids, **apart)
-    first, last = cut_model(loss, 2, [0, 1]).stages
+    first, last = cut_model(find_pieces(model), loss, 2, [0, 1]).stages
     _, together = last(first(ids, input_ids=ids), input_ids=ids, labels=ids)
     _, staged = last(first(ids, input_ids=ids, **apart), input_ids=ids, labels=ids, **apart)
     torch.testing.assert_close(staged, expected.detach())
@@ -75,40 +75,41 @@ def test_positions_and_documents_reach_every_stage():
 
 
 def test_more_stages_than_layers_are_refused():
-    loss = LanguageModelLoss(tiny_model(tiny_config("llama")))
     with pytest.raises(ConfigError, match="is 3 stages, and the model has 2 layers"):
-        cut_model(loss, 3, [0])
+        check_cut(tiny_model(tiny_config("llama")), 3)
 
 
-def test_a_model_whose_layers_share_more_than_their_output_is_refused():
-    model = tiny_model(tiny_config("llama"))
+def remember_across_layers(model) -> None:
+    """Let the second layer of a Llama add what the first one has seen."""
+    seen = []
 
     class Remembering(nn.Module):
-        """The second layer adds what the first one has seen."""
-
-        seen = None
-
         def __init__(self, layer, number):
             super().__init__()
             self.layer, self.number = layer, number
 
         def forward(self, hidden, **kwargs):
-            if self.number == 1:
-                hidden = hidden + (0 if Remembering.seen is None else Remembering.seen)
-            else:
-                Remembering.seen = hidden * self.layer.input_layernorm.weight.sum()
+            if self.number == 0:
+                seen[:] = [hidden * self.layer.input_layernorm.weight.sum()]
+            elif seen:
+                hidden = hidden + seen[0]
             return self.layer(hidden, **kwargs)
 
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = Remembering(layer, number)
+
+
+def test_a_model_whose_layers_share_more_than_their_output_is_refused():
+    model = tiny_model(tiny_config("llama"))
+    remember_across_layers(model)
     with pytest.raises(ConfigError, match="cannot cut llama into stages"):
-        cut_model(LanguageModelLoss(model), 2, [0])
+        check_cut(model, 2)
 
 
 def test_a_loss_that_asks_all_layers_is_refused():
     model = tiny_model(tiny_config("mixtral", output_router_logits=True))
     with pytest.raises(ConfigError, match="its loss needs the routers of all layers"):
-        cut_model(LanguageModelLoss(model), 2, [0])
+        check_cut(model, 2)
 
 
 def test_a_model_without_weights_is_cut_alike():
@@ -116,7 +117,7 @@ def test_a_model_without_weights_is_cut_alike():
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config)
     cuts = [
-        cut_model(LanguageModelLoss(model, chunked=True), 2, [1])
+        cut_model(find_pieces(model), LanguageModelLoss(model, chunked=True), 2, [1])
         for model in (tiny_model(config), bare)
     ]
     assert cuts[0].layers == cuts[1].layers

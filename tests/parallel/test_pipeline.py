@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
+from llm.models.pieces import find_pieces
 from llm.models.stages import cut_model
 from llm.models.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
@@ -52,7 +54,7 @@ def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
         mixed_precision=mixed_precision,
         layout=layout,
         blocks=find_blocks(model),
-        cut=cut_model,
+        cut=partial(cut_model, find_pieces(model)),
         schedule=schedule,
         virtual_stages=virtual_stages,
     )

@@ -46,7 +46,7 @@ def start(
         layout=lay_out(int(os.environ["WORLD_SIZE"]), shard=shard),
         blocks=find_blocks(model),
         fill=functools.partial(
-            fill_model, model, seed=1, device=CPU, no_bias=options.get("no_bias", False)
+            fill_model, seed=1, device=CPU, no_bias=options.get("no_bias", False)
         ),
     )
     strategy.prepare(LanguageModelLoss(model), make_optimizer)

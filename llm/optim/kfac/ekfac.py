@@ -173,9 +173,9 @@ def _without_noise(rotated: Tensor) -> Tensor:
     """Set to zero, in place, what is rounding error alone.
 
     AdamW would blow it up to a full step. Layers in front of a LayerNorm or a softmax have
-    directions in which the gradient is zero.
+    directions in which the gradient is zero. Each matrix of a stack is judged by itself.
     """
-    floor = NOISE * torch.linalg.vector_norm(rotated)
+    floor = NOISE * torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
     return rotated.masked_fill_(rotated.abs() < floor, 0.0)
 
 
@@ -185,7 +185,8 @@ def _squares(blocks: Blocks) -> Blocks:
 
 def _layer_state(layer: Layer) -> dict[Tensor, dict[str, Tensor]]:
     """New state of a covered layer; the bias' moments are the last column of the weight's."""
-    state = moments(layer.weight, torch.Size((layer.rows, layer.columns)))
+    stack = layer.weight.shape[:-2]
+    state = moments(layer.weight, torch.Size((*stack, layer.rows, layer.columns)))
     return {p: state if p is layer.weight else {"step": state["step"]} for p in layer.parameters}
 
 

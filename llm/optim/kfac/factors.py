@@ -141,7 +141,7 @@ Blocks = list[Tensor] | None
 
 
 def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right."""
+    """Return left^T @ matrix @ right for block-diagonal left and right, and each of a stack."""
     return _times_left(_times_right(matrix, right), left)
 
 
@@ -159,8 +159,8 @@ def _times_right(matrix: Tensor, blocks: Blocks) -> Tensor:
         return matrix
     if len(blocks) == 1:
         return matrix @ blocks[0]
-    parts = matrix.split([len(block) for block in blocks], dim=1)
-    return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], dim=1)
+    parts = matrix.split([len(block) for block in blocks], dim=-1)
+    return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], dim=-1)
 
 
 def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
@@ -168,5 +168,5 @@ def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
         return matrix
     if len(blocks) == 1:
         return blocks[0].T @ matrix
-    parts = matrix.split([len(block) for block in blocks], dim=0)
-    return torch.cat([block.T @ part for block, part in zip(blocks, parts, strict=True)], dim=0)
+    parts = matrix.split([len(block) for block in blocks], dim=-2)
+    return torch.cat([block.T @ part for block, part in zip(blocks, parts, strict=True)], dim=-2)

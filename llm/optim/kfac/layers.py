@@ -16,9 +16,14 @@ from llm.errors import ConfigError
 class Layer:
     """A linear layer whose weight and bias make one matrix [outputs, inputs (+ 1)].
 
+    Or a stack of matrices [experts, outputs, inputs] that have their factors in common: those of
+    all tokens, each counted at the experts that it was sent to. So memory does not grow with the
+    number of experts, and one that has seen few tokens profits from the others.
+
     Attributes:
-        name: The module's name in the model.
+        name: The module's name in the model; of a stack, the parameter's.
         module: The module.
+        leaf: What the module calls the weight.
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
         input_name: The layer that gives this one its input factor: the first of those that read
             the same tensor, such as the queries' of queries, keys and values.
@@ -26,15 +31,19 @@ class Layer:
 
     name: str
     module: nn.Module
+    leaf: str = "weight"
     transposed: bool
     input_name: str
 
     @property
     def weight(self) -> nn.Parameter:
         """The weight as the module stores it."""
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
+        return self.module.get_parameter(self.leaf)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices."""
+        return self.weight.ndim == 3
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -50,16 +59,16 @@ class Layer:
     @property
     def rows(self) -> int:
         """Outputs."""
-        return int(self.weight.shape[1 if self.transposed else 0])
+        return int(self.weight.shape[-1 if self.transposed else -2])
 
     @property
     def columns(self) -> int:
         """Inputs, and one for the bias."""
-        inputs = int(self.weight.shape[0 if self.transposed else 1])
+        inputs = int(self.weight.shape[-2 if self.transposed else -1])
         return inputs + (self.bias is not None)
 
     def gradient(self) -> Tensor | None:
-        """The gradient as one matrix in fp32, the bias' as the last column; None if there is none.
+        """The gradient as a matrix in fp32, the bias' as the last column; None if there is none.
 
         It may be a view of the weight's gradient.
         """
@@ -114,15 +123,17 @@ def find_layers(
     model: nn.Module,
     *,
     skip_layers: Sequence[str] = (),
+    stacks: bool = True,
     sample_forward: Callable[[nn.Module], Any] | None = None,
 ) -> Coverage:
-    """Find the layers that K-FAC covers: Linear and Conv1D, but for heads, tied and frozen ones.
+    """Find what K-FAC covers: Linear, Conv1D and stacks of experts, if trained and not tied.
 
     An output head is left out since its factor would be as large as the vocabulary.
 
     Args:
         model: The model, not wrapped.
-        skip_layers: Regular expressions; a module whose name one of them is found in is skipped.
+        skip_layers: Regular expressions; a layer whose name one of them is found in is skipped.
+        stacks: Whether to cover stacks of experts.
         sample_forward: Runs the model once on anything, without gradients, to see which layers
             read the same tensor; those share a factor. None: no layers share one.
 
@@ -134,39 +145,46 @@ def find_layers(
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
-    found: list[tuple[str, nn.Module]] = []
+    found: list[tuple[str, nn.Module, str]] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not own:
+        if not any(True for _ in module.parameters(recurse=False)):
             continue
-        matched = {pattern.pattern for pattern in patterns if pattern.search(name)}
-        if _is_linear(module):
-            unmatched -= matched
-        reason = _reason(module, head=head, uses=uses, matched=bool(matched))
-        if reason is None:
-            found.append((name, module))
-        else:
+        reason = _kind_reason(module, head=head, stacks=stacks)
+        if reason is not None and not _is_linear(module):
             skipped[name] = reason
+            continue
+        leaves = ["weight"] if _is_linear(module) else list(module._parameters)
+        for leaf in leaves:
+            full = name if _is_linear(module) else f"{name}.{leaf}"
+            matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
+            unmatched -= matched
+            why = reason or _weight_reason(module, leaf, uses=uses, matched=bool(matched))
+            if why is None:
+                found.append((full, module, leaf))
+            else:
+                skipped[full] = why
     if unmatched:
         raise ConfigError(
             f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
-            "model; correct the pattern or leave it out."
+            "model, nor a stack of experts; correct the pattern or leave it out."
         )
     if not found:
         raise ConfigError(
             "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
             "its output head that --kfac_skip_layers leaves; train without --kfac."
         )
-    input_names = _shared_inputs(model, found, sample_forward)
+    linear = [(name, module) for name, module, _ in found if _is_linear(module)]
+    input_names = _shared_inputs(model, linear, sample_forward)
     layers = tuple(
         Layer(
             name=name,
             module=module,
+            leaf=leaf,
             transposed=_is_conv1d(module),
             input_name=input_names.get(name, name),
         )
-        for name, module in found
+        for name, module, leaf in found
     )
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -193,27 +211,37 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
-def _has_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds matrices as one stack, as Mixtral's experts in transformers 5."""
+def _has_stacks(module: nn.Module) -> bool:
+    """Whether a module holds matrices as stacks, as Mixtral's experts in transformers 5."""
     convolves = isinstance(module, nn.modules.conv._ConvNd)
     return not convolves and any(p.ndim == 3 for p in module.parameters(recurse=False))
 
 
-def _reason(
-    module: nn.Module, *, head: nn.Module | None, uses: Counter[int], matched: bool
-) -> str | None:
-    """Why a module is not covered."""
+def _can_record(module: nn.Module) -> bool:
+    """Whether a module with stacks multiplies with each matrix by torch's `linear`, if asked."""
+    described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
+    return described and not module.is_transposed and not module.has_bias
+
+
+def _kind_reason(module: nn.Module, *, head: nn.Module | None, stacks: bool) -> str | None:
+    """Why a module is not covered whatever its weights are."""
+    if _has_stacks(module):
+        if not stacks:
+            return "since it is a stack of experts"
+        return None if _can_record(module) else "since its stack of experts is of another form"
     if not _is_linear(module):
-        if _has_fused_experts(module):
-            return "since its experts are fused into one stack"
         kind = type(module).__name__
         return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-    if module is head:
-        return "since it is the output head"
-    weight = module.weight
-    if not isinstance(weight, nn.Parameter) or any(
-        uses[id(parameter)] > 1 for parameter in module.parameters(recurse=False)
-    ):
+    return "since it is the output head" if module is head else None
+
+
+def _weight_reason(
+    module: nn.Module, leaf: str, *, uses: Counter[int], matched: bool
+) -> str | None:
+    """Why a weight is not covered."""
+    weight = getattr(module, leaf)
+    own = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
+    if not isinstance(weight, nn.Parameter) or any(uses[id(parameter)] > 1 for parameter in own):
         return "since its weight is tied to another's or computed"
     if not weight.requires_grad:
         return "since its weight is frozen"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from llm.optim.kfac.factors import Factor
 from llm.optim.kfac.layers import Layer, read_input
@@ -49,18 +50,21 @@ class Statistics:
         Args:
             factors: Those to record into.
         """
-        hooks = [(layer, self._make_hook(layer, factors)) for layer in self._layers]
-        handles = [
-            layer.module.register_forward_hook(hook, with_kwargs=True)
-            for layer, hook in hooks
-            if hook is not None
-        ]
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        stacks: dict[nn.Module, dict[Tensor, Any]] = {}
+        with contextlib.ExitStack() as to_undo:
+            for layer in self._layers:
+                hook = self._make_hook(layer, factors)
+                if hook is None:
+                    continue
+                if layer.is_stack:
+                    stacks.setdefault(layer.module, {})[layer.weight] = hook
+                else:
+                    handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+                    to_undo.callback(handle.remove)
+            for module, hooks in stacks.items():
+                to_undo.enter_context(_watched(module, hooks))
+            to_undo.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
 
     def _make_hook(self, layer: Layer, factors: Collection[Factor]) -> Any:
         """What to call after a layer's forward; None if nothing of it is recorded."""
@@ -91,3 +95,53 @@ class Statistics:
             if with_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
             factor.record(rows)
+
+
+@contextlib.contextmanager
+def _watched(experts: Any, hooks: dict[Tensor, Any]) -> Iterator[None]:
+    """Call hooks after each product with a matrix of a stack, as after a layer's forward.
+
+    Args:
+        experts: A module of transformers with stacks of matrices.
+        hooks: By stack.
+    """
+    original, own = experts.forward, vars(experts).get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # The only way in which every product goes through torch's `linear`.
+        chosen, experts.config._experts_implementation = (
+            experts.config._experts_implementation,
+            "eager",
+        )
+        try:
+            with _Products(experts, hooks):
+                return original(*args, **kwargs)
+        finally:
+            experts.config._experts_implementation = chosen
+
+    experts.forward = forward
+    try:
+        yield
+    finally:
+        del experts.forward
+        if own is not None:
+            experts.forward = own
+
+
+class _Products(TorchFunctionMode):
+    """Sees products with the matrices of stacks."""
+
+    def __init__(self, experts: nn.Module, hooks: dict[Tensor, Any]) -> None:
+        super().__init__()
+        self._experts = experts
+        self._hooks = hooks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            hook = self._hooks.get(args[1]._base)
+            if hook is not None:
+                hook(self._experts, args[:1], {}, out)
+        return out

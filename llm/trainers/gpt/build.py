@@ -17,7 +17,9 @@ from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.models.context import check_divisible
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.made_up import made_up_weights
 from llm.models.masking import check_documents_apart
+from llm.models.stages import check_cut
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.profiling import StepProfiler
 from llm.rules import profiled_steps, recomputation, ties_gradients
@@ -29,7 +31,7 @@ from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.replicas import choose_strategy, draws_parts, load_checkpoint
+from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.start import fixed_options
 from llm.watchdog import Watchdog
@@ -46,9 +48,8 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ends = inputs.ends
-    # Read weights come whole, and a model must have some to show that it keeps documents apart.
-    later = inputs.weights_from is None and ends is None and draws_parts(inputs.layout)
+    # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
+    later = inputs.weights_from is None and not inputs.layout.is_replicated
     model = model_of(
         config,
         inputs.model_config,
@@ -57,11 +58,20 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         device=torch.device("meta") if later else device,
         vocab_size=len(inputs.tokenizer),
     )
+    with made_up_weights(model, device):
+        _check_use(config, inputs, model)
+    return model
+
+
+def _check_use(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Refuse a model that would compute something else as the options use it."""
+    ends, layout = inputs.ends, inputs.layout
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
-    if inputs.layout.context > 1:
-        check_divisible(model, ranks=inputs.layout.context, block_size=inputs.block_size)
-    return model
+    if layout.context > 1:
+        check_divisible(model, ranks=layout.context, block_size=inputs.block_size)
+    if layout.pipeline > 1:
+        check_cut(model, layout.pipeline * config.virtual_stages)
 
 
 def model_of(

@@ -123,11 +123,19 @@ def make_kfac(config: GPTConfig, model: PreTrainedModel) -> KFAC:
             as asked, or a library is missing.
     """
     coverage = find_layers(
-        model, skip_layers=config.kfac_skip_layers, sample_forward=_forward_a_few_tokens
+        model,
+        skip_layers=config.kfac_skip_layers,
+        stacks=covers_stacks(config),
+        sample_forward=_forward_a_few_tokens,
     )
     if config.kfac_library == "kfac-pytorch":
         return _external(config, model, coverage)
     return _native(config, model, coverage)
+
+
+def covers_stacks(config: GPTConfig) -> bool:
+    """Whether stacks of experts are covered: the library, whose arithmetic compat is, has none."""
+    return config.kfac_library == "native" and not config.kfac_compat
 
 
 def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:

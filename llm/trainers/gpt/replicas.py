@@ -1,6 +1,5 @@
 """Replicas of the model that train side by side: how many, how they average, how they go on."""
 
-import functools
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
 from llm.models.gpt import fill_model
+from llm.models.pieces import find_pieces
 from llm.models.plans import tensor_plan
 from llm.models.stages import cut_model
 from llm.parallel.accelerated import AcceleratedStrategy
@@ -97,12 +97,6 @@ def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | Non
     return steps if config.optimizer == "accumadamw" else None
 
 
-def draws_parts(layout: Layout) -> bool:
-    """Whether a rank can draw its parts of the weights alone, after the model is divided."""
-    others = layout.tensor * layout.pipeline * layout.context
-    return layout.shard > 1 and others == 1
-
-
 def choose_strategy(
     config: GPTConfig,
     replicas: Replicas,
@@ -119,26 +113,25 @@ def choose_strategy(
         replicas: How many models train side by side.
         layout: How the ranks divide one.
         accelerator: Has formed the process groups.
-        model: The model; where `draws_parts`, it may be on the meta device.
+        model: The model; on the meta device if each rank shall draw what it holds of it.
         seed: The run's seed.
     """
+    fill = None
+    if model.device.type == "meta":
+        fill = partial(fill_model, seed=seed, device=accelerator.device, no_bias=config.no_bias)
     if layout.pipeline > 1:
         return PipelineStrategy(
             accelerator=accelerator,
             mixed_precision=config.mixed_precision,
             layout=layout,
             blocks=find_blocks(model),
-            cut=cut_model,
+            cut=partial(cut_model, find_pieces(model)),
             schedule=config.pipeline_schedule,
             virtual_stages=config.virtual_stages,
             divide_layers=_layer_division(model) if layout.tensor > 1 else None,
+            fill=fill,
         )
     if not layout.is_replicated:
-        fill = None
-        if model.device.type == "meta":
-            fill = functools.partial(
-                fill_model, model, seed=seed, device=accelerator.device, no_bias=config.no_bias
-            )
         return ShardedStrategy(
             accelerator=accelerator,
             mixed_precision=config.mixed_precision,

@@ -42,16 +42,35 @@ def test_output_head_embeddings_and_norms_are_skipped_with_a_reason():
     assert skipped["model.norm"] == "since it is a LlamaRMSNorm"
 
 
-def test_fused_experts_are_skipped_and_the_log_says_so():
+def test_stacks_of_experts_are_covered_matrix_by_matrix():
     coverage = family("mixtral")
 
-    assert len(coverage.layers) == 2 * 4  # those of the attention
-    fused = [name for name, reason in coverage.skipped.items() if "experts are fused" in reason]
-    assert fused == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    attention, stacks = 4, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert len(coverage.layers) == 2 * (attention + len(stacks))
+    found = {layer.name: layer for layer in coverage.layers}
+    gate_up = found["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (gate_up.weight.shape, gate_up.rows, gate_up.columns) == ((4, 128, 32), 128, 32)
+    assert gate_up.is_stack
+    assert not found["model.layers.0.self_attn.q_proj"].is_stack
+
+
+def test_stacks_are_left_out_where_nothing_covers_them():
+    coverage = family("mixtral", stacks=False)
+
+    assert not any(layer.is_stack for layer in coverage.layers)
     assert (
-        "Not covered, since its experts are fused into one stack: model.layers.0.mlp.experts, "
+        "Not covered, since it is a stack of experts: model.layers.0.mlp.experts, "
         "model.layers.1.mlp.experts (2 modules)." in coverage.describe()
     )
+
+
+def test_a_pattern_skips_one_of_two_stacks():
+    coverage = family("mixtral", skip_layers=["experts.down"])
+
+    assert [layer.name for layer in coverage.layers if layer.is_stack] == [
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.gate_up_proj",
+    ]
 
 
 def test_mambas_convolution_is_no_stack_of_experts():
