@@ -13,10 +13,9 @@ from llm.optim.kfac.preconditioner import Preconditioner
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
-CLOSE = 1e-4
-"""A hundredth of a step of AdamW at the rate here."""
-STEPS = 1
-"""More would show how AdamW makes a step of what differs by rounding alone."""
+STEPS = 4
+EPS = 1e-3
+"""About the size of the gradients: with less AdamW makes a step of what differs by rounding."""
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -51,7 +50,7 @@ def train(*, optimizer: str = "ekfac", steps: int = STEPS, micro_batches: int = 
     options = {"factor_update_steps": 1, "inv_update_steps": 2}
     if optimizer == "ekfac":
         curvature = Curvature(covered(model), **options)
-        stepper = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
+        stepper = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, eps=EPS)
         precondition = None
     else:
         curvature = Curvature(covered(model), method=optimizer, **options)
@@ -140,7 +139,7 @@ def test_a_checkpointed_block_with_experts_is_counted_once():
 def test_micro_batches_do_not_change_what_experts_learn(optimizer):
     whole, apart = (train(optimizer=optimizer, micro_batches=n) for n in (1, 4))
     for name, weight in whole.items():
-        torch.testing.assert_close(apart[name], weight, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(apart[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_in_the_identity_basis_experts_learn_as_with_adamw():
@@ -192,7 +191,7 @@ def on_ranks(fraction: float):
         inv_update_steps=2,
         grad_worker_fraction=fraction,
     )
-    ekfac = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
+    ekfac = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, eps=EPS)
     for step in range(STEPS):
         ids = batch(step)
         own = ids.chunk(ranks)[rank]
@@ -214,5 +213,5 @@ def test_two_ranks_learn_as_one(fraction):
     alone = train()
     for weights, shapes in values(run_ranks(on_ranks, 2, fraction)):
         for name, weight in alone.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
         assert shapes["model.layers.0.mlp.experts.down_proj"] == (4, 32, 64)
