@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import kfac_steps
 from benchmarks.report import Goal, Section, machine, render, table
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
@@ -273,8 +272,10 @@ def _goals(found: dict[str, list[dict[str, Any]]]) -> list[Goal]:
 
 
 def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
-    """What a step costs, for each width."""
-    sections = []
+    """What a step costs, for each width; loads torch."""
+    from benchmarks import kfac_steps
+
+    sections: list[Section] = []
     for width in options.step_widths:
         case = {
             "methods": options.methods,
@@ -286,7 +287,7 @@ def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[S
             "block_size": 256,
             "inv_update_steps": options.step_inv_update_steps,
         }
-        title = f"A step, width {width}, {case['batch_size'] * 256:,} characters"
+        title = f"A step, width {width}, {options.step_tokens // 256 * 256:,} characters"
         sections.append(kfac_steps.section(title, trainings.steps(case), _ROWS, bound=1.15))
     return sections
 
@@ -337,8 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LLMError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = render("K-FAC", machine(["torch", "transformers"]), sections)
-    print(text)
+    print(text := render("K-FAC", machine(["torch", "transformers"]), sections))
     if options.output is not None:
         Path(options.output).write_text(text, encoding="utf-8")
     if options.plot is not None:

@@ -346,7 +346,7 @@ def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--only", "step", "--plot", "kfac.png"), "which --only step leaves out"),
+        (("--methods", "adamw", "--only", "step", "--plot", "kfac.png"), "--only step leaves out"),
         (("--methods", "ekfac"), "--methods must have adamw"),
         (("--text", "nowhere.txt"), "--text nowhere.txt is no file."),
         (("--methods", "adamw", "soap"), "pip install pytorch_optimizer, or leave soap out."),
