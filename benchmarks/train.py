@@ -25,17 +25,8 @@ from benchmarks.report import (
     spread,
     table,
 )
-from benchmarks.training import (
-    ROOT,
-    SHAPES,
-    Inputs,
-    Shape,
-    llm_pytorch_case,
-    make_inputs,
-    nanogpt_case,
-    our_case,
-    peer_case,
-)
+from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
+from benchmarks.training import ROOT, llm_pytorch_case, nanogpt_case, our_case, peer_case
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
 from llm.options import option

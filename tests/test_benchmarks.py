@@ -306,6 +306,40 @@ def test_a_family_is_measured_beside_a_plain_loop():
     assert any(line.startswith("| gpt2 | ") for line in done.stdout.splitlines())
 
 
+def gpu_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    # Where there is a GPU, the toy needs it no more than elsewhere.
+    hidden = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+
+
+@pytest.mark.benchmarks
+def test_the_programs_of_the_gpu_benchmark_run_at_toy_size():
+    toy = ("--models", "toy", "--precisions", "bf16", "--no_compile", "--no_largest")
+    done = gpu_benchmark(*toy, "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert "- GPU: none, so that the figures say nothing" in done.stdout
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    speeds = {row[0][2:]: float(row[1].replace(",", "")) for row in rows if row[0] != "| program"}
+    assert speeds.keys() == {"llm, bf16", "plain loop, bf16"}
+    assert min(speeds.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "need a GPU, and torch sees none"),
+        (("--models", "toy", "--precisions", "no"), "--precisions must have bf16"),
+        (("--models", "toy", "--nanogpt", "nowhere"), "--nanogpt nowhere holds no train.py."),
+    ],
+)
+def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, complaint):
+    done = gpu_benchmark(*arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:
     run = f"{source}import sys, benchmarks.kfac; sys.exit(benchmarks.kfac.main())"
     command = [sys.executable, "-c", run, *arguments]
