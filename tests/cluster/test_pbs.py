@@ -43,8 +43,8 @@ def test_aurora_one_process_for_each_tile(submission, pbs_hosts):
 def test_a_chain_of_jobs_goes_on_until_the_training_is_finished(submission, pbs_hosts):
     script = submission.fill_in("pbs/chain.pbs", run="chain", checkpointing_steps=None)
     text = script.read_text()
-    assert "--exit_after 342" in (
-        submission.example("pbs/chain.pbs").read_text()  # of 360 minutes
+    assert "--exit_after 165" in (
+        submission.example("pbs/chain.pbs").read_text()  # of 180 minutes
     )
     script.write_text(text.replace("\n)\n\nleft", "\n    --exit_after 0.02\n)\n\nleft"))
     first = run_pbs(script, hosts=pbs_hosts, job="7004.polaris-pbs-01", ranks=1)
