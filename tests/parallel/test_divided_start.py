@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from llm.config import GPTConfig
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.accelerated import make_accelerator
 from llm.parallel.layout import lay_out
 from llm.trainers.gpt.replicas import Replicas, choose_strategy
-from tests.parallel.test_sharded_start import CHANGES, make_optimizer, make_sgd, memory
+from tests.parallel.test_sharded_start import (
+    CHANGES,
+    large_config,
+    make_optimizer,
+    make_sgd,
+    memory,
+)
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
@@ -77,19 +82,12 @@ def test_every_layout_starts_with_the_weights_of_one_rank(ranks):
 
 def peak_of_start(sizes: dict[str, int]) -> tuple[int, int]:
     """Bytes of the whole model, and the most that this process took on to start its part."""
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-    )
     start(tiny_config("llama", num_key_value_heads=2), sizes)  # what is imported on the way
     Path("/proc/self/clear_refs").write_text("5")  # let the peak begin anew
     before = memory("VmRSS")
     # Without AdamW's moments, which are twice as much as the part.
-    start(config, sizes, make_optimizer=make_sgd)
-    whole = sum(4 * p.numel() for p in tiny_model(config, device=META).parameters())
+    start(large_config(), sizes, make_optimizer=make_sgd)
+    whole = sum(4 * p.numel() for p in tiny_model(large_config(), device=META).parameters())
     return whole, memory("VmHWM") - before
 
 

@@ -148,13 +148,14 @@ def find_layers(
     found: list[tuple[str, nn.Module, str]] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if not own:
             continue
         reason = _kind_reason(module, head=head, stacks=stacks)
         if reason is not None and not _is_linear(module):
             skipped[name] = reason
             continue
-        leaves = ["weight"] if _is_linear(module) else list(module._parameters)
+        leaves = ["weight"] if _is_linear(module) else own
         for leaf in leaves:
             full = name if _is_linear(module) else f"{name}.{leaf}"
             matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
@@ -220,7 +221,8 @@ def _has_stacks(module: nn.Module) -> bool:
 def _can_record(module: nn.Module) -> bool:
     """Whether a module with stacks multiplies with each matrix by torch's `linear`, if asked."""
     described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
-    return described and not module.is_transposed and not module.has_bias
+    plain = all(p.ndim == 3 for p in module.parameters(recurse=False))
+    return described and plain and not module.is_transposed and not module.has_bias
 
 
 def _kind_reason(module: nn.Module, *, head: nn.Module | None, stacks: bool) -> str | None:
