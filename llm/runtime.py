@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from llm.launcher import ranks_of
+from llm.launcher import ranks_of, ranks_per_node
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,8 @@ EXIT_PREEMPTED = 75
 
 
 SAME_REQUEST_SECONDS = 3.0
+
+_LOOKS, _LOOK_SECONDS = 5, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class Interruption:
         self.received: signal.Signals | None = None
         self._first = 0.0
         self._deadline = None if after is None else time.monotonic() + after
+        self._arrivals: int | None = None
 
     @property
     def reason(self) -> str | None:
@@ -145,6 +148,19 @@ class Interruption:
         """Start to remember the signals (from the main thread)."""
         for number in self.signals:
             signal.signal(number, self._remember)
+        self._arrivals, end = os.pipe()
+        os.set_blocking(self._arrivals, False)
+        os.set_blocking(end, False)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+
+    def has_come(self) -> bool:
+        """Whether there is a reason, even one that the main thread, in a wait, has not seen yet."""
+        if self.reason is not None or self._arrivals is None:
+            return self.reason is not None
+        try:
+            return bool(os.read(self._arrivals, 1))
+        except BlockingIOError:
+            return False
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -220,12 +236,29 @@ def log_to_file(path: Path) -> None:
 
 
 def calm_threads() -> None:
-    """Let idle threads of a CPU run sleep soon; takes effect before torch is imported.
+    """Let idle threads sleep soon where others want the cores; before torch is imported.
 
-    By default they spin while they wait for one another, and a step takes ten times as
-    long as soon as another process wants one of the cores.
+    By default they spin while they wait for one another. Alone on the machine, that makes steps of
+    a small model a tenth shorter; as soon as another process wants one of the cores, it makes
+    them twice as long.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if _others_run():
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _others_run() -> bool:
+    """Whether other processes run on this machine, at several looks in a row."""
+    if ranks_per_node(os.environ, world_from_environment().world_size) > 1:
+        return True
+    for _ in range(_LOOKS):
+        try:
+            running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+        except OSError:
+            return True
+        if int(running) <= 1:  # this one
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def quiet_libraries() -> None:

@@ -1,6 +1,19 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
-from llm.runtime import World, draw_seed, launch_id, seed_step, world_from_environment
+from llm.runtime import (
+    World,
+    calm_threads,
+    draw_seed,
+    launch_id,
+    seed_step,
+    world_from_environment,
+)
 
 
 def draw(**key) -> list[float]:
@@ -44,3 +57,67 @@ def test_a_task_of_srun_knows_its_place_without_torchrun(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert world_from_environment() == World(rank=5, local_rank=1, world_size=8)
     assert launch_id() is not None
+
+
+@pytest.fixture
+def no_spin_count(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    yield
+    os.environ.pop("GOMP_SPINCOUNT", None)
+
+
+def test_waiting_threads_sleep_soon_where_another_process_wants_the_cores(no_spin_count):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            calm_threads()
+        finally:
+            busy.kill()
+
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+
+
+def test_waiting_threads_sleep_soon_where_ranks_share_the_machine(no_spin_count, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(Path, "read_text", lambda self: "0.00 0.00 0.00 1/80 1234")
+
+    calm_threads()
+
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+
+
+def test_alone_on_the_machine_they_spin_as_by_default(no_spin_count, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: "1.90 1.00 0.50 1/80 1234")
+
+    calm_threads()
+
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_what_the_user_says_of_threads_holds(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+
+    calm_threads()
+
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+# The second lock of a mutex waits for ever, in C, where Python answers no signal.
+WAITING = """
+import ctypes, os, signal, threading, time
+from llm.runtime import Interruption
+interruption = Interruption()
+interruption.watch()
+def look():
+    before = interruption.has_come()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    os._exit(7 if (before, interruption.received, interruption.has_come()) == (0, None, 1) else 1)
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+threading.Timer(0.5, look).start()
+lock(mutex)
+"""
+
+
+def test_a_signal_is_known_even_if_the_main_thread_waits_where_it_sees_none():
+    assert subprocess.run([sys.executable, "-c", WAITING], timeout=60).returncode == 7
