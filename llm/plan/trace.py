@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm.models.blocks import find_blocks
@@ -113,9 +113,6 @@ def trace(
         gradients = sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None)
         head = sum(_bytes(p) for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]
     return Trace(
@@ -135,8 +132,16 @@ def trace(
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,
         width=config.hidden_size,
-        key_width=2 * key_heads * head_width // tensor,
+        key_width=_key_width(config) // tensor,
     )
+
+
+def _key_width(config: PreTrainedConfig) -> int:
+    """Numbers that a token's key and value are."""
+    heads: int = config.num_attention_heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    head_width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * key_heads * head_width
 
 
 class _Marks:
