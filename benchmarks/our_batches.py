@@ -148,7 +148,7 @@ def _loader(args: argparse.Namespace) -> "TrainLoader":
         num_windows=samples.num_windows,
         micro_batch_size=args.batch_size,
         world_size=1,
-        accumulation=1,
+        global_batch_size=args.batch_size,
         total_samples=args.batches * args.batch_size,
     )
     return TrainLoader(samples=samples, plan=plan, rank=0, device=torch.device("cpu"))

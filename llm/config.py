@@ -686,6 +686,13 @@ class GPTConfig:
         group=DECENTRALIZED,
         resume="fixed",
     )
+    on_peer_loss: Literal["stop", "continue"] = option(
+        "stop",
+        "What ranks of gossip or diloco do when another one dies or hangs: end, to go on from the "
+        "newest checkpoint, or save what they have and go on as a smaller job, which changes the "
+        "run.",
+        group=DECENTRALIZED,
+    )
     sync_every: int = option(
         500,
         "Steps that ranks train alone between two common steps of diloco.",

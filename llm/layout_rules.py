@@ -36,6 +36,17 @@ def _decentralized_problems(config: GPTConfig) -> list[str]:
     uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
     if config.accum_steps is not None and not uses_blocks:
         problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
+    if config.on_peer_loss == "continue" and mode == "allreduce":
+        problems.append(
+            "--on_peer_loss continue needs ranks with weights of their own, by --data_parallel "
+            "gossip or diloco; leave it out, or let a launcher start the run again with "
+            "--resume_from_checkpoint."
+        )
+    if config.on_peer_loss == "continue" and config.gossip_group == "nodes":
+        problems.append(
+            "--on_peer_loss continue takes ranks that each have weights of their own, not "
+            "--gossip_group nodes; leave one of them out."
+        )
     if config.kfac and mode != "allreduce":
         problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
@@ -49,11 +60,19 @@ def _size_problems(config: GPTConfig) -> list[str]:
     if not sizes:
         return []
     problems = []
-    if config.data_parallel != "allreduce":
-        problems.append(
-            f"--{sizes[0]} divides one model over ranks, which --data_parallel "
-            f"{config.data_parallel} does not; leave one of them out."
-        )
+    nodes_gossip = (config.data_parallel, config.gossip_group) == ("gossip", "nodes")
+    for name in sizes if config.data_parallel != "allreduce" else ():
+        if name != "data_parallel_shard_size":
+            problems.append(
+                f"--{name} divides one model over ranks, which --data_parallel "
+                f"{config.data_parallel} does not; leave one of them out."
+            )
+        elif not nodes_gossip:
+            problems.append(
+                f"--{name} goes together with --data_parallel gossip --gossip_group nodes, where "
+                "nodes average and each divides its model, not with --data_parallel "
+                f"{config.data_parallel} of single ranks; leave one of them out."
+            )
     if config.kfac:
         problems.append(
             f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "

@@ -208,7 +208,7 @@ class Saver:
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         bad = next(
-            (name for name, tensor in snapshot.tensors.items() if not _is_finite(tensor)),
+            (name for name, tensor in snapshot.tensors.items() if not is_finite(tensor)),
             None,
         )
         found = [name for name in self._gathered(bad) if name is not None]
@@ -227,27 +227,10 @@ class Saver:
 
     def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, Any]:
         """Size and checksum of each file that this rank has written."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         # One rank plans for all, and knows by itself only what is shared and its own.
         known = self._gathered(snapshot.file_of)
         file_of = {name: file for ranks in known for name, file in ranks.items()}
-        writer = HuggingFaceStorageWriter(
-            str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
-        )
-        # All is in host memory already: nothing shall touch, or wait for, a device.
-        writer.per_thread_copy_ahead = 0
-        try:
-            save(
-                dict(snapshot.tensors),
-                storage_writer=writer,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except CheckpointException as error:  # which is no Exception
-            raise CheckpointError(cause(error)) from error
+        write_tensors(temporary, snapshot.tensors, file_of=file_of, group=self._group)
         return {
             path.name: sync_file(path)
             for path in temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
@@ -256,20 +239,8 @@ class Saver:
     def _commit(self, snapshot: Snapshot, files: list[Any], temporary: Path, final: Path) -> None:
         if self._rank != 0:
             return
-        (temporary / PLAIN).write_text(snapshot.plain, encoding="utf-8")
         described = {name: entry for own in files for name, entry in own.items()}
-        described[PLAIN] = sync_file(temporary / PLAIN)
-        manifest = {
-            "format": FORMAT_VERSION,
-            "step": snapshot.step,
-            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "world_size": self._world_size,
-            "facts": snapshot.facts,
-            "files": described,
-        }
-        sealed = seal(json.dumps(manifest, indent=1))
-        (temporary / MANIFEST).write_text(sealed, encoding="utf-8")
-        sync_file(temporary / MANIFEST)
+        write_manifest(temporary, snapshot, files=described, world_size=self._world_size)
         put_in_place(temporary, final)
         try:
             prune(
@@ -300,7 +271,62 @@ class Saver:
         return values
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def write_tensors(
+    folder: Path, tensors: Mapping[str, torch.Tensor], *, file_of: Mapping[str, int], group: Any
+) -> None:
+    """Write tensors on the host into a folder, as safetensors; not synced.
+
+    Args:
+        folder: Where to.
+        tensors: This rank's, by path.
+        file_of: Number of the file, among those of its rank, that each tensor of any rank is in.
+        group: The ranks that write together; None writes alone.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=dict(file_of), save_distributed=True
+    )
+    # All is in host memory already: nothing shall touch, or wait for, a device.
+    writer.per_thread_copy_ahead = 0
+    try:
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # which is no Exception
+        raise CheckpointError(cause(error)) from error
+
+
+def write_manifest(
+    folder: Path, snapshot: Snapshot, *, files: dict[str, tuple[int, str]], world_size: int
+) -> None:
+    """Make a folder of written tensors a checkpoint: the plain values, and what it consists of.
+
+    Args:
+        folder: Where the tensors are.
+        snapshot: The state; its tensors are not looked at.
+        files: Size and checksum of each file with tensors.
+        world_size: Number of ranks that wrote them.
+    """
+    (folder / PLAIN).write_text(snapshot.plain, encoding="utf-8")
+    manifest = {
+        "format": FORMAT_VERSION,
+        "step": snapshot.step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "world_size": world_size,
+        "facts": snapshot.facts,
+        "files": {**files, PLAIN: sync_file(folder / PLAIN)},
+    }
+    sealed = seal(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(sealed, encoding="utf-8")
+    sync_file(folder / MANIFEST)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor, or of this rank's part of it, are finite."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if not tensor.is_floating_point() or not tensor.numel():

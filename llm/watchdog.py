@@ -60,6 +60,7 @@ class Watchdog:
 
     Attributes:
         verdict: Which rank is lost, and why; None as long as none is.
+        go_on: Called when one is lost; it may go on without, and then does not return.
         speaker: The rank that tells the world: 0, or 1 once rank 0 is the one that is lost.
     """
 
@@ -80,6 +81,8 @@ class Watchdog:
         self._since = time.monotonic()
         self._ended = threading.Event()
         self.verdict: str | None = None
+        self.go_on: Callable[[], None] | None = None
+        self._settled = threading.Event()
         self.speaker = 0
         self._connection: socket.socket | None = None
         if world_size == 1:
@@ -137,6 +140,10 @@ class Watchdog:
             time.sleep(0.1)
         return self.verdict
 
+    def wait_until_settled(self) -> None:
+        """After a verdict: wait until all that follows from it is done."""
+        self._settled.wait()
+
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             self._send(left=False)
@@ -191,13 +198,19 @@ class Watchdog:
         self._end(f"rank 0 on {self._host} {what}")
 
     def _end(self, verdict: str) -> None:
-        logger.error(f"error: {verdict}; this rank {self._rank} ends too.")
-        with contextlib.suppress(OSError):  # nothing shall keep this process from ending
-            self._on_loss(verdict)
-        self.verdict = verdict  # from here on the thread that trains may end this process
-        # Long enough for the thread that trains to end by itself if it can.
-        if not self._ended.wait(3 * _BEAT_SECONDS):
-            os._exit(EXIT_PEER_LOST)
+        self.verdict = verdict
+        end = "ends too" if self.go_on is None else "saves what it has, to go on without"
+        logger.error(f"error: {verdict}; this rank {self._rank} {end}.")
+        try:
+            with contextlib.suppress(OSError):  # nothing shall keep this process from ending
+                self._on_loss(verdict)
+            if self.go_on is not None:
+                self.go_on()
+        finally:
+            self._settled.set()
+            # Long enough for the thread that trains to end by itself if it can.
+            if not self._ended.wait(3 * _BEAT_SECONDS):
+                os._exit(EXIT_PEER_LOST)
 
     def _serve(self, server: socket.socket, world_size: int) -> None:
         """Rank 0's part: hears all ranks, and tells all of them who is lost."""

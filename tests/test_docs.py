@@ -58,6 +58,8 @@ FOREIGN = {
     "hf": {"repo-type", "include", "local-dir"},
     "spm_train": {"model_prefix"},
     "sbatch, srun and scancel": {
+        "kill-on-bad-exit",
+        "no-kill",
         "dependency", "signal", "time", "exclude", "mem", "ntasks", "gpus-per-task",
         "gpus-per-node", "cpus-per-task",
     },

@@ -17,20 +17,20 @@ class BatchPlan:
         num_windows: Samples of one epoch.
         micro_batch_size: Samples of one micro-batch on one device.
         world_size: Data-parallel ranks.
-        accumulation: Micro-batches of one step on each device.
+        global_batch_size: Samples of one optimizer step.
         total_samples: Samples of the whole run; the last step may hold fewer than the rest.
     """
 
     num_windows: int
     micro_batch_size: int
     world_size: int
-    accumulation: int
+    global_batch_size: int
     total_samples: int
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples of one optimizer step."""
-        return self.micro_batch_size * self.world_size * self.accumulation
+    def accumulation(self) -> int:
+        """Micro-batches of one step on each device; the last may be empty on some."""
+        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.world_size))
 
     @property
     def total_steps(self) -> int:
@@ -55,11 +55,12 @@ class BatchPlan:
         neither on the ranks nor on the accumulation.
 
         Returns:
-            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 where the run's
-            samples are used up.
+            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 where the samples
+            of the step or of the run are used up.
         """
         first, stop = self.step_samples(step)
-        samples = first + np.arange(self.global_batch_size, dtype=np.int64)
+        places = self.accumulation * self.world_size * self.micro_batch_size
+        samples = first + np.arange(places, dtype=np.int64)
         samples[samples >= stop] = -1
         return samples.reshape(-1, self.world_size, self.micro_batch_size)[:, rank]
 
@@ -79,23 +80,23 @@ def plan_batches(
     num_train_epochs: int,
     max_train_steps: int | None,
     max_train_samples: int | None,
+    evenly: bool = True,
 ) -> BatchPlan:
-    """Work out accumulation and length; `max_train_*` come before epochs.
+    """Work out batches and length; `max_train_*` come before epochs.
 
     Raises:
-        ConfigError: The global batch cannot be shared out evenly.
+        ConfigError: The global batch cannot be shared out evenly, and shall be.
     """
-    accumulation = gradient_accumulation_steps
+    together = per_device_train_batch_size * world_size
+    batch = together * gradient_accumulation_steps
     if global_batch_size is not None:
-        together = per_device_train_batch_size * world_size
-        if global_batch_size % together:
+        batch = global_batch_size
+        if evenly and batch % together:
             raise ConfigError(
                 f"--global_batch_size {global_batch_size} is no multiple of "
                 f"--per_device_train_batch_size {per_device_train_batch_size} times {world_size} "
                 f"ranks = {together}; change one of them."
             )
-        accumulation = global_batch_size // together
-    batch = per_device_train_batch_size * world_size * accumulation
     if max_train_steps is not None:
         total_samples = max_train_steps * batch
     elif max_train_samples is not None:
@@ -106,6 +107,6 @@ def plan_batches(
         num_windows=num_windows,
         micro_batch_size=per_device_train_batch_size,
         world_size=world_size,
-        accumulation=accumulation,
+        global_batch_size=batch,
         total_samples=total_samples,
     )

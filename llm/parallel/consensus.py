@@ -20,17 +20,28 @@ class Consensus:
     Args:
         tensors: The weights, in an order that is the same on all ranks.
         world_size: Number of ranks.
+        parts: How many ranks in a row hold different parts of one replica's weights.
         bucket_bytes: About how much a message holds.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], *, world_size: int, bucket_bytes: int = BUCKET_BYTES
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        world_size: int,
+        parts: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._tensors = list(tensors)
         self._world_size = world_size
         self._bucket_bytes = bucket_bytes
         self._dtype = torch.float32 if _is_mps(self._tensors) else torch.float64
+        self._replicas = world_size // parts
         self._group = dist.new_group() if world_size > 1 else None
+        self._holders = self._group  # of the same part
+        if parts > 1:
+            groups = [list(range(part, world_size, parts)) for part in range(parts)]
+            self._holders, _ = dist.new_subgroups_by_enumeration(groups)
         self.distance: Tensor | None = None
 
     @torch.no_grad()
@@ -43,8 +54,8 @@ class Consensus:
             bucket.fill()
             # Sums of half precision would lose what tells the ranks apart.
             total = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
-            dist.all_reduce(total, group=self._group)
-            bucket.flat.copy_(total.div_(self._world_size))
+            dist.all_reduce(total, group=self._holders)
+            bucket.flat.copy_(total.div_(self._replicas))
             bucket.empty()
         self._measure(means)
         return means

@@ -7,6 +7,7 @@ gradient is not finite skips its step alone.
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
     Attributes:
         replica: Number of the replica that this rank holds.
         num_replicas: How many there are.
+        changing: Is held while weights and moments change, so that who holds it finds them whole.
 
     Args:
         accelerator: Accelerate's view of the processes, devices and precision.
@@ -63,6 +65,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
         make_averaging: Makes what brings the replicas together.
         ranks_per_replica: How many ranks in a row train one replica: their gradients are averaged
             exactly, by DistributedDataParallel.
+        changing: What `make_averaging` gives the averaging, to hold it too.
+        division: What the strategy takes that divides a replica, where one does.
     """
 
     def __init__(
@@ -72,8 +76,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
         mixed_precision: str,
         make_averaging: MakeAveraging,
         ranks_per_replica: int = 1,
+        changing: "threading.Lock | None" = None,  # which is no class before Python 3.13
+        **division: Any,
     ) -> None:
-        super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
+        super().__init__(accelerator=accelerator, mixed_precision=mixed_precision, **division)
         if self.world_size % ranks_per_replica:
             raise ParallelError(
                 f"--gossip_group nodes needs the same number of ranks on every node, and "
@@ -83,6 +89,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self.num_replicas = self.world_size // ranks_per_replica
         self._ranks_per_replica = ranks_per_replica
         self._make_averaging = make_averaging
+        self.changing = changing or threading.Lock()
         self._apart = False
         if self.world_size > 1:
             self._votes = Votes(rank=self.rank, world_size=self.world_size, group=self._host_group)
@@ -92,8 +99,13 @@ class DecentralizedStrategy(AcceleratedStrategy):
         """Take over the model (inside its loss) and make its optimizer."""
         super().prepare(loss, make_optimizer)
         self._make_equal()
-        self._averaging = self._make_averaging(self._trained())
-        self._consensus = Consensus(self.parameters, world_size=self.world_size)
+        own = dict(zip(self._trained(), (tensor.detach() for tensor in self.stepped), strict=True))
+        self._averaging = self._make_averaging(own)
+        self._consensus = Consensus(
+            self.stepped,
+            world_size=self.world_size,
+            parts=1 if self.stepped is self.parameters else self._ranks_per_replica,
+        )
 
     def _make_equal(self) -> None:
         """Weights and buffers as rank 0 has them."""
@@ -129,7 +141,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
         """Clip and update this rank's weights, or skip; norm and skip are those of this rank."""
         self._apart = True
         self._averaging.before_step()
-        norm, skipped = super().optimizer_step(max_grad_norm)
+        with self.changing:
+            norm, skipped = super().optimizer_step(max_grad_norm)
         self._averaging.after_step()
         return norm, skipped
 
@@ -154,24 +167,30 @@ class DecentralizedStrategy(AcceleratedStrategy):
         Before the first step, when all ranks are equal, `model` has the live weights, so that
         others can be read into them. Every rank must call it.
         """
-        everything = super().state_dict()
-        model: dict[str, Tensor] = everything["model"]
-        own = self._trained()
-        mean: Mapping[str, Tensor] = own
+        replica, common = self.replica_state(), self.common_state()
+        own = replica["model"]
         if self._apart:
             self._averaging.settle()
-            mean = dict(zip(own, self._consensus.mean(), strict=True))
+            common["model"].update(self._mean())
         else:
-            own = {name: tensor.clone() for name, tensor in own.items()}
+            replica["model"] = {name: tensor.clone() for name, tensor in own.items()}
+        return {**common, replica_key(self.replica): replica}
+
+    def _mean(self) -> dict[str, Tensor]:
+        """The mean of all replicas' trained weights."""
+        return dict(zip(self._trained(), self._consensus.mean(), strict=True))
+
+    def replica_state(self) -> dict[str, Any]:
+        """What this replica has of its own: trained weights, moments, loss scale; live."""
         return {
-            "model": {**model, **mean},
-            _key(self.replica): {
-                "model": own,
-                "optimizer": everything["optimizer"],
-                "scaler": self._scaler_tensors(),
-            },
-            "averaging": self._averaging.state_dict(),
+            "model": self._trained(),
+            "optimizer": super().state_dict()["optimizer"],
+            "scaler": self._scaler_tensors(),
         }
+
+    def common_state(self) -> dict[str, Any]:
+        """The rest of the state, live, with this replica's weights in the place of the mean."""
+        return {"model": model_tensors(self.model), "averaging": self._averaging.state_dict()}
 
     def _scaler_tensors(self) -> dict[str, Tensor]:
         """A rank's own loss scale, as tensors: plain values are saved by rank 0 only."""
@@ -189,7 +208,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         Raises:
             ParallelError: The state belongs to another model, or to other replicas.
         """
-        key = _key(self.replica)
+        key = replica_key(self.replica)
         if key not in state:
             raise ParallelError(f"The saved state has no replica {self.replica}.")
         live, saved = super().state_dict(), state[key]
@@ -199,14 +218,17 @@ class DecentralizedStrategy(AcceleratedStrategy):
                 raise ParallelError(f"The {name} of the saved state has other parameters.")
         with torch.no_grad():
             for name, tensor in live["model"].items():
-                tensor.copy_(saved["model"].get(name, state["model"][name]))
+                self._copy(tensor, saved["model"].get(name, state["model"][name]))
             for name, moments in live["optimizer"].items():
                 for moment, tensor in moments.items():
-                    tensor.copy_(moments_of[name][moment])
+                    self._copy(tensor, moments_of[name][moment])
         # Rank 0 alone saves what holds no tensors.
         self._load_scaler(saved.get("scaler", {}))
         self._apart = True
         self._averaging.load_state_dict(state["averaging"])
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
     def _load_scaler(self, saved: Mapping[str, Tensor]) -> None:
         if self.scaler is not None and saved:
@@ -230,7 +252,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         read_mean(
             _paths("optimizer", live["optimizer"]),
             lambda replica, saved: read(
-                {f"{_key(replica)}/{path}": tensor for path, tensor in saved.items()}
+                {f"{replica_key(replica)}/{path}": tensor for path, tensor in saved.items()}
             ),
             replicas=replicas,
         )
@@ -239,7 +261,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
                 moments["step"].round_()  # replicas may have skipped different numbers of steps
         scaler = self._scaler_tensors()
         if scaler:
-            read(_paths(f"{_key(0)}/scaler", scaler))
+            read(_paths(f"{replica_key(0)}/scaler", scaler))
             self._load_scaler(scaler)
         self._apart = False
         self._averaging.load_state_dict(averaging)
@@ -265,7 +287,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
         super().close()
 
 
-def _key(replica: int) -> str:
+def replica_key(replica: int) -> str:
+    """The name of a replica's own part in a state."""
     return f"{_OWN}{replica:05d}"
 
 

@@ -7,6 +7,7 @@ as in D-PSGD (Lian et al. 2017, arXiv:1705.09056), with one group per rank and r
 exponential graphs (Ying et al. 2021, arXiv:2110.13363).
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,9 @@ class Mixer:
     What averages are replicas of the model. One may be spread over several ranks, those of a node,
     that hold the same weights at all times: each of them then exchanges an equal part with its
     counterparts, so that the weights cross the network between nodes once, and collects the rest
-    inside its node. Messages take memory for one more copy of the weights, and where pairs average
-    for another one of what comes in.
+    inside its node. If they are divided over the node's ranks, each
+    exchanges its part. Messages take memory for one more copy of the weights, and where pairs
+    average for another one of what comes in.
 
     Attributes:
         round: Number of rounds that were begun.
@@ -45,8 +47,10 @@ class Mixer:
         rounds: Who averages with whom: numbers of replicas.
         rank: Rank of this process.
         ranks_per_replica: How many ranks in a row hold the same weights.
+        divided: Whether each of these holds a part of the weights, in place of all of them.
         overlap: Whether an exchange goes on until the next step.
         bucket_bytes: About how much a message holds.
+        changing: Is entered while the weights change.
     """
 
     def __init__(
@@ -56,13 +60,17 @@ class Mixer:
         rounds: Sequence[Round],
         rank: int,
         ranks_per_replica: int = 1,
+        divided: bool = False,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        changing: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         self.round = 0
+        self._changing = changing or contextlib.nullcontext()
         self._rounds = rounds
         self._replica, self._part = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
+        self._shared_out = 1 if divided else ranks_per_replica
         self._overlap = overlap
         self._under_way: _Exchange | None = None
         replicas = sum(map(len, rounds[0]))
@@ -70,9 +78,10 @@ class Mixer:
         if replicas == 1:
             return
         self._buckets = make_buckets(
-            tensors, bucket_bytes=bucket_bytes, multiple_of=ranks_per_replica
+            tensors, bucket_bytes=bucket_bytes, multiple_of=self._shared_out
         )
-        self._parts = [bucket.flat.chunk(ranks_per_replica)[self._part] for bucket in self._buckets]
+        part = 0 if divided else self._part
+        self._parts = [bucket.flat.chunk(self._shared_out)[part] for bucket in self._buckets]
         self._incoming: list[Tensor] = []
         if any(len(group) == 2 for groups in rounds for group in groups):
             self._incoming = [torch.empty_like(part) for part in self._parts]
@@ -92,7 +101,7 @@ class Mixer:
                 made = dist.new_group([replica * each + part for replica in group])
                 if part == self._part and self._replica in group:
                     self._larger[group] = made
-        if each > 1:
+        if self._shared_out > 1:
             for replica in range(replicas):
                 made = dist.new_group(list(range(replica * each, (replica + 1) * each)))
                 if replica == self._replica:
@@ -141,11 +150,15 @@ class Mixer:
         exchange, self._under_way = self._under_way, None
         if exchange is None:
             return
+        with self._changing:
+            self._take_means(exchange)
+
+    def _take_means(self, exchange: _Exchange) -> None:
         if exchange.incoming:
             torch._foreach_add_(self._parts, exchange.incoming)
         torch._foreach_div_(self._parts, len(exchange.group))
         for bucket, part in zip(self._buckets, self._parts, strict=True):
-            if self._ranks_per_replica > 1:
+            if self._shared_out > 1:
                 dist.all_gather_into_tensor(bucket.flat, part.clone(), group=self._own_replica)
             bucket.empty()
 

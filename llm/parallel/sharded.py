@@ -109,13 +109,18 @@ class ShardedStrategy(AcceleratedStrategy):
             self._divide_layers(self.mesh["tensor"])
         if self._averaged_ranks == 1:
             return
-        mesh = self.mesh["shard"]
-        if self.layout.replicate > 1:
-            mesh = self.mesh["replicate", "shard"]
+        mesh = self._dividing_mesh
         for block in self._blocks:
             self._shard_block(block, mesh)
         fully_shard(loss, mesh=mesh)
         register_fsdp_forward_method(loss, "predictions")
+
+    @property
+    def _dividing_mesh(self) -> DeviceMesh:
+        """The ranks whose gradients are averaged: those that hold parts, and copies of these."""
+        if self.layout.replicate > 1:
+            return self.mesh["replicate", "shard"]
+        return self.mesh["shard"]
 
     def _settle(self) -> None:
         """Let parts find their place for good, before an optimizer takes hold of them.
@@ -193,7 +198,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 # Of a copied weight it may still be the ranks' terms.
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
-            part.grad = None if gradient is None else _part(gradient)
+            part.grad = None if gradient is None else part_of(gradient)
 
     def _normed(self) -> list[Tensor]:
         """The parameters that this rank counts in the gradient's norm."""
@@ -205,7 +210,7 @@ class ShardedStrategy(AcceleratedStrategy):
         for parameter in self._normed():
             if parameter.grad is not None:
                 axes = _divided_over(parameter)
-                by_axes.setdefault(axes, []).append(_part(parameter.grad))
+                by_axes.setdefault(axes, []).append(part_of(parameter.grad))
         total = torch.zeros((), device=self.device)
         for axes, gradients in sorted(by_axes.items()):
             square = torch.nn.utils.get_total_norm(gradients).square()
@@ -263,7 +268,7 @@ def _is_norm(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim < 2 for parameter in own)
 
 
-def _part(tensor: Tensor) -> Tensor:
+def part_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -302,6 +307,6 @@ def _step_parts(optimizer: torch.optim.Optimizer) -> None:
     state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         whole = group["params"]
-        group["params"] = [nn.Parameter(_part(parameter.detach())) for parameter in whole]
+        group["params"] = [nn.Parameter(part_of(parameter.detach())) for parameter in whole]
         for parameter, part in zip(whole, group["params"], strict=True):
-            optimizer.state[part] = {key: _part(value) for key, value in state[parameter].items()}
+            optimizer.state[part] = {key: part_of(value) for key, value in state[parameter].items()}

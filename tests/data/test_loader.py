@@ -45,7 +45,7 @@ def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21
         num_windows=by_number.num_windows,
         micro_batch_size=micro_batch_size,
         world_size=world_size,
-        accumulation=8 // (micro_batch_size * world_size),
+        global_batch_size=8,
         total_samples=samples,
     )
     return TrainLoader(samples=by_number, plan=plan, rank=rank, device=CPU, ends=ends)

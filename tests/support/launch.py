@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.faults import Fault, in_environment
 
@@ -96,6 +97,31 @@ class Launch:
             except OSError:
                 return False
             return True
+
+
+def start_tasks(argv: Sequence[str], *, ranks: int, faults: Sequence[Fault]) -> list[Any]:
+    """The trainer in processes that nobody ends when one of them dies."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **in_environment(faults),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "llm.trainers.gpt", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
 
 
 def wait_until_there(path: Path, timeout: float = 120) -> None:

@@ -115,7 +115,11 @@ class CountedSamples:
 
 def test_the_first_batch_after_a_million_steps_costs_what_the_first_after_ten_does():
     plan = BatchPlan(
-        num_windows=1000, micro_batch_size=2, world_size=1, accumulation=1, total_samples=3_000_000
+        num_windows=1000,
+        micro_batch_size=2,
+        world_size=1,
+        global_batch_size=2,
+        total_samples=3_000_000,
     )
     for step in (10, 1_000_000):
         samples = CountedSamples()

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(sys.argv[1:] if argv is None else argv)
         if config.fast_malloc and argv is None:
             restart_with_kept_memory()
-        return run(config, world)
+        return run(config, world, restarts=argv is None)
     except LLMError as error:
         _refuse(error, world)
         return 2
@@ -111,8 +111,14 @@ def _refuse(error: LLMError, world: World) -> None:
             logger.error(f"error: {error}")
 
 
-def run(config: GPTConfig, world: World) -> int:
-    """Train or evaluate as configured; returns the exit code."""
+def run(config: GPTConfig, world: World, *, restarts: bool = False) -> int:
+    """Train or evaluate as configured; returns the exit code.
+
+    Args:
+        config: The options.
+        world: Which rank this is.
+        restarts: Whether this process is a program of its own, which can begin anew.
+    """
     adopt_launcher()
     calm_threads()
     # Imported here, so that --help and a wrong option need no torch.
@@ -137,7 +143,9 @@ def run(config: GPTConfig, world: World) -> int:
     if config.eval_only:
         code = _evaluate(config, inputs, model, strategy)
     else:
-        code = _train_and_tell(config, inputs, model, strategy)
+        code = _train_and_tell(config, inputs, model, strategy, restarts=restarts)
+    if code == EXIT_PEER_LOST:
+        return code  # what is under way never ends
     strategy.close()
     if repository is not None and code == 0:
         push(inputs.run.path, repository)
@@ -145,7 +153,12 @@ def run(config: GPTConfig, world: World) -> int:
 
 
 def _train_and_tell(
-    config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
+    config: GPTConfig,
+    inputs: "Inputs",
+    model: "PreTrainedModel",
+    strategy: "AcceleratedStrategy",
+    *,
+    restarts: bool,
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
 
@@ -160,13 +173,14 @@ def _train_and_tell(
             inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
             inputs.run.say("running")
             log_to_file(inputs.run.log)
-        code = _train(config, inputs, model, strategy, watchdog)
+        code = _train(config, inputs, model, strategy, watchdog, restarts=restarts)
         watchdog.close()
         return code
     except BaseException as error:
         # Where another rank is the reason, it is known a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
-        if not foreseen and watchdog.wait_for_verdict(PEER_SECONDS) is not None:
+        if watchdog.wait_for_verdict(0.0 if foreseen else PEER_SECONDS) is not None:
+            watchdog.wait_until_settled()
             return EXIT_PEER_LOST
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             tell(f"{type(error).__name__}: {error}")
@@ -198,8 +212,10 @@ def _train(
     model: "PreTrainedModel",
     strategy: "AcceleratedStrategy",
     watchdog: Watchdog,
+    *,
+    restarts: bool,
 ) -> int:
-    from llm.trainers.gpt.build import make_trainer
+    from llm.trainers.gpt.build import make_survivors, make_trainer
     from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
 
@@ -210,7 +226,11 @@ def _train(
     trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, watchdog)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
+    if config.on_peer_loss == "continue" and strategy.world_size > 1:
+        survivors = make_survivors(config, inputs, trainer, interruption, restarts=restarts)
+        watchdog.go_on = survivors.go_on
     outcome = trainer.fit()
+    watchdog.go_on = None
     tracker.close()
     step = trainer.state.step
     if outcome == "preempted":

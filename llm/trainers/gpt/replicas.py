@@ -3,9 +3,11 @@
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 from llm import checkpoint
 from llm.checkpoint import Checkpoint, Stateful
 from llm.config import GPTConfig
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, ConfigError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
@@ -29,8 +31,9 @@ from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
 from llm.parallel.pipeline import PipelineStrategy
-from llm.parallel.rounds import Round, check_topology, make_rounds
+from llm.parallel.rounds import Round, Topology, check_topology, make_rounds
 from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.sharded_replicas import ShardedReplicas
 from llm.parallel.tensor import divide_layers
 
 MOST_ACCUM_STEPS = 8
@@ -73,14 +76,38 @@ def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | 
         on_node = ranks_per_node(os.environ, world_size)
         check_topology("complete", ranks=world_size, ranks_per_node=on_node)
         if config.gossip_group == "nodes":
+            _check_whole_nodes(config, on_node)
             number, ranks_each, on_node = world_size // on_node, on_node, 1
-        rounds = make_rounds(config.topology, ranks=number, ranks_per_node=on_node)
+        goes_on = config.on_peer_loss == "continue" and resume_from is not None
+        topology = _topology(config, number, on_node, or_ring=goes_on)
+        rounds = make_rounds(topology, ranks=number, ranks_per_node=on_node)
     return Replicas(
         number=number,
         ranks_each=ranks_each,
         rounds=tuple(rounds),
         accum_steps=_accum_steps(config, number, resume_from),
     )
+
+
+def _check_whole_nodes(config: GPTConfig, ranks_per_node: int) -> None:
+    size = config.data_parallel_shard_size
+    if size not in (1, ranks_per_node):
+        raise ConfigError(
+            f"--gossip_group nodes divides a replica over all ranks of a node, and there are "
+            f"{ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
+        )
+
+
+def _topology(config: GPTConfig, ranks: int, ranks_per_node: int, *, or_ring: bool) -> Topology:
+    """The topology that was asked for, or what any number of survivors can do."""
+    try:
+        check_topology(config.topology, ranks=ranks, ranks_per_node=ranks_per_node)
+    except ConfigError:
+        if not or_ring:
+            raise
+        logger.info(f"{ranks} ranks average in a ring: --topology {config.topology} takes others.")
+        return "ring"
+    return config.topology
 
 
 def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
@@ -132,6 +159,11 @@ def choose_strategy(
             fill=fill,
         )
     if not layout.is_replicated:
+        if config.data_parallel == "gossip" and not config.eval_only:
+            blocks = find_blocks(model)
+            return _decentralized(
+                config, replicas, accelerator, layout=layout, blocks=blocks, fill=fill
+            )
         return ShardedStrategy(
             accelerator=accelerator,
             mixed_precision=config.mixed_precision,
@@ -147,9 +179,10 @@ def choose_strategy(
 
 
 def _decentralized(
-    config: GPTConfig, replicas: Replicas, accelerator: Accelerator
+    config: GPTConfig, replicas: Replicas, accelerator: Accelerator, **division: Any
 ) -> DecentralizedStrategy:
-    """Replicas that gossip, or that step together after many steps."""
+    """Replicas that gossip, each divided over its ranks or not, or that step together at times."""
+    changing = threading.Lock()
 
     def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
         if config.data_parallel == "gossip":
@@ -158,7 +191,9 @@ def _decentralized(
                 rounds=replicas.rounds,
                 rank=accelerator.process_index,
                 ranks_per_replica=replicas.ranks_each,
+                divided=bool(division),
                 overlap=config.gossip_order == "overlap",
+                changing=changing,
             )
         return OuterOptimizer(
             tensors,
@@ -167,13 +202,17 @@ def _decentralized(
             sync_every=config.sync_every if replicas.number > 1 else sys.maxsize,
             learning_rate=config.outer_learning_rate,
             momentum=config.outer_momentum,
+            changing=changing,
         )
 
-    return DecentralizedStrategy(
+    strategy = ShardedReplicas if division else DecentralizedStrategy
+    return strategy(
         accelerator=accelerator,
         mixed_precision=config.mixed_precision,
         make_averaging=make_averaging,
         ranks_per_replica=replicas.ranks_each,
+        changing=changing,
+        **division,
     )
 
 
