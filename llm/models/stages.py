@@ -47,9 +47,9 @@ class _StandIn(nn.Module):
         length: int = 0,
     ) -> None:
         super().__init__()
-        vars(self).update(
-            {key: value for key, value in vars(original).items() if not key.startswith("_")}
-        )
+        # A divided layer has a `forward` among them, which would go on to compute the layer.
+        plain = {key: value for key, value in vars(original).items() if not key.startswith("_")}
+        vars(self).update({key: value for key, value in plain.items() if key != "forward"})
         self._wire, self._place, self._length = wire, place, length
 
     def forward(self, *args: object, **kwargs: object) -> object:
