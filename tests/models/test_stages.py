@@ -62,13 +62,13 @@ def test_the_model_that_was_cut_is_as_it_was():
 
 def test_a_stage_computes_nothing_of_the_divided_layers_that_it_lacks():
     model = tiny_model(tiny_config("llama"))
-    pieces = find_pieces(model)
+    pieces, whole = find_pieces(model), LanguageModelLoss(model)
 
     def forward(ids):
         raise AssertionError("the other stage's embedding, which has no weights here")
 
     model.get_input_embeddings().forward = forward  # as tensor parallelism divides it
-    (last,) = cut_model(pieces, LanguageModelLoss(model), 2, [1]).stages
+    (last,) = cut_model(pieces, whole, 2, [1]).stages
     ids = torch.zeros(1, 4, dtype=torch.long)
 
     loss, _ = last(torch.ones(1, 4, model.config.hidden_size), input_ids=ids, labels=ids)
