@@ -248,19 +248,19 @@ def mean_of_replicas(folder: Path, *, replicas: int) -> dict[str, torch.Tensor]:
         folder: Has the files of their state.
         replicas: How many there are.
     """
-    sums: dict[str, torch.Tensor] = {}
-    types: dict[str, torch.dtype] = {}
-    prefixes = tuple(f"strategy/{replica_key(number)}/model/" for number in range(replicas))
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                prefix = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
-                if prefix is None:
-                    continue
-                name, tensor = key.removeprefix(prefix), file.get_tensor(key)
-                types[name] = tensor.dtype
-                sums[name] = sums.get(name, 0) + tensor.double()
-    return {name: (total / replicas).to(types[name]) for name, total in sums.items()}
+    with contextlib.ExitStack() as opened:
+        file_of: dict[str, Any] = {}
+        for path in folder.glob("*.safetensors"):
+            file = opened.enter_context(safe_open(path, framework="pt"))
+            file_of.update(dict.fromkeys(file.keys(), file))
+        prefixes = [f"strategy/{replica_key(number)}/model/" for number in range(replicas)]
+        names = [key.removeprefix(prefixes[0]) for key in file_of if key.startswith(prefixes[0])]
+        means = {}
+        for name in names:  # one at a time: in float64 all of them would be twice the model
+            keys = [prefix + name for prefix in prefixes]
+            own = [file_of[key].get_tensor(key) for key in keys]
+            means[name] = torch.stack(own).double().mean(dim=0).to(own[0].dtype)
+        return means
 
 
 def environment_of(survivors: Sequence[Survivor], me: Survivor) -> dict[str, str]:
