@@ -125,6 +125,7 @@ def test_gradient_checkpointing_computes_the_same_gradient_again():
     torch.testing.assert_close(gradients[2], gradients[0])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_documents_apart_and_joins_them_again():
     loss = LanguageModelLoss(build("llama", "sdpa"))
     apart, joined = loss(*packed_windows(), *split(True, True))[1], loss(*packed_windows())[1]

@@ -168,7 +168,9 @@ def test_ranks_that_have_to_end_with_a_lost_one_save_what_they_have_and_any_numb
 
     run = bench.train("lost", ranks=4, faults=[kill], **options)
 
-    assert [run.codes[rank] for rank in (0, 1, 3)] == [76, 76, 76], run.output
+    for rank in (0, 1, 3):  # by itself, or by its watchdog where it waits for another one
+        outcome = run.outcomes[rank]
+        assert outcome.value == 76 or outcome.error == "ended with code 76", run.output
     assert "Traceback" not in run.output
     newest = newest_valid(run.folder / "checkpoints")
     assert newest is not None

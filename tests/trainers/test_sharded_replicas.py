@@ -62,6 +62,7 @@ def test_divided_nodes_train_as_whole_ones_do(divided, whole):
     check_alike(divided, whole)
 
 
+@pytest.mark.layouts
 def test_blocking_exchanges_train_as_those_of_whole_nodes_do(bench):
     blocking = {"gossip_order": "blocking", "max_train_steps": 5}
     whole = bench.train_well("blocking-whole", **{**NODES, **blocking})
@@ -85,6 +86,7 @@ def test_a_killed_run_goes_on_bit_for_bit(bench, divided):
     check_same(kill_and_go_on(bench, "killed", [kill], together=True, **DIVIDED), divided)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("first", "then"), [(DIVIDED, NODES), (NODES, DIVIDED)], ids=["to whole", "to divided"]
 )
@@ -99,6 +101,7 @@ def test_a_checkpoint_does_not_know_whether_nodes_were_divided(bench, whole, fir
     check_alike(run, whole)
 
 
+@pytest.mark.layouts
 def test_another_number_of_nodes_begins_with_the_mean(bench, divided):
     ask = Fault(at=FORWARD, what="SIGTERM", call=5, rank=0)
     stopped = bench.train("shrinks", faults=[ask], **DIVIDED)
