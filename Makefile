@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make train      train the quick start's GPT (ARGS='--flag value' adds flags)"
 	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
-	@echo "make test-slow  run the tests that take more than half a minute each"
+	@echo "make test-slow  run what takes long and repeats other tests in large"
 	@echo "make test-layouts  train whole runs in every layout that fits 4 processes"
 	@echo "make test-benchmarks  run every benchmark at toy size"
 	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"

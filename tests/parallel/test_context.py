@@ -103,7 +103,7 @@ def on_one_rank():
         pytest.param(4, {"context": 4}, 1, True, marks=pytest.mark.layouts),
         # And two replicas.
         pytest.param(4, {"context": 2}, 1, True, marks=pytest.mark.layouts),
-        (4, {"context": 2, "shard": 2}, 2, True),
+        pytest.param(4, {"context": 2, "shard": 2}, 2, True, marks=pytest.mark.layouts),
     ],
 )
 def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation, masked):

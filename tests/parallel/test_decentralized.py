@@ -48,7 +48,10 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "optimizers"), [(4, OPTIMIZERS), (8, ["accumadamw"])])
+@pytest.mark.parametrize(
+    ("ranks", "optimizers"),
+    [(4, OPTIMIZERS), pytest.param(8, ["accumadamw"], marks=pytest.mark.layouts)],
+)
 def test_overlapped_steps_are_those_of_a_dense_simulation(ranks, optimizers):
     cases = [
         Case(topology=topology, ranks_per_node=each, optimizer=optimizer, max_grad_norm=0.5)

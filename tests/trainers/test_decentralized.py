@@ -100,7 +100,11 @@ def test_the_mean_is_what_is_evaluated(bench):
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(4, RING), (2, {**RING, "topology": "alternating-exp-ring"}), (2, DILOCO)],
+    [
+        (4, RING),
+        pytest.param(2, {**RING, "topology": "alternating-exp-ring"}, marks=pytest.mark.layouts),
+        pytest.param(2, DILOCO, marks=pytest.mark.layouts),
+    ],
     ids=["ring", "alternating-exp-ring", "diloco"],
 )
 def test_a_killed_run_goes_on_bit_for_bit_on_every_rank(bench, ranks, options):
@@ -131,7 +135,11 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
     assert stopped.read_json("status.json")["step"] == 7
 
 
-@pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
+@pytest.mark.parametrize(
+    "options",
+    [RING, pytest.param(DILOCO, marks=pytest.mark.layouts)],
+    ids=["gossip", "diloco"],
+)
 def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     name = f"grows-{options['data_parallel']}"
     # The schedule has no end, and so a run may become longer.

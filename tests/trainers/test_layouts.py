@@ -65,7 +65,7 @@ LAYOUTS = {
     "PP2xFSDP2": (4, PIPELINE | SHARDED),
     "PP2xTP2": (4, PIPELINE | TENSOR),
 }
-IN_SHORT = ("PP2xTP2",)
+IN_SHORT = ("PP2",)
 """That of the ordinary suite; `make test-layouts` runs all."""
 
 

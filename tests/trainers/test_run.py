@@ -241,7 +241,7 @@ def wait_for(path: Path, text: str, process: subprocess.Popen[str]) -> None:
 )
 def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(bench, number):
     name = f"signal-{number}"
-    options = {"max_train_steps": 400, "checkpointing_steps": 1000, "logging_steps": 20}
+    options = {"max_train_steps": 200, "checkpointing_steps": 1000, "logging_steps": 20}
     process = start(bench, name, sys.executable, **options)
     wait_for(bench.folder / name / "metrics.jsonl", "loss", process)
     process.send_signal(number)
@@ -262,8 +262,11 @@ def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(be
     [
         ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
         # accelerate's way to start several processes, on a machine without GPUs as well
-        ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
-         "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"],
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
+             "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["torchrun", "accelerate launch"],
 )  # fmt: skip

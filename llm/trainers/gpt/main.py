@@ -41,6 +41,8 @@ from llm.watchdog import EXIT_PEER_LOST, Watchdog
 
 PEER_SECONDS = 3.0
 """For so long a rank whose communication failed waits to hear which other one is the reason."""
+SPEAKER_SECONDS = 3.0
+"""For so long ranks that have nothing to say stay alive while another says why all of them end."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,7 +108,7 @@ def _refuse(error: LLMError, world: World) -> None:
         logger.error(f"error: {error}")
     if world.world_size > 1 and not (world.is_main or error.found_here):
         # A launcher ends all ranks as soon as one has ended: leave the speaker its time.
-        time.sleep(PEER_SECONDS)
+        time.sleep(SPEAKER_SECONDS)
         if not error.reported:  # still alive, so nobody else has found it: it is this rank's own
             logger.error(f"error: {error}")
 
