@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import GPTNeoConfig
 
+from llm.allocator import restart_with_kept_memory
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw, parameter_groups
@@ -197,5 +198,6 @@ def validation_loss(loss: LanguageModelLoss, text: Text) -> float:
 
 
 if __name__ == "__main__":
+    restart_with_kept_memory()  # as the trainer does
     torch.set_num_threads(1)
     print(json.dumps(train(json.loads(sys.argv[1]))))

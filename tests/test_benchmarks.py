@@ -13,6 +13,7 @@ from benchmarks import report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
+from benchmarks.kfac_curves import reached, to_the_same_loss
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
@@ -338,6 +339,19 @@ def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, complaint):
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_curve_is_a_straight_line_between_two_evaluations():
+    curve = [[50, 10.0, 3.0], [100, 30.0, 2.0], [150, 40.0, 2.5], [200, 50.0, 1.5]]
+    assert reached(curve, 2.25) == (87.5, 25.0)
+    assert reached(curve, 2.0) == (100.0, 30.0)
+    assert reached(curve, 1.75) == (187.5, 47.5)
+    assert reached(curve, 3.5) == (50, 10.0)
+    assert reached(curve, 1.0) is None
+    adamw = [[100, 20.0, 4.0], [200, 40.0, 2.0]]
+    found = {"adamw": [{"curve": adamw}] * 2, "other": [{"curve": curve}] * 2}
+    assert to_the_same_loss(found, "adamw") == (1.0, 1.0)
+    assert to_the_same_loss(found, "other") == (0.5, 0.75)
 
 
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:

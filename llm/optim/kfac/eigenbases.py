@@ -79,7 +79,8 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     product = matrix @ basis
     quotients = torch.linalg.vecdot(basis, product, dim=0)
     order = torch.argsort(quotients, descending=True, stable=True)
-    vectors, _ = torch.linalg.qr(product[:, order])
+    # The Q of `torch.linalg.qr`, without its R.
+    vectors = torch.linalg.householder_product(*torch.geqrf(product[:, order]))
     finite = torch.isfinite(vectors).all()
     values = quotients[order].nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
     order = torch.where(finite, order, torch.arange(len(basis), device=basis.device))

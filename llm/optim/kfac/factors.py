@@ -65,7 +65,7 @@ class Factor:
         """
         if self._step_sums is None:
             self._step_sums = self._zeros()
-        products = [part.T @ part for part in rows.split(self.widths, dim=1)]
+        products = [gram(part) for part in rows.split(self.widths, dim=1)]
         # The trace of such a product bounds all its entries.
         finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
         for total, product in zip(self._step_sums, products, strict=True):
@@ -128,6 +128,24 @@ class Factor:
         bases = {f"basis.{i}": block for i, block in enumerate(self.bases)}
         values = {f"values.{i}": block for i, block in enumerate(self.values)}
         return count | sums | bases | values
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Return rows^T @ rows; of a wide one, little more than one half is computed.
+
+    Args:
+        rows: [tokens, size].
+    """
+    size = rows.shape[1]
+    if size <= 256:
+        return rows.T @ rows
+    product = rows.new_empty(size, size)
+    band = -(-size // 4)
+    for start in range(0, size, band):
+        stop = start + band
+        product[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
+        product[stop:, start:stop] = product[start:stop, stop:].T
+    return product
 
 
 def block_widths(size: int, max_dim: int) -> list[int]:
