@@ -5,17 +5,15 @@ object: the milliseconds of each step by method.
 """
 
 import json
-import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kfac_costs import Taken
 from benchmarks.kfac_run import Stepper, Text, make_model
-from benchmarks.report import Goal, Section, at_most, table
 from llm.allocator import restart_with_kept_memory
 from llm.models.loss import LanguageModelLoss
 
@@ -45,11 +43,11 @@ class Training:
         return 1000 * (time.perf_counter() - began)
 
 
-def train(options: dict[str, Any]) -> dict[str, list[float]]:
+def train(options: dict[str, Any]) -> Taken:
     """Step every method on the same batches, one after the other; see the module.
 
     What K-FAC does more often in its first steps is done on batches of one sample, which do not
-    count: the figures are those of one whole interval between inverses in the long run.
+    count: the figures are those of whole intervals between inverses in the long run.
     """
     path, block_size = Path(options["text"]), options["block_size"]
     text = Text(path, batch_size=options["batch_size"], block_size=block_size)
@@ -59,62 +57,21 @@ def train(options: dict[str, Any]) -> dict[str, list[float]]:
     }
     generator = torch.Generator().manual_seed(0)
     interval = max(options["inv_update_steps"], options["factor_update_steps"])
+    beginning = 1 << (interval - 1).bit_length()
     # The last two of them are whole: memory and threads have then seen a full batch.
-    for step in range(interval):
-        batch = (text if step >= interval - 2 else small).batch("train", generator)
+    for step in range(beginning):
+        batch = (text if step >= beginning - 2 else small).batch("train", generator)
         for training in trainings.values():
             training.step(*batch)
     taken: dict[str, list[float]] = {method: [] for method in trainings}
     order = list(trainings)
-    for _ in range(interval):
+    for _ in range(options["turns"]):
         batch = text.batch("train", generator)
         for method in order:
             taken[method].append(trainings[method].step(*batch))
         # Who comes first finds the memory as the last has left it: each does so as often.
         order = [*order[1:], order[0]]
     return taken
-
-
-def section(
-    title: str, taken: Mapping[str, Sequence[float]], rows: Mapping[str, str], bound: float
-) -> Section:
-    """Table and goals of one model's figures.
-
-    Args:
-        title: The model in words.
-        taken: Milliseconds of each step by method, adamw among them.
-        rows: Other names of methods for the table.
-        bound: What ekfac's mean step may cost at most, in steps of AdamW.
-    """
-    # Steps of the same turn are neighbours in time: what slows the machine down slows both.
-    ratios = {
-        method: [own / other for own, other in zip(times, taken["adamw"], strict=True)]
-        for method, times in taken.items()
-    }
-    cost = {method: statistics.fmean(of) for method, of in ratios.items()}
-    spike = {method: max(of) / statistics.median(of) for method, of in ratios.items()}
-    lines = table(
-        ["method", "median ms a step", "mean, AdamW's step = 1", "slowest, median = 1"],
-        [
-            [
-                rows.get(method, method),
-                f"{statistics.median(times):.0f}",
-                f"{cost[method]:.2f}",
-                f"{spike[method]:.2f}",
-            ]
-            for method, times in taken.items()
-        ],
-    )
-    goals: list[Goal] = []
-    if "ekfac" in taken:
-        goals = [
-            at_most(f"{title}: ekfac's step", cost["ekfac"], bound, " of AdamW's"),
-            at_most(f"{title}: ekfac's slowest step", spike["ekfac"], 2, " of its median"),
-        ]
-        if "eigen-compat" in taken:
-            ratio = cost["ekfac"] / cost["eigen-compat"]
-            goals.append(at_most(f"{title}: ekfac's step", ratio, 1, " of kfac-pytorch's way"))
-    return Section(title=title, lines=lines, goals=goals)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from benchmarks import report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
-from benchmarks.kfac_curves import reached, to_the_same_loss
+from benchmarks.kfac_curves import reached, share_of_steps
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
@@ -342,16 +342,12 @@ def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, complaint):
 
 
 def test_a_curve_is_a_straight_line_between_two_evaluations():
-    curve = [[50, 10.0, 3.0], [100, 30.0, 2.0], [150, 40.0, 2.5], [200, 50.0, 1.5]]
-    assert reached(curve, 2.25) == (87.5, 25.0)
-    assert reached(curve, 2.0) == (100.0, 30.0)
-    assert reached(curve, 1.75) == (187.5, 47.5)
-    assert reached(curve, 3.5) == (50, 10.0)
+    curve = [[50, 3.0], [100, 2.0], [150, 2.5], [200, 1.5]]
+    assert [reached(curve, loss) for loss in (3.5, 2.25, 2.0, 1.75)] == [50, 87.5, 100.0, 187.5]
     assert reached(curve, 1.0) is None
-    adamw = [[100, 20.0, 4.0], [200, 40.0, 2.0]]
-    found = {"adamw": [{"curve": adamw}] * 2, "other": [{"curve": curve}] * 2}
-    assert to_the_same_loss(found, "adamw") == (1.0, 1.0)
-    assert to_the_same_loss(found, "other") == (0.5, 0.75)
+    found = {"adamw": [{"curve": [[100, 4.0], [200, 2.0]]}] * 2, "other": [{"curve": curve}] * 2}
+    assert share_of_steps(found, "adamw") == 1.0
+    assert share_of_steps(found, "other") == 0.5
 
 
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:
@@ -365,7 +361,7 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     done = kfac_benchmark(
         *("--only", "convergence", "--methods", "adamw", "ekfac", "--learning_rates", "2e-3"),
         *("--steps", "21", "--sweep_steps", "10", "--seeds", "1", "--batch_size", "2"),
-        *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1"),
+        *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
         *("--output", str(tmp_path / "report.md")),
     )
     assert done.returncode == 0, done.stderr
@@ -374,7 +370,8 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     adamw = next(row for row in rows if row[0] == "| adamw")
     ekfac = next(row for row in rows if row[0] == "| ekfac")
     assert adamw[1] == ekfac[1] == "0.002"
-    assert adamw[3:5] == ["1.00", "1.00"]  # it reaches its own loss at its own last step
+    assert adamw[4] == "1.00"
+    assert adamw[5:] == ["1.00", "1.00 |"]  # it reaches its own loss at its own last step
     assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
 
 
