@@ -46,10 +46,10 @@ class KFACBenchmarkOptions:
         (1e-3, 2e-3, 4e-3, 8e-3), "Peak rates to choose from.", group="Methods", above=0
     )
     factor_update_steps: int = option(
-        20, "Steps between updates of K-FAC's factors.", group="Methods", at_least=1
+        50, "Steps between updates of K-FAC's factors.", group="Methods", at_least=1
     )
     inv_update_steps: int = option(
-        20, "Steps between updates of K-FAC's bases.", group="Methods", at_least=1
+        50, "Steps between updates of K-FAC's bases.", group="Methods", at_least=1
     )
     soap_update_steps: int = option(
         10, "Steps between updates of SOAP's bases.", group="Methods", at_least=1

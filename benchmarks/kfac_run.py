@@ -103,7 +103,7 @@ class Stepper:
                 method="ekfac" if method == "ekfac" else "eigen",
                 factor_update_steps=options["factor_update_steps"],
                 inv_update_steps=options["inv_update_steps"],
-                factor_decay=0.9 if method == "ekfac" else 0.95,
+                factor_decay=0.99 ** options["factor_update_steps"] if method == "ekfac" else 0.95,
                 damping=0.001,
                 compat=method != "ekfac",
             )

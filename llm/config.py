@@ -728,7 +728,7 @@ class GPTConfig:
     )
     kfac_factor_update_steps: int | str | None = option(
         None,
-        "Steps between two updates of the Kronecker factors; 10 if not given.",
+        "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
         group=KFAC,
         at_least=1,
         resume="fixed",
@@ -736,7 +736,8 @@ class GPTConfig:
     )
     kfac_inv_update_steps: int | str | None = option(
         None,
-        "Steps between two updates of a factor's eigenbasis or inverse; 10 if not given.",
+        "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
+        "ekfac, else 10.",
         group=KFAC,
         at_least=1,
         resume="fixed",
@@ -744,8 +745,8 @@ class GPTConfig:
     )
     kfac_factor_decay: float | str | None = option(
         None,
-        "Weight of the past at an update of the factors' averages; if not given 0.9 for ekfac, "
-        "else 0.95.",
+        "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
+        "since the last one for ekfac, else 0.95.",
         group=KFAC,
         above=0,
         below=1,

@@ -47,7 +47,7 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
     assert "MiB of factors and bases on this rank" in log
-    assert "method is ekfac; factors are updated every 10 steps" in log
+    assert "method is ekfac; factors are updated every 50 steps" in log
     assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
     assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)
     # Without an update there is no time of one.
@@ -125,6 +125,17 @@ def test_options_follow_their_steps_and_a_run_resumed_between_them_is_bit_identi
     run = assert_resume_is_exact(dropout, "schedules", logging_steps=1, **SCHEDULES)
     dampings = [record["kfac_damping"] for record in run.metrics]
     assert dampings == pytest.approx([0.01] * 8 + [0.002] * 4)
+
+
+def test_ekfac_forgets_as_much_in_a_step_whatever_is_between_two_updates(plain):
+    options = {"kfac": True, "kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
+    losses = [
+        plain.train_well(
+            f"decay-{decay}", max_train_steps=12, kfac_factor_decay=decay, **options
+        ).losses
+        for decay in (None, 0.9801, 0.5)
+    ]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_schedule_of_one_piece_is_the_number(plain):

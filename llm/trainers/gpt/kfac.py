@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from llm.config import GPTConfig
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import embeddings_and_head, make_adamw, make_sgd, parameter_groups
-from llm.optim.kfac.curvature import Curvature, Scheduled
+from llm.optim.kfac.curvature import Curvature, Scheduled, value_at
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
@@ -22,7 +22,11 @@ from llm.optim.schedule import piecewise_constant
 from llm.options import read_by_step
 from llm.rules import kfac_method, preconditioner_options
 
+EKFAC_UPDATE_STEPS = 50
 UPDATE_STEPS = 10
+"""Of the other methods, and of SOAP."""
+EKFAC_STEP_DECAY = 0.99
+"""Weight of the past in ekfac's averages after one step."""
 DAMPING = 0.001
 KL_CLIP = 0.001
 MAX_DIM = 8192
@@ -143,12 +147,8 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
     curvature = Curvature(
         coverage,
         method=method,
-        factor_update_steps=_scheduled(
-            "kfac_factor_update_steps", config.kfac_factor_update_steps, UPDATE_STEPS
-        ),
-        inv_update_steps=_scheduled(
-            "kfac_inv_update_steps", config.kfac_inv_update_steps, UPDATE_STEPS
-        ),
+        factor_update_steps=_update_steps(config, "kfac_factor_update_steps"),
+        inv_update_steps=_update_steps(config, "kfac_inv_update_steps"),
         factor_decay=_factor_decay(config),
         damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
         max_dim=config.kfac_max_dim or MAX_DIM,
@@ -186,12 +186,8 @@ def _external(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> 
         coverage,
         _trained(adamw),
         method=method,
-        factor_update_steps=_scheduled(
-            "kfac_factor_update_steps", config.kfac_factor_update_steps, UPDATE_STEPS
-        ),
-        inv_update_steps=_scheduled(
-            "kfac_inv_update_steps", config.kfac_inv_update_steps, UPDATE_STEPS
-        ),
+        factor_update_steps=_update_steps(config, "kfac_factor_update_steps"),
+        inv_update_steps=_update_steps(config, "kfac_inv_update_steps"),
         factor_decay=_factor_decay(config),
         damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
         kl_clip=_scheduled("kfac_kl_clip", config.kfac_kl_clip, KL_CLIP),
@@ -221,9 +217,20 @@ def _scheduled(name: str, value: float | str | None, default: float) -> Schedule
     return default if value is None else value
 
 
+def _update_steps(config: GPTConfig, name: str) -> Scheduled:
+    """How often an update is made, as an option of that name or its default says."""
+    return _scheduled(name, getattr(config, name), _default_steps(config))
+
+
+def _default_steps(config: GPTConfig) -> int:
+    return EKFAC_UPDATE_STEPS if kfac_method(config) == "ekfac" else UPDATE_STEPS
+
+
 def _factor_decay(config: GPTConfig) -> Scheduled:
-    default = 0.9 if kfac_method(config) == "ekfac" else 0.95
-    return _scheduled("kfac_factor_decay", config.kfac_factor_decay, default)
+    if config.kfac_factor_decay is None and kfac_method(config) == "ekfac":
+        every = _update_steps(config, "kfac_factor_update_steps")
+        return lambda step: EKFAC_STEP_DECAY ** value_at(every, step)
+    return _scheduled("kfac_factor_decay", config.kfac_factor_decay, 0.95)
 
 
 def _grad_worker_fraction(config: GPTConfig) -> float:
@@ -237,9 +244,10 @@ def _course(config: GPTConfig) -> str:
     """What is done how often, and why by this method, for the log."""
     asked = [f"--{name}" for name in preconditioner_options(config)]
     chosen = config.kfac_method is None and asked
+    default = _default_steps(config)
     reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
     return (
         f"K-FAC's method is {kfac_method(config)}{reason}; factors are updated every "
-        f"{config.kfac_factor_update_steps or UPDATE_STEPS} steps, what is computed of them every "
-        f"{config.kfac_inv_update_steps or UPDATE_STEPS}."
+        f"{config.kfac_factor_update_steps or default} steps, what is computed of them every "
+        f"{config.kfac_inv_update_steps or default}."
     )
