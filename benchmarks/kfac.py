@@ -80,7 +80,10 @@ class KFACBenchmarkOptions:
         100, "Steps between updates of bases then, and timed steps.", group="Step", at_least=3
     )
     turns: int = option(
-        200, "Timed steps of the model of the trainings.", group="Training", at_least=3
+        200,
+        "Timed steps of the model of the trainings, at least; whole intervals between bases.",
+        group="Training",
+        at_least=1,
     )
     jobs: int = option(
         len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"

@@ -65,7 +65,7 @@ def train(options: dict[str, Any]) -> Taken:
             training.step(*batch)
     taken: dict[str, list[float]] = {method: [] for method in trainings}
     order = list(trainings)
-    for _ in range(options["turns"]):
+    for _ in range(-(-options["turns"] // interval) * interval):
         batch = text.batch("train", generator)
         for method in order:
             taken[method].append(trainings[method].step(*batch))
