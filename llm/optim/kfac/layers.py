@@ -140,6 +140,35 @@ def find_layers(
     Raises:
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
     """
+    found, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
+    if not found:
+        raise ConfigError(
+            "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
+            "its output head that --kfac_skip_layers leaves; train without --kfac."
+        )
+    linear = [(name, module) for name, module, _ in found if _is_linear(module)]
+    input_names = _shared_inputs(model, linear, sample_forward)
+    layers = tuple(
+        Layer(
+            name=name,
+            module=module,
+            leaf=leaf,
+            transposed=_is_conv1d(module),
+            input_name=input_names.get(name, name),
+        )
+        for name, module, leaf in found
+    )
+    covered = sum(p.numel() for layer in layers for p in layer.parameters)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Coverage(
+        layers=layers, skipped=skipped, num_covered=covered, num_skipped=trained - covered
+    )
+
+
+def _divide_modules(
+    model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
+) -> tuple[list[tuple[str, nn.Module, str]], dict[str, str]]:
+    """What is covered, as name, module and parameter; and why anything else is not, by name."""
     patterns = [_compile(pattern) for pattern in skip_layers]
     unmatched = {pattern.pattern for pattern in patterns}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -170,28 +199,7 @@ def find_layers(
             f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
             "model, nor a stack of experts; correct the pattern or leave it out."
         )
-    if not found:
-        raise ConfigError(
-            "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
-            "its output head that --kfac_skip_layers leaves; train without --kfac."
-        )
-    linear = [(name, module) for name, module, _ in found if _is_linear(module)]
-    input_names = _shared_inputs(model, linear, sample_forward)
-    layers = tuple(
-        Layer(
-            name=name,
-            module=module,
-            leaf=leaf,
-            transposed=_is_conv1d(module),
-            input_name=input_names.get(name, name),
-        )
-        for name, module, leaf in found
-    )
-    covered = sum(p.numel() for layer in layers for p in layer.parameters)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Coverage(
-        layers=layers, skipped=skipped, num_covered=covered, num_skipped=trained - covered
-    )
+    return found, skipped
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
