@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import kfac_costs
+from benchmarks import kfac_costs, kfac_shorter
 from benchmarks.kfac_costs import Taken
 from benchmarks.kfac_curves import Found, plot, share_of_steps
 from benchmarks.report import Goal, Section, at_most, machine, render, table
@@ -54,6 +54,12 @@ class KFACBenchmarkOptions:
     soap_update_steps: int = option(
         10, "Steps between updates of SOAP's bases.", group="Methods", at_least=1
     )
+    max_dim: int | None = option(
+        None,
+        "Widest block of ekfac's factors; the model's width if not given, as in the trainer.",
+        group="Methods",
+        at_least=1,
+    )
     only: tuple[Part, ...] = option((), "Parts to measure; none means both.", group="Run")
     text: str = option(
         "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
@@ -61,6 +67,14 @@ class KFACBenchmarkOptions:
     steps: int = option(2000, "Steps of a training.", group="Training", at_least=20)
     sweep_steps: int = option(
         400, "Steps of a training that chooses a rate.", group="Training", at_least=10
+    )
+    shares: tuple[float, ...] = option(
+        (0.5,),
+        "Shares of --steps that all methods but AdamW are also trained for, by schedules that end "
+        "there; `--shares` alone leaves these trainings out.",
+        group="Training",
+        above=0,
+        below=1,
     )
     batch_size: int = option(16, "Samples of a step.", group="Training", at_least=1)
     block_size: int = option(128, "Characters of a sample.", group="Training", at_least=2)
@@ -133,7 +147,7 @@ class Trainings:
     """
 
     def __init__(self, options: KFACBenchmarkOptions) -> None:
-        names = ("batch_size", "block_size", "width", "layers")
+        names = ("batch_size", "block_size", "width", "layers", "max_dim")
         intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
         self._common = {name: getattr(options, name) for name in (*names, *intervals)}
         self._common["text"] = str(Path(options.text).resolve())
@@ -194,21 +208,21 @@ def choose_rates(
 
 
 def train_all(
-    options: KFACBenchmarkOptions, trainings: Trainings, rates: dict[str, float]
+    options: KFACBenchmarkOptions, trainings: Trainings, rates: Mapping[str, float], steps: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """All seeds of all methods at their rates, seed by seed."""
+    """All seeds of some methods, each at its rate for so many steps, seed by seed."""
     cases = [
         {
             "method": method,
-            "learning_rate": rates[method],
+            "learning_rate": rate,
             "seed": seed,
-            "steps": options.steps,
-            "evaluate_every": max(1, options.steps // 40),
+            "steps": steps,
+            "evaluate_every": max(1, steps // 40),
         }
         for seed in range(options.seeds)
-        for method in options.methods
+        for method, rate in rates.items()
     ]
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in options.methods}
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in rates}
     for case, result in zip(cases, trainings.run(cases), strict=True):
         found[case["method"]].append(result)
     return found
@@ -298,10 +312,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections: list[Section] = []
         if not options.only or "convergence" in options.only:
             rates, sweep = choose_rates(options, trainings)
-            found = train_all(options, trainings, rates)
+            found = train_all(options, trainings, rates, options.steps)
+            others = {method: rate for method, rate in rates.items() if method != "adamw"}
+            shorter = {
+                share: train_all(options, trainings, others, max(1, round(share * options.steps)))
+                for share in options.shares
+            }
             case = {"methods": options.methods, "turns": options.turns}
             taken = trainings.steps(case, threads=1)
             sections.append(section(options, rates, sweep, found, taken))
+            if others and shorter:
+                costs = kfac_costs.costs(taken)
+                sections.append(kfac_shorter.section(options.steps, found, shorter, costs, _ROWS))
         if not options.only or "step" in options.only:
             sections += step_sections(options, trainings)
     except LLMError as error:

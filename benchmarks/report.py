@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -80,11 +81,11 @@ def at_least(what: str, ratio: float, bound: float) -> Goal:
 
 
 def at_most(what: str, value: float, bound: float, unit: str) -> Goal:
-    """A goal for a figure that is better the smaller it is."""
+    """A goal for a figure that is better the smaller it is; infinite is what never came."""
     digits = 2 if value < 10 else 0
     return Goal(
         what=f"{what}: at most {bound:g}{unit}",
-        measured=f"{value:.{digits}f}{unit}",
+        measured="never" if math.isinf(value) else f"{value:.{digits}f}{unit}",
         met=value <= bound,
     )
 

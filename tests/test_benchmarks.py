@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import kfac_shorter, report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
@@ -350,6 +350,28 @@ def test_a_curve_is_a_straight_line_between_two_evaluations():
     assert share_of_steps(found, "other") == 0.5
 
 
+def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts():
+    def ends_at(*losses: float) -> list[dict[str, list[list[float]]]]:
+        return [{"curve": [[10, 9.0], [20, loss]]} for loss in losses]
+
+    found = {"adamw": ends_at(1.0, 3.0), "ekfac": ends_at(0.5, 0.5)}
+    shorter = {
+        0.5: {"ekfac": ends_at(1.0, 2.0)},
+        0.4: {"ekfac": ends_at(2.5, 1.5)},
+        0.2: {"ekfac": ends_at(2.5, 1.6)},
+    }
+    made = kfac_shorter.section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
+    assert made.lines[2:] == [
+        "| method | after 200 | after 400 | after 500 |",
+        "|---|---:|---:|---:|",
+        "| ekfac | 2.0500 | 2.0000 | 1.5000 |",
+    ]
+    assert [(goal.measured, goal.met) for goal in made.goals] == [("0.40", True), ("0.50", True)]
+    too_short = {0.2: shorter[0.2]}
+    made = kfac_shorter.section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
+    assert [(goal.measured, goal.met) for goal in made.goals] == [("never", False)] * 2
+
+
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:
     run = f"{source}import sys, benchmarks.kfac; sys.exit(benchmarks.kfac.main())"
     command = [sys.executable, "-c", run, *arguments]
@@ -373,6 +395,7 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     assert adamw[4] == "1.00"
     assert adamw[5:] == ["1.00", "1.00 |"]  # it reaches its own loss at its own last step
     assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
+    assert "| method | after 10 |\n|---|---:|\n| ekfac | " in done.stdout
 
 
 @pytest.mark.benchmarks

@@ -22,7 +22,7 @@ from llm.plan.meter import MemoryMeter
 from llm.plan.options import PlanOptions
 from llm.rules import recomputation, ties_gradients
 from llm.trainers.gpt.inputs import choose_block_size, open_model_config
-from llm.trainers.gpt.kfac import MAX_DIM, covers_stacks, make_kfac, make_optimizer_of
+from llm.trainers.gpt.kfac import covers_stacks, make_kfac, make_optimizer_of, max_dim
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -142,8 +142,8 @@ def _kfac_extra(options: PlanOptions, model: PreTrainedModel, *, world_size: int
     per_element = _per_element(kfac.optimizer, model)
     sizes = {(layer.input_name, "A"): layer.columns for layer in coverage.layers}
     sizes |= {(layer.name, "G"): layer.rows for layer in coverage.layers}
-    max_dim = options.kfac_max_dim or MAX_DIM
-    sums = sum(w * w for size in sizes.values() for w in block_widths(size, max_dim))
+    widest = max_dim(options, model)
+    sums = sum(w * w for size in sizes.values() for w in block_widths(size, widest))
     return Extra(
         per_element=per_element,
         kfac=int(kept - per_element * trained),

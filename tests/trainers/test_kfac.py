@@ -10,6 +10,9 @@ from tests.support.training import Bench, Run
 from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
+# In each of the two blocks A and G of four layers; wider than the model are G of the queries, keys
+# and values, and both factors of the MLP's inner side.
+BLOCKS = "MiB of factors and bases on this rank, 6 of 16 factors in diagonal blocks."
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},
     {"kfac_method": "cholesky"},
@@ -46,7 +49,7 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
     assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
-    assert "MiB of factors and bases on this rank" in log
+    assert BLOCKS in log
     assert "method is ekfac; factors are updated every 50 steps" in log
     assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
     assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)

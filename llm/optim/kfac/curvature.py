@@ -312,9 +312,11 @@ class Curvature:
 
     def describe(self) -> str:
         """A few lines for the log: what is covered, and the memory on this rank."""
+        divided = sum(len(factor.widths) > 1 for factor in self.factors)
+        blocks = f", {divided} of {len(self.factors)} factors in diagonal blocks" if divided else ""
         return (
-            f"{self.coverage.describe()}\n"
-            f"K-FAC keeps {self.num_bytes() / 2**20:,.1f} MiB of factors and bases on this rank."
+            f"{self.coverage.describe()}\nK-FAC keeps {self.num_bytes() / 2**20:,.1f} MiB of "
+            f"factors and bases on this rank{blocks}."
         )
 
     def state_dict(self) -> dict[str, Any]:

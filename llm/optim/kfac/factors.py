@@ -149,8 +149,11 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def block_widths(size: int, max_dim: int) -> list[int]:
-    """Widths, equal up to one, of the fewest diagonal blocks not wider than `max_dim`."""
-    num_blocks = -(-size // max_dim)
+    """Widths, equal up to one, of the fewest diagonal blocks not wider than `max_dim`.
+
+    One entry more is let in: the 1 beside the inputs of a layer with a bias makes no new block.
+    """
+    num_blocks = max(1, -(-(size - 1) // max_dim))
     return [size // num_blocks + (i < size % num_blocks) for i in range(num_blocks)]
 
 

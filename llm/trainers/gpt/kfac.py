@@ -142,6 +142,16 @@ def covers_stacks(config: GPTConfig) -> bool:
     return config.kfac_library == "native" and not config.kfac_compat
 
 
+def max_dim(config: GPTConfig, model: PreTrainedModel) -> int:
+    """The widest block of a factor: as the option says, or with ekfac the model's width."""
+    if config.kfac_max_dim is not None:
+        return config.kfac_max_dim
+    if kfac_method(config) != "ekfac":
+        return MAX_DIM
+    width: int = getattr(model.config.get_text_config(), "hidden_size", MAX_DIM)
+    return min(width, MAX_DIM)
+
+
 def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
     method = kfac_method(config)
     curvature = Curvature(
@@ -151,7 +161,7 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
         inv_update_steps=_update_steps(config, "kfac_inv_update_steps"),
         factor_decay=_factor_decay(config),
         damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
-        max_dim=config.kfac_max_dim or MAX_DIM,
+        max_dim=max_dim(config, model),
         grad_worker_fraction=_grad_worker_fraction(config),
         spread=not config.torch_compile,
         compat=config.kfac_compat,

@@ -199,6 +199,12 @@ def test_a_wide_factor_is_kept_in_blocks_of_nearly_equal_width():
     assert block_widths(8, 8) == [8]
 
 
+def test_the_one_beside_the_inputs_makes_no_new_block():
+    assert block_widths(9, 8) == [9]
+    assert block_widths(33, 8) == [9, 8, 8, 8]
+    assert block_widths(1, 8) == [1]
+
+
 def test_rotation_by_blocks_is_that_by_the_block_diagonal_matrix_and_is_undone():
     torch.manual_seed(0)
     left, right = (
@@ -223,3 +229,6 @@ def test_the_log_says_what_is_covered_and_how_much_memory_that_takes():
         "Not covered, since it is a LayerNorm: 1 (1 modules).",
         "K-FAC keeps 1.0 MiB of factors and bases on this rank.",
     ]
+    # In halves: A and G are two blocks of 128 x 128 each.
+    halves = Curvature(find_layers(model), max_dim=128).describe()
+    assert "keeps 0.5 MiB of factors and bases on this rank, 2 of 2 factors in diag" in halves
