@@ -110,9 +110,13 @@ def _tokenizer(
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
     if sidecar is None and not is_named:
         return None, None
-    name = options.tokenizer_name
+    name, pair = options.tokenizer_name, (options.vocab_file, options.merges_file)
     if sidecar is not None and not is_named:
-        name = sidecar.tokenizer
+        vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
+        if comma:  # a vocabulary and its merges, as `prepare` was given them
+            pair = (vocab_file, merges_file)
+        else:
+            name = sidecar.tokenizer
         # Looked for on this machine alone: nobody has asked for a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.runtime import quiet_libraries
@@ -122,8 +126,8 @@ def _tokenizer(
     try:
         tokenizer = load_tokenizer(
             name=name,
-            vocab_file=options.vocab_file,
-            merges_file=options.merges_file,
+            vocab_file=pair[0],
+            merges_file=pair[1],
             use_fast=True,
             trust_remote_code=False,
         )

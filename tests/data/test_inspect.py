@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,19 @@ def test_another_tokenizer_than_the_one_that_made_the_file_is_remarked_on(tmp_pa
     described(prefix, tokenizer=folder, tokenizer_fingerprint="0123456789abcdef")
 
     assert "were made with (0123456789abcdef): the text may be wrong." in shown(capsys, prefix)[-1]
+
+
+def test_a_vocabulary_and_merges_that_made_the_file_show_its_text(tmp_path, capsys):
+    tokenizer = tiny_tokenizer().backend_tokenizer
+    vocab_file, merges_file = tokenizer.model.save(str(tmp_path))
+    prefix = write_pair(tmp_path / "text", [tokenizer.encode("the fox").ids])
+    described(prefix, tokenizer=f"{vocab_file}, {merges_file}", tokenizer_fingerprint="0")
+
+    assert "'the fox'" in shown(capsys, prefix)
+
+    Path(merges_file).unlink()
+    remark = f"Not shown as text: --merges_file {merges_file} does not exist."
+    assert shown(capsys, prefix)[-1] == remark
 
 
 def test_a_tokenizer_that_is_gone_leaves_the_ids(tmp_path, capsys):
