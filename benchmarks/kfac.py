@@ -56,7 +56,7 @@ class KFACBenchmarkOptions:
     )
     max_dim: int | None = option(
         None,
-        "Widest block of ekfac's factors; the model's width if not given, as in the trainer.",
+        "Widest block of ekfac's factors; twice the model's width if not given, as in the trainer.",
         group="Methods",
         at_least=1,
     )

@@ -105,7 +105,7 @@ class Stepper:
                 inv_update_steps=options["inv_update_steps"],
                 factor_decay=0.99 ** options["factor_update_steps"] if method == "ekfac" else 0.95,
                 damping=0.001,
-                max_dim=(options["max_dim"] or options["width"]) if method == "ekfac" else 8192,
+                max_dim=(options["max_dim"] or 2 * options["width"]) if method == "ekfac" else 8192,
                 compat=method != "ekfac",
             )
         if method == "ekfac":

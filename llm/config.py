@@ -778,7 +778,7 @@ class GPTConfig:
     )
     kfac_max_dim: int | None = option(
         None,
-        "Wider factors are kept in diagonal blocks of at most this width; if not given, the "
+        "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
         "model's width with ekfac and 8192 with the other methods.",
         group=KFAC,
         at_least=1,

@@ -10,8 +10,8 @@ from tests.support.training import Bench, Run
 from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
-# In each of the two blocks A and G of four layers; wider than the model are G of the queries, keys
-# and values, and both factors of the MLP's inner side.
+# A and G of four layers in two blocks; wider than two models are G of the queries, keys and values,
+# and both factors of the MLP's inner side.
 BLOCKS = "MiB of factors and bases on this rank, 6 of 16 factors in diagonal blocks."
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},

@@ -180,8 +180,11 @@ def _times_right(matrix: Tensor, blocks: Blocks) -> Tensor:
         return matrix
     if len(blocks) == 1:
         return matrix @ blocks[0]
-    parts = matrix.split([len(block) for block in blocks], dim=-1)
-    return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], dim=-1)
+    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
+    parts = zip(matrix.split(widths, dim=-1), blocks, product.split(widths, dim=-1), strict=True)
+    for part, block, out in parts:
+        torch.matmul(part, block, out=out)
+    return product
 
 
 def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
@@ -189,5 +192,8 @@ def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
         return matrix
     if len(blocks) == 1:
         return blocks[0].T @ matrix
-    parts = matrix.split([len(block) for block in blocks], dim=-2)
-    return torch.cat([block.T @ part for block, part in zip(blocks, parts, strict=True)], dim=-2)
+    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
+    parts = zip(matrix.split(widths, dim=-2), blocks, product.split(widths, dim=-2), strict=True)
+    for part, block, out in parts:
+        torch.matmul(block.T, part, out=out)
+    return product
