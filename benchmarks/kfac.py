@@ -71,7 +71,7 @@ class KFACBenchmarkOptions:
     shares: tuple[float, ...] = option(
         (0.5,),
         "Shares of --steps that all methods but AdamW are also trained for, by schedules that end "
-        "there; `--shares` alone leaves these trainings out.",
+        "there.",
         group="Training",
         above=0,
         below=1,
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case = {"methods": options.methods, "turns": options.turns}
             taken = trainings.steps(case, threads=1)
             sections.append(section(options, rates, sweep, found, taken))
-            if others and shorter:
+            if others:
                 costs = kfac_costs.costs(taken)
                 sections.append(kfac_shorter.section(options.steps, found, shorter, costs, _ROWS))
         if not options.only or "step" in options.only:
