@@ -24,6 +24,7 @@ from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.muon import make_muon
 from llm.optim.schedule import make_schedule
+from llm.trainers.gpt.kfac import DAMPING, EKFAC_BLOCK, EKFAC_STEP_DECAY, KL_CLIP, MAX_DIM
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -90,6 +91,7 @@ class Stepper:
         self.curvature: Curvature | None = None
         self.preconditioner: Preconditioner | None = None
         method, rate = options["method"], options["learning_rate"]
+        is_ekfac = method == "ekfac"
         groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
         adamw: dict[str, Any] = {
             "learning_rate": rate,
@@ -100,15 +102,19 @@ class Stepper:
         if method in ("ekfac", "eigen-compat"):
             self.curvature = Curvature(
                 find_layers(model, sample_forward=lambda m: m(torch.zeros(1, 8, dtype=torch.long))),
-                method="ekfac" if method == "ekfac" else "eigen",
+                method="ekfac" if is_ekfac else "eigen",
                 factor_update_steps=options["factor_update_steps"],
                 inv_update_steps=options["inv_update_steps"],
-                factor_decay=0.99 ** options["factor_update_steps"] if method == "ekfac" else 0.95,
-                damping=0.001,
-                max_dim=(options["max_dim"] or 2 * options["width"]) if method == "ekfac" else 8192,
-                compat=method != "ekfac",
+                factor_decay=(
+                    EKFAC_STEP_DECAY ** options["factor_update_steps"] if is_ekfac else 0.95
+                ),
+                damping=DAMPING,
+                max_dim=(
+                    options["max_dim"] or EKFAC_BLOCK * options["width"] if is_ekfac else MAX_DIM
+                ),
+                compat=not is_ekfac,
             )
-        if method == "ekfac":
+        if is_ekfac:
             assert self.curvature is not None
             self.optimizer: torch.optim.Optimizer = EKFAC(
                 groups, self.curvature, lr=rate, betas=BETAS
@@ -126,7 +132,7 @@ class Stepper:
         if method == "eigen-compat":
             assert self.curvature is not None
             self.preconditioner = Preconditioner(
-                self.curvature, model.parameters(), damping=0.001, kl_clip=0.001, graft=False
+                self.curvature, model.parameters(), damping=DAMPING, kl_clip=KL_CLIP, graft=False
             )
 
     def recording(self, tokens: int) -> contextlib.AbstractContextManager[None]:

@@ -113,7 +113,8 @@ def _tokenizer(
     name, pair = options.tokenizer_name, (options.vocab_file, options.merges_file)
     if sidecar is not None and not is_named:
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
-        if comma:  # a vocabulary and its merges, as `prepare` was given them
+        # A vocabulary and its merges, as `prepare` was given them, and no path with a comma.
+        if comma and not Path(sidecar.tokenizer).exists():
             pair = (vocab_file, merges_file)
         else:
             name = sidecar.tokenizer

@@ -152,6 +152,15 @@ def test_a_vocabulary_and_merges_that_made_the_file_show_its_text(tmp_path, caps
     assert shown(capsys, prefix)[-1] == remark
 
 
+def test_a_tokenizer_folder_with_a_comma_in_its_name_is_no_pair(tmp_path, capsys):
+    folder = save_tiny_tokenizer(tmp_path / "first, second")
+    tokenizer = tiny_tokenizer()
+    prefix = write_pair(tmp_path / "text", [tokenizer("the fox")["input_ids"]])
+    described(prefix, tokenizer=folder, tokenizer_fingerprint=fingerprint(tokenizer))
+
+    assert shown(capsys, prefix)[-1] == "'the fox'"
+
+
 def test_a_tokenizer_that_is_gone_leaves_the_ids(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [[1, 0]])
     described(prefix, tokenizer=f"{tmp_path}/gone.json", tokenizer_fingerprint="0")

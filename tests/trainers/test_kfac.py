@@ -2,10 +2,14 @@
 
 import shutil
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
+from llm.config import GPTConfig
+from llm.trainers.gpt.kfac import max_dim
 from tests.support.faults import Fault
+from tests.support.models import tiny_config
 from tests.support.training import Bench, Run
 from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
 
@@ -58,6 +62,21 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     assert 0 < len(timed) < len(alone.metrics)
     assert all(0 < record["kfac_inv_update_ms"] < record["ms_per_step"] for record in timed)
     assert all(0 < record["kfac_factor_update_ms"] < record["ms_per_step"] for record in timed)
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "widest"),
+    [
+        ({}, 32, 64),
+        ({}, 5000, 8192),
+        ({"kfac_max_dim": 10}, 32, 10),
+        ({"kfac_method": "eigen"}, 32, 8192),
+        ({"kfac_compat": True}, 32, 8192),
+    ],
+)
+def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, width, widest):
+    model = SimpleNamespace(config=tiny_config("gpt2", n_embd=width))
+    assert max_dim(GPTConfig(kfac=True, **options), model) == widest
 
 
 @pytest.mark.parametrize(
