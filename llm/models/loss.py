@@ -1,10 +1,4 @@
-"""The language-model loss, summed over tokens, without ever building the full logits.
-
-The hidden states go through the output head a few hundred rows at a time; the gradients of each
-chunk are computed while its logits are at hand, so that nothing is kept or computed twice. The
-idea of fusing the head with the cross-entropy is that of Cut Cross-Entropy (Wijmans et al. 2024,
-arXiv:2411.09009) and of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
-"""
+"""The language-model loss, summed over tokens, without ever building the full logits."""
 
 from typing import Any
 
@@ -14,13 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from llm.models.divided_loss import divided_loss
+from llm.models.cross_entropy import IGNORED, chunked_cross_entropy
 from llm.models.masking import run_model
 from llm.models.plain_head import has_plain_head, hidden_states
 from llm.models.tied_embedding import TiedEmbedding
-
-IGNORED = -100
-"""The label of a position that has no loss."""
 
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 512 * 2**20
@@ -141,21 +132,16 @@ class LanguageModelLoss(nn.Module):
             tied = None  # nobody, or nobody in particular, would end the head's gradient
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
-        if isinstance(head.weight, DTensor):
-            divided: Tensor = divided_loss(
-                hidden,
-                head.weight,
-                head.bias,
-                labels.flatten(),
-                vocab_size=self.vocab_size,
-                rows=rows,
-            )
-            return divided
-        buffer = self._logits_buffer(hidden, rows, head.weight.shape[0])
-        arguments = (hidden, head.weight, head.bias, labels.flatten(), self.vocab_size, rows)
-        # torch.compile unrolls the loop over chunks: welcome where they are few and large.
-        apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
-        return apply(*arguments, tied, buffer, torch.is_grad_enabled())
+        return chunked_cross_entropy(
+            hidden,
+            head.weight,
+            head.bias,
+            labels.flatten(),
+            vocab_size=self.vocab_size,
+            rows=rows,
+            tied=tied,
+            buffer=self._logits_buffer(hidden, rows, head.weight),
+        )
 
     def _model_outputs(
         self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
@@ -163,16 +149,17 @@ class LanguageModelLoss(nn.Module):
         kwargs = {"output_router_logits": True} if self._router else {}
         return run_model(self.model, input_ids, positions, documents, **kwargs)
 
-    def _logits_buffer(self, hidden: Tensor, rows: int, columns: int) -> Tensor | None:
+    def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
         """[rows, columns]: memory for the logits of a chunk, on a CPU kept from step to step.
 
         The C library gives a block of this size back to the kernel, which clears it every time,
         or else lets it tear holes between the activations. A GPU's allocator does neither.
         """
         compiling = torch.compiler.is_compiling()
-        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu") or compiling:
+        sharded = isinstance(weight, DTensor)
+        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu") or compiling or sharded:
             return None
-        shape = (min(rows, len(hidden)), columns)
+        shape = (min(rows, len(hidden)), len(weight))
         if (
             self._buffer is None
             or self._buffer.shape != shape
@@ -187,104 +174,3 @@ class LanguageModelLoss(nn.Module):
             size = _CHUNK_BYTES.get(device.type, ACCELERATOR_CHUNK_BYTES)
             return max(_MIN_ROWS, size // (4 * columns))
         return max(1, size // (4 * columns))
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies of `hidden @ weight.T + bias`, its gradients made on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        vocab_size: int,
-        rows: int,
-        tied: TiedEmbedding | None,
-        buffer: Tensor | None,
-        grad_enabled: bool,
-    ) -> Tensor:
-        wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
-        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        grad_bias = None
-        if bias is not None and wanted[2]:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        device_type = hidden.device.type
-        dtype = weight.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
-            matrix = weight.to(dtype)
-            for start in range(0, len(labels), rows):
-                part = slice(start, start + rows)
-                chunk = hidden[part].to(dtype)
-                counted = labels[part] != IGNORED
-                targets = labels[part].clamp(min=0).unsqueeze(1)
-                log_probs = _log_probabilities(chunk, matrix, bias, vocab_size, buffer)
-                losses[part] = -log_probs.gather(1, targets).squeeze(1) * counted
-                if not any(wanted):
-                    continue
-                # d loss / d logits = softmax - one-hot; ignored rows are dropped where the
-                # matrices are narrow.
-                one = torch.ones_like(targets, dtype=torch.float32)
-                grad_logits = log_probs.exp_().scatter_add_(1, targets, -one).to(dtype)
-                keep = counted.to(dtype).unsqueeze(1)
-                if grad_hidden is not None:
-                    grad_hidden[part] = (grad_logits @ matrix) * keep
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits, chunk * keep)
-                if grad_bias is not None:
-                    grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.tied = tied
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
-        hidden, weight, bias = (
-            None if saved is None else saved.mul_(scale).to(dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        if ctx.tied is not None:
-            ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, None, None, None, None, None, None
-
-
-def _apply(*arguments: Any) -> Tensor:
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return loss_sum
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _apply_uncompiled(*arguments: Any) -> Tensor:
-    return _apply(*arguments)
-
-
-def _log_probabilities(
-    chunk: Tensor, matrix: Tensor, bias: Tensor | None, vocab_size: int, buffer: Tensor | None
-) -> Tensor:
-    """[rows, columns] in fp32; minus infinity for the columns that are padding."""
-    if buffer is None:
-        logits = F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
-    else:
-        logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
-        if bias is not None:
-            logits += bias
-    logits[:, vocab_size:] = -torch.inf
-    if logits.dtype == torch.float32:
-        # In place: the kernels have read a row before they write it.
-        return torch.log_softmax(logits, dim=-1, out=logits)
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-
-
-def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
-    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32."""
-    if total.dtype == grad_logits.dtype:
-        total.addmm_(grad_logits.t(), chunk)
-    else:
-        total += grad_logits.t() @ chunk

@@ -1,0 +1,211 @@
+"""Cross-entropy of the output head's logits, a chunk of tokens at a time.
+
+The gradients of a chunk are computed while its logits are at hand, so that nothing is kept or
+computed twice. The idea of fusing the head with the cross-entropy is that of Cut Cross-Entropy
+(Wijmans et al. 2024, arXiv:2411.09009) and of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
+
+Where the head is sharded by its rows over ranks, no rank has the logits of the whole vocabulary:
+the ranks exchange the largest logit and the sum of the exponentials of each token (Shoeybi et al.
+2019, arXiv:1909.08053, section 3).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llm.models.tied_embedding import TiedEmbedding
+
+IGNORED = -100
+"""The label of a position that has no loss."""
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    rows: int,
+    tied: TiedEmbedding | None = None,
+    buffer: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
+
+    Args:
+        hidden: [tokens, width]; the same on all ranks that share a sharded head.
+        weight: [columns, width]. A DTensor is sharded by its rows over one axis of ranks, which
+            then all get the same sum.
+        bias: [columns], sharded as the weight is, or None.
+        labels: [tokens], int64; -100 for no loss.
+        vocab_size: Columns that exist; the others are padding.
+        rows: Tokens of a chunk.
+        tied: Where to leave the gradient of a weight that is the input embedding, too.
+        buffer: [rows, columns]: memory for the logits of a chunk.
+    """
+    if isinstance(weight, DTensor):
+        loss_sum: Tensor = _vocabulary_parallel(hidden, weight, bias, labels, vocab_size, rows)
+        return loss_sum
+    # torch.compile unrolls the loop over chunks: welcome where they are few and large.
+    apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
+    arguments = (hidden, weight, bias, labels, vocab_size, rows, None, tied, buffer)
+    loss_sum = apply(*arguments, torch.is_grad_enabled())
+    return loss_sum
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The rows of the output head that this rank holds.
+
+    Attributes:
+        group: The ranks that hold all of them.
+        first: Number of this rank's first row.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _vocabulary_parallel(
+    hidden: Tensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocab_size: int,
+    rows: int,
+) -> Tensor:
+    mesh = weight.device_mesh
+    first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+    shard = _Shard(mesh.get_group(), first)
+    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    grad_enabled = torch.is_grad_enabled()
+    return _apply(
+        hidden, weight.to_local(), local_bias, labels, vocab_size, rows, shard, None, None,
+        grad_enabled,
+    )  # fmt: skip
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies of `hidden @ weight.T + bias`, its gradients made on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        vocab_size: int,
+        rows: int,
+        shard: _Shard | None,
+        tied: TiedEmbedding | None,
+        buffer: Tensor | None,
+        grad_enabled: bool,
+    ) -> Tensor:
+        wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = None
+        if bias is not None and wanted[2]:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        first = 0 if shard is None else shard.first
+        columns = len(weight)
+        device_type = hidden.device.type
+        autocasts = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
+        with torch.autocast(device_type, enabled=False):
+            matrix = weight.to(dtype)
+            for start in range(0, len(labels), rows):
+                part = slice(start, start + rows)
+                chunk = hidden[part].to(dtype)
+                logits = _logits(chunk, matrix, bias, buffer)
+                logits[:, max(0, vocab_size - first) :] = -torch.inf
+                log_probs = _log_softmax(logits, shard)
+                counted = labels[part] != IGNORED
+                targets = labels[part] - first
+                # Labels of other ranks' columns count there.
+                mine = counted & (targets >= 0) & (targets < columns)
+                targets = targets.clamp(0, columns - 1).unsqueeze(1)
+                losses[part] = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
+                if not any(wanted):
+                    continue
+                # d loss / d logits = softmax - one-hot; ignored rows are dropped where the
+                # matrices are narrow.
+                one = mine.float().unsqueeze(1)
+                grad_logits = log_probs.exp_().scatter_add_(1, targets, -one).to(dtype)
+                keep = counted.to(dtype).unsqueeze(1)
+                if grad_hidden is not None:
+                    grad_hidden[part] = (grad_logits @ matrix) * keep
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits, chunk * keep)
+                if grad_bias is not None:
+                    grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
+        if shard is not None:
+            dist.all_reduce(losses, group=shard.group)
+            if grad_hidden is not None:
+                dist.all_reduce(grad_hidden, group=shard.group)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.tied = tied
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        hidden, weight, bias = (
+            None if saved is None else saved.mul_(scale).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        if ctx.tied is not None:
+            ctx.tied.head_gradient, weight = weight, None
+        return hidden, weight, bias, None, None, None, None, None, None, None
+
+
+def _apply(*arguments: Any) -> Tensor:
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss_sum
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply_uncompiled(*arguments: Any) -> Tensor:
+    return _apply(*arguments)
+
+
+def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
+    """[rows, columns], in the matrix' dtype."""
+    if buffer is None:
+        return F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
+    logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
+    if bias is not None:
+        logits += bias
+    return logits
+
+
+def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:
+    """[rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits."""
+    if shard is not None:
+        logits = logits.float()
+        largest = logits.amax(dim=1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+        total = (logits - largest).exp().sum(dim=1, keepdim=True)
+        dist.all_reduce(total, group=shard.group)
+        return logits.sub_(largest + total.log())
+    if logits.dtype == torch.float32:
+        # In place: the kernels have read a row before they write it.
+        return torch.log_softmax(logits, dim=-1, out=logits)
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
+    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32."""
+    if total.dtype == grad_logits.dtype:
+        total.addmm_(grad_logits.t(), chunk)
+    else:
+        total += grad_logits.t() @ chunk
