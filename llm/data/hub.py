@@ -60,6 +60,8 @@ class _DatasetLoader:
         self.name = name
         self.config = config
         self.folder = Path(name) if Path(name).is_dir() else None
+        inside = sorted(self.folder.rglob("*")) if self.folder else []
+        self.files = {path: stamp(path) for path in inside if path.is_file()}
         # Newer versions of `datasets` complain about the argument itself.
         self._options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
         if streaming:
@@ -155,6 +157,7 @@ class _DatasetSplit:
         config = f" {loader.config}" if loader.config else ""
         self.name = f"{loader.name}{config} [{split}]"
         self.num_bytes: int | None = None
+        self.files = loader.files
         self._part: tuple[int, int] | None = None  # rows start:stop, or shard i of n
 
     def identity(self) -> dict[str, Json]:
@@ -168,9 +171,8 @@ class _DatasetSplit:
         if folder is not None:
             identity["dataset"] = str(folder.resolve())
             identity["files"] = [
-                [str(file.relative_to(folder)), *stamp(file).values()]
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
+                [str(file.relative_to(folder)), *noted.values()]
+                for file, noted in self.files.items()
             ]
         return identity
 
