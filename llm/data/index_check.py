@@ -1,31 +1,37 @@
 """Whether the tables of an `.idx` agree with each other and with the `.bin`."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from llm.data.token_file import TokenFile
 
 _BLOCK = 1 << 16  # entries of a table that are looked at together
 _WHOLE = 1 << 24  # entries up to which a table is looked at whole: some tenths of a second
 _SAMPLES = 64  # blocks of a larger table
 
 
-def index_faults(file: "TokenFile", *, sample: bool) -> list[str]:
+def index_faults(
+    lengths: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    documents: NDArray[np.int64],
+    tokens: NDArray[Any],
+    *,
+    sample: bool,
+) -> list[str]:
     """Looks for sequences and documents that contradict each other, in bounded memory.
 
     Args:
-        file: With its tables mapped, whose first and last entries are right.
+        lengths: Tokens in each sequence [num_sequences].
+        offsets: Byte offset of each sequence [num_sequences]; the first is 0.
+        documents: First sequence of each document [num_documents + 1]; the last is num_sequences.
+        tokens: All of them [num_tokens].
         sample: Of tables with more than 2^24 entries look at 64 blocks of 2^16 at equal distances,
             so that the time does not grow with the size. Otherwise look at everything.
 
     Returns:
         For each kind of fault what the index has, to be put after its name.
     """
-    lengths, offsets, documents = file.lengths, file.offsets, file.documents
 
     def negative(start: int, stop: int) -> NDArray[Any]:
         return lengths[start:stop] < 0
@@ -33,9 +39,9 @@ def index_faults(file: "TokenFile", *, sample: bool) -> list[str]:
     def misplaced(start: int, stop: int) -> NDArray[Any]:
         # If each sequence ends where the next one starts, every offset is the sum of all lengths
         # before it.
-        after = file.tokens.nbytes if stop == file.num_sequences else offsets[stop]
+        after = tokens.nbytes if stop == lengths.size else offsets[stop]
         ends = np.append(offsets[start + 1 : stop], after)
-        sizes = lengths[start:stop].astype(np.int64) * file.tokens.itemsize
+        sizes = lengths[start:stop].astype(np.int64) * tokens.itemsize
         marked: NDArray[Any] = ends - offsets[start:stop] != sizes
         return marked
 
@@ -44,9 +50,9 @@ def index_faults(file: "TokenFile", *, sample: bool) -> list[str]:
 
     faults = []
     for find, size, what in (
-        (negative, file.num_sequences, "sequences of negative length"),
-        (misplaced, file.num_sequences, "sequences that do not end where the next one starts"),
-        (backward, file.num_documents, "documents that end before they start"),
+        (negative, lengths.size, "sequences of negative length"),
+        (misplaced, lengths.size, "sequences that do not end where the next one starts"),
+        (backward, documents.size - 1, "documents that end before they start"),
     ):
         count, first = _places(find, _blocks(size, sample))
         if count:

@@ -21,7 +21,9 @@ def check(token_file: TokenFile | FlatTokenFile, vocab_size: int | None = None) 
     faults: list[str] = []
     if isinstance(token_file, TokenFile):
         index = beside(token_file.prefix, ".idx")
-        faults += [f"{index} {fault}." for fault in index_faults(token_file, sample=False)]
+        tables = (token_file.lengths, token_file.offsets, token_file.documents)
+        found = index_faults(*tables, token_file.tokens, sample=False)
+        faults += [f"{index} {fault}." for fault in found]
     if vocab_size is not None:
         faults += id_faults(token_file, vocab_size, id_range(token_file))
     return faults

@@ -215,7 +215,8 @@ class TokenFile:
             )
         self.tokens: NDArray[Any] = data.view(dtype)
         self._check_ends(data.size)
-        if faults := index_faults(self, sample=True):
+        faults = index_faults(self.lengths, self.offsets, self.documents, self.tokens, sample=True)
+        if faults:
             raise self._broken(self._idx_path, ", and ".join(faults))
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
