@@ -174,7 +174,7 @@ def _is_done(output: Output, plan: str) -> bool:
         faults.append(f"{prefix}.bin is missing.")
         for suffix in SUFFIXES:
             path = prefix.with_name(prefix.name + suffix)
-            if path.exists():
+            if os.path.exists(path):  # false, too, for a name that is too long
                 raise DataError(
                     f"{path} exists already; choose another --output_prefix, or pass --overwrite "
                     "to replace it."

@@ -287,6 +287,11 @@ def test_an_output_below_a_file_is_one_sentence(tmp_path):
         prepare(tmp_path / "file" / "wiki", [ListSource(["a"])])
 
 
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"cannot be written \(File name too long\)"):
+        prepare(tmp_path / ("x" * 300), [ListSource(["a"])])
+
+
 def test_nanogpt_files_are_cut_where_a_document_ends(tmp_path):
     sources = [ListSource(["a", "", "bcd"]), ListSource(["\u00e9", "f"])]
 
