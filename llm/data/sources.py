@@ -148,10 +148,12 @@ def text_sources(
                 )
         elif os.path.lexists(name) or not glob.has_magic(name):
             found = [Path(name)]
-            _refuse_broken_links(found, option)
+            refuse_broken_links(found, option)
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-            _refuse_broken_links(found, f"{option} {name}:")
+            folders = [folder for folder in Path(name).parents if glob.has_magic(str(folder))]
+            inner = [path for folder in folders for path in glob.glob(str(folder), recursive=True)]
+            refuse_broken_links([*found, *map(Path, inner)], f"{option} {name}:")
             found = [path for path in found if os.path.isfile(path)]
             if not found:
                 raise DataError(
@@ -188,11 +190,12 @@ def _walk(folder: Path, option: str) -> list[Path]:
             continue
         entered.add(real)
         found += [Path(name) / file for file in files]
-    _refuse_broken_links(found, f"{option} {folder}:")
+    refuse_broken_links(found, f"{option} {folder}:")
     return sorted(found)
 
 
-def _refuse_broken_links(paths: list[Path], where: str) -> None:
+def refuse_broken_links(paths: list[Path], where: str) -> None:
+    """Raises a DataError that begins with `where` if a path is a link to nothing."""
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
             raise DataError(

@@ -191,6 +191,13 @@ def test_a_data_set_is_told_by_the_time_of_its_files_too(folder):
         check_unchanged([found])
 
 
+def test_a_link_to_nothing_in_a_folder_is_refused(folder):
+    (folder / "more.jsonl").symlink_to("nothing")
+
+    with pytest.raises(DataError, match=r"--dataset_name .*/more\.jsonl is a link to nothing; re"):
+        splits(folder)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 10, 100])
 def test_the_parts_of_a_data_set_are_its_rows_in_their_order(shards, monkeypatch, rows):
     monkeypatch.setattr("llm.data.hub._PART_ROWS", rows)
