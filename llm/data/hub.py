@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.readers import Faults, batched, check_text, choose_column, first_line
-from llm.data.sources import Json, Source, stamp
+from llm.data.sources import Json, Source, refuse_broken_links, stamp
 from llm.errors import DataError
 
 _BATCH_ROWS = 1000
@@ -40,7 +40,8 @@ def dataset_sources(
         streaming: Read it over the network while it is used, keeping nothing on disk.
 
     Raises:
-        DataError: `dataset_name` is a file, or a path at which there is nothing.
+        DataError: `dataset_name` is a file, a path at which there is nothing, or a folder with
+            a link to nothing.
     """
     path = Path(dataset_name)
     if path.is_file():
@@ -60,6 +61,9 @@ class _DatasetLoader:
         self.name = name
         self.config = config
         self.folder = Path(name) if Path(name).is_dir() else None
+        inside = sorted(self.folder.rglob("*")) if self.folder else []
+        refuse_broken_links(inside, f"--dataset_name {name}:")
+        self.files = {path: stamp(path) for path in inside if path.is_file()}
         # Newer versions of `datasets` complain about the argument itself.
         self._options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
         if streaming:
@@ -155,6 +159,7 @@ class _DatasetSplit:
         config = f" {loader.config}" if loader.config else ""
         self.name = f"{loader.name}{config} [{split}]"
         self.num_bytes: int | None = None
+        self.files = loader.files
         self._part: tuple[int, int] | None = None  # rows start:stop, or shard i of n
 
     def identity(self) -> dict[str, Json]:
@@ -168,9 +173,8 @@ class _DatasetSplit:
         if folder is not None:
             identity["dataset"] = str(folder.resolve())
             identity["files"] = [
-                [str(file.relative_to(folder)), *stamp(file).values()]
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
+                [str(file.relative_to(folder)), *noted.values()]
+                for file, noted in self.files.items()
             ]
         return identity
 

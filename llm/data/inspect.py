@@ -1,7 +1,7 @@
 """Shows what is in token files: `python -m llm.data.inspect data/wiki_text_document`.
 
-Exit codes: 0 shown, or verified without fault; 1 `--verify` found faults; 2 an option or file that
-cannot be read.
+Exit codes: 0 shown, or verified without fault; 1 `--verify` found faults; 2 a wrong option, or
+files that are missing or, without `--verify`, too damaged to be shown.
 """
 
 import dataclasses

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from llm.data.assembly import assemble, assemble_shuffled
+from llm.data.flat_file import FlatTokenFile
 from llm.data.parts import PartFacts, each_row
 from llm.data.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.token_file import TokenFile
+from llm.data.token_paths import beside
 from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
 from llm.files import sync, sync_folder
@@ -71,7 +73,7 @@ def assemble_output(
         plan: A digest of input and options.
 
     Raises:
-        DataError: nanoGPT's two files cannot be cut from so few documents.
+        DataError: The sidecar cannot be written.
         OSError: The file system refused a write.
     """
     whole = output.folder / "out"
@@ -105,17 +107,29 @@ def assemble_output(
     write_sidecar(whole, sidecar)
 
 
+def check_cut(output: Output, documents: int) -> None:
+    """Whether nanoGPT's two files can be cut from so many documents.
+
+    Raises:
+        DataError: All of them would go to `val.bin`.
+    """
+    if output.nanogpt and _num_validation(output, documents) == documents:
+        raise DataError(
+            f"--validation_split_percentage {output.validation_percentage:g} of {documents:,} "
+            "documents leaves none for training; change it, or pass 0."
+        )
+
+
+def _num_validation(output: Output, documents: int) -> int:
+    return math.ceil(output.validation_percentage / 100 * documents)  # at least one, as nanoGPT's
+
+
 def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
     """Cuts the whole in two at a document's end, as nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
     whole = TokenFile(folder / "out")
     count = whole.num_documents
-    cut = math.ceil(output.validation_percentage / 100 * count)  # at least one, as nanoGPT's
-    if cut == count:
-        raise DataError(
-            f"--validation_split_percentage {output.validation_percentage:g} of {count:,} "
-            "documents leaves none for training; change it, or pass 0."
-        )
+    cut = _num_validation(output, count)
     sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", "<u4", 1 << 20)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, cut), ("train", cut, count)):
@@ -168,17 +182,24 @@ def is_of_plan(prefix: Path, plan: str) -> bool:
     return sidecar is not None and sidecar.plan == plan
 
 
-def is_published(output: Output, plan: str) -> bool:
-    """Whether the files lie there, made by just this plan; the `.bin` is named last."""
-    for prefix in output.names:
-        try:
-            sidecar = read_sidecar(prefix)
-        except DataError:
-            return False
-        if sidecar is None or sidecar.plan != plan:
-            return False
-        binary = prefix.with_name(f"{prefix.name}.bin")
-        size = sidecar.tokens * np.dtype(sidecar.dtype).itemsize
-        if not binary.exists() or binary.stat().st_size != size:
-            return False
-    return True
+def damage(prefix: Path, *, is_flat: bool) -> list[str]:
+    """What is wrong with files that a plan has made, from all of them and without reading them.
+
+    Args:
+        prefix: Of the files, with a sidecar.
+        is_flat: Whether it is a file of nanoGPT's.
+
+    Returns:
+        A sentence; none where they are whole.
+    """
+    try:
+        file = FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
+        sidecar = read_sidecar(prefix)
+    except DataError as error:
+        return [str(error)]
+    if sidecar is not None and file.num_tokens != sidecar.tokens:
+        return [
+            f"{prefix}.bin holds {file.num_tokens:,} tokens, not {sidecar.tokens:,} as "
+            f"{prefix}.json says."
+        ]
+    return []

@@ -24,13 +24,14 @@ from llm.data.output_files import (
     SUFFIXES,
     Output,
     assemble_output,
+    check_cut,
+    damage,
     is_of_plan,
-    is_published,
     publish,
 )
 from llm.data.parts import PartFacts
 from llm.data.preparation_log import log_summary, progress_log
-from llm.data.sources import Source
+from llm.data.sources import Source, check_unchanged
 from llm.data.tokenize_parts import Encoding, tokenize_parts
 from llm.errors import DataError
 from llm.files import try_lock, write_whole
@@ -60,15 +61,15 @@ def prepare_files(
         log_seconds: Between two lines on the progress.
 
     Raises:
-        DataError: A text is broken or empty, an output exists or cannot be written.
+        DataError: A text is broken, empty or changes meanwhile, an output exists or cannot be
+            written.
     """
     todo = []
     for sources, output in jobs:
-        plan = _plan(sources, output, encoding)
-        if not output.overwrite and is_published(output, _digest(plan)):
+        plan = _digest(_plan(sources, output, encoding))
+        if not output.overwrite and _is_done(output, plan):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
-            _refuse_to_overwrite(output, plan)
             todo.append((sources, output))
     for sources, output in todo:
         _prepare_file(sources, output, encoding, workers, log_seconds)
@@ -93,10 +94,16 @@ def _prepare_file(
                 stems, facts = tokenize_parts(
                     sources, folder, encoding=encoding, workers=workers, report=report
                 )
-                _check_text(sources, facts)
-            except DataError:
+            except BaseException:
                 if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
-                    shutil.rmtree(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+            try:
+                check_unchanged(sources)
+                _check_text(sources, facts)
+                check_cut(output, sum(part.documents for part in facts))
+            except DataError:  # these parts will never do
+                shutil.rmtree(folder)
                 raise
             assemble_output(
                 stems,
@@ -156,19 +163,25 @@ def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str
     }
 
 
-def _refuse_to_overwrite(output: Output, plan: dict[str, Any]) -> None:
-    if output.overwrite:
-        return
+def _is_done(output: Output, plan: str) -> bool:
+    """Whether all files lie there, whole and made by this plan; those of another are refused."""
+    made, faults = 0, []
     for prefix in output.names:
-        if is_of_plan(prefix, _digest(plan)):
+        if is_of_plan(prefix, plan):
+            made += 1
+            faults += damage(prefix, is_flat=output.nanogpt)
             continue
+        faults.append(f"{prefix}.bin is missing.")
         for suffix in SUFFIXES:
             path = prefix.with_name(prefix.name + suffix)
-            if path.exists():
+            if os.path.exists(path):  # false, too, for a name that is too long
                 raise DataError(
                     f"{path} exists already; choose another --output_prefix, or pass --overwrite "
                     "to replace it."
                 )
+    if made and faults:
+        log.warning(f"{' '.join(faults)} The same options made it, so it is made anew.")
+    return not faults
 
 
 def _read_plan(folder: Path) -> Any:

@@ -200,6 +200,8 @@ def verify(path: Path) -> list[str]:
     except DataError as error:
         return [*faults, str(error)]
     faults += check(token_file)
+    if token_file.num_tokens == 0:
+        faults.append(f"{beside(prefix, '.bin')} is empty: it holds no token.")
     if sidecar is not None:
         faults += _disagreements(token_file, sidecar)
     return faults

@@ -4,7 +4,7 @@ import copy
 import glob
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -43,11 +43,13 @@ class Source(Protocol):
         consumed: How many of these were read so far.
         one_document: Whether all its texts are one document, encoded piece by piece; otherwise
             each of them is one.
+        files: Size and time of change of the local files that it reads, from when it was made.
     """
 
     name: str
     num_bytes: int | None
     one_document: bool
+    files: dict[Path, dict[str, int]]
 
     @property
     def consumed(self) -> int:
@@ -133,7 +135,7 @@ def text_sources(
         option: The option that named them, for messages.
 
     Raises:
-        DataError: One of them gives no file, or a file is given twice.
+        DataError: One of them gives no file or a link to nothing, or a file is given twice.
     """
     paths: list[Path] = []
     for name in inputs:
@@ -144,10 +146,14 @@ def text_sources(
                     f"{option} {name} is a folder without any file of a known kind: "
                     f"{', '.join(KINDS)}, plain or packed as {', '.join(COMPRESSIONS)}."
                 )
-        elif os.path.exists(name) or not glob.has_magic(name):
+        elif os.path.lexists(name) or not glob.has_magic(name):
             found = [Path(name)]
+            refuse_broken_links(found, option)
         else:
             found = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
+            folders = [folder for folder in Path(name).parents if glob.has_magic(str(folder))]
+            inner = [path for folder in folders for path in glob.glob(str(folder), recursive=True)]
+            refuse_broken_links([*found, *map(Path, inner)], f"{option} {name}:")
             found = [path for path in found if os.path.isfile(path)]
             if not found:
                 raise DataError(
@@ -184,13 +190,17 @@ def _walk(folder: Path, option: str) -> list[Path]:
             continue
         entered.add(real)
         found += [Path(name) / file for file in files]
-    for path in found:
-        if path.is_symlink() and not path.exists():
-            raise DataError(
-                f"{option} {folder}: {path} is a link to nothing; remove it, or name what is to be "
-                "read."
-            )
+    refuse_broken_links(found, f"{option} {folder}:")
     return sorted(found)
+
+
+def refuse_broken_links(paths: list[Path], where: str) -> None:
+    """Raises a DataError that begins with `where` if a path is a link to nothing."""
+    for path in paths:
+        if os.path.islink(path) and not os.path.exists(path):
+            raise DataError(
+                f"{where} {path} is a link to nothing; remove it, or name what is to be read."
+            )
 
 
 def _is_text(path: Path, folder: Path) -> bool:
@@ -209,7 +219,8 @@ class _File:
 
     def __init__(self, path: Path, text_column: str | None, reader: Reader) -> None:
         self.name = str(path)
-        self.num_bytes: int | None = path.stat().st_size
+        self.files = {path: stamp(path)}
+        self.num_bytes: int | None = self.files[path]["size"]
         self._path = path
         self._reader = reader
         self._text_column = text_column
@@ -227,7 +238,7 @@ class _File:
         return [self]
 
     def identity(self) -> dict[str, Json]:
-        return {"path": os.path.abspath(self._path), **stamp(self._path)}
+        return {"path": os.path.abspath(self._path), **self.files[self._path]}
 
     def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
         start, stop = self._range
@@ -316,3 +327,23 @@ def stamp(path: Path) -> dict[str, int]:
     """Size and time of change, which tell a file from what it was before."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Compares the files that sources have read with what they were when the sources were made.
+
+    Raises:
+        DataError: One of them has changed, so that what was read may be old in one place and new
+            in another.
+    """
+    for source in {source.name: source for source in sources}.values():  # parts share their files
+        for path, before in source.files.items():
+            try:
+                unchanged = stamp(path) == before
+            except OSError:
+                unchanged = False
+            if not unchanged:
+                raise DataError(
+                    f"{path} has changed while the text was prepared, and nothing was written; "
+                    "give the same command again when no program writes to the file any more."
+                )

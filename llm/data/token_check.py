@@ -1,16 +1,11 @@
 """Goes through whole token files for what opening them does not look at."""
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
 from llm.data.flat_file import FlatTokenFile
+from llm.data.index_check import index_faults
 from llm.data.token_file import TokenFile
 from llm.data.token_paths import beside
 
-_CHUNK = 1 << 20  # entries of a table, or tokens, that are looked at together
+_CHUNK = 1 << 20  # tokens that are looked at together
 
 
 def check(token_file: TokenFile | FlatTokenFile, vocab_size: int | None = None) -> list[str]:
@@ -25,7 +20,10 @@ def check(token_file: TokenFile | FlatTokenFile, vocab_size: int | None = None) 
     """
     faults: list[str] = []
     if isinstance(token_file, TokenFile):
-        faults += _index_faults(token_file)
+        index = beside(token_file.prefix, ".idx")
+        tables = (token_file.lengths, token_file.offsets, token_file.documents)
+        found = index_faults(*tables, token_file.tokens, sample=False)
+        faults += [f"{index} {fault}." for fault in found]
     if vocab_size is not None:
         faults += id_faults(token_file, vocab_size, id_range(token_file))
     return faults
@@ -57,47 +55,3 @@ def id_faults(
             f"{path} has ids up to {largest}, which a vocabulary of {vocab_size} does not reach."
         )
     return faults
-
-
-def _index_faults(file: TokenFile) -> list[str]:
-    path = beside(file.prefix, ".idx")
-    size = file.tokens.itemsize
-
-    def after(stop: int) -> int:
-        return file.num_tokens * size if stop == file.num_sequences else int(file.offsets[stop])
-
-    def negative(start: int, stop: int) -> NDArray[Any]:
-        return file.lengths[start:stop] < 0
-
-    def misplaced(start: int, stop: int) -> NDArray[Any]:
-        # From one offset to the next it is as far as the length says: then every offset is the
-        # sum of all lengths before it, since the first one is 0.
-        ends = np.append(file.offsets[start + 1 : stop], after(stop))
-        sizes = file.lengths[start:stop].astype(np.int64) * size
-        marked: NDArray[Any] = ends - file.offsets[start:stop] != sizes
-        return marked
-
-    def backward(start: int, stop: int) -> NDArray[Any]:
-        return file.documents[start + 1 : stop + 1] < file.documents[start:stop]
-
-    faults = []
-    for find, size_of_table, what in (
-        (negative, file.num_sequences, "sequences of negative length"),
-        (misplaced, file.num_sequences, "sequences that do not end where the next one starts"),
-        (backward, file.num_documents, "documents that end before they start"),
-    ):
-        count, first = _places(find, size_of_table)
-        if count:
-            faults.append(f"{path} has {count:,} {what}; the first one is number {first:,}.")
-    return faults
-
-
-def _places(find: Callable[[int, int], NDArray[Any]], size: int) -> tuple[int, int]:
-    """How many entries of a table are marked by `find(start, stop)`, and the first of them."""
-    count, first = 0, -1
-    for start in range(0, size, _CHUNK):
-        marked = np.flatnonzero(find(start, min(start + _CHUNK, size)))
-        if marked.size and not count:
-            first = start + int(marked[0])
-        count += marked.size
-    return count, first

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.flat_file import FlatTokenFile
+from llm.data.index_check import index_faults
 from llm.data.token_paths import beside, locate, map_file
 from llm.errors import DataError
 from llm.files import sync
@@ -182,11 +183,11 @@ def write_index(
 
 
 class TokenFile:
-    """A `.bin`/`.idx` pair, memory-mapped; opening takes the same time for any size.
+    """A `.bin`/`.idx` pair, memory-mapped; opening takes a fraction of a second for any size.
 
-    What opening checks: magic, version, dtype, that each file is exactly as long as the header
-    and the last pointer say, and that sequences start at 0 and documents end at S. Pointers in
-    between are checked when they are followed; `token_check.check` goes through all of them.
+    Opening checks the header, that each file is exactly as long as the header and the last pointer
+    say, and the tables: all of them up to 2^24 sequences, beyond that a sample, so that pointers
+    are checked again when they are followed. `token_check.check` goes through all of them.
 
     Attributes:
         prefix: The path of both files without their suffix.
@@ -214,6 +215,9 @@ class TokenFile:
             )
         self.tokens: NDArray[Any] = data.view(dtype)
         self._check_ends(data.size)
+        faults = index_faults(self.lengths, self.offsets, self.documents, self.tokens, sample=True)
+        if faults:
+            raise self._broken(self._idx_path, ", and ".join(faults))
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
         """Finds the tables in the bytes of the `.idx`; returns the dtype of the tokens."""

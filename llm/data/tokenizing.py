@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llm.data.assembly import assemble
 from llm.data.parts import read_array
-from llm.data.sources import Source
+from llm.data.sources import Source, check_unchanged
 from llm.data.token_cache import is_marked, launch_mark, open_or_build
 from llm.data.token_file import TokenFile, token_dtype
 from llm.data.tokenize_parts import Encoding, Totals, num_cores, tokenize_parts
@@ -79,7 +79,8 @@ def prepare(
 
     Raises:
         ConfigError: `append_eos` with a tokenizer that has no such token.
-        DataError: A text is missing, broken or empty, or the cache cannot be written.
+        DataError: A text is missing, broken, empty or changes meanwhile, or the cache cannot be
+            written.
     """
     sources = {"train": train, "validation": validation}
     facts = {
@@ -111,6 +112,7 @@ def prepare(
                     threads=threads,
                     progress=progress,
                 )
+        check_unchanged(source for source in sources.values() if source is not None)
         write_whole(folder / "info.json", json.dumps(info, indent=1))
 
     prepared = open_or_build(

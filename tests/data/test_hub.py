@@ -6,6 +6,7 @@ import pytest
 
 from llm.data.hub import dataset_sources
 from llm.data.readers import Faults
+from llm.data.sources import check_unchanged
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
 
@@ -178,11 +179,23 @@ def test_a_data_set_is_told_without_the_library(folder, monkeypatch):
 
 
 def test_a_data_set_is_told_by_the_time_of_its_files_too(folder):
-    before = splits(folder)["train"].identity()
+    found = splits(folder)["train"]
+    before = found.identity()
+    check_unchanged([found])
 
     os.utime(folder / "train.jsonl", ns=(0, 0))
 
     assert splits(folder)["train"].identity() != before
+    assert found.identity() == before
+    with pytest.raises(DataError, match=r"train\.jsonl has changed while the text was prepared"):
+        check_unchanged([found])
+
+
+def test_a_link_to_nothing_in_a_folder_is_refused(folder):
+    (folder / "more.jsonl").symlink_to("nothing")
+
+    with pytest.raises(DataError, match=r"--dataset_name .*/more\.jsonl is a link to nothing; re"):
+        splits(folder)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 10, 100])

@@ -7,13 +7,15 @@ import pytest
 from llm.data.flat_file import FlatTokenFile
 from llm.data.output_files import Output
 from llm.data.sidecar import checksums, read_sidecar, verify
+from llm.data.sources import file_source
 from llm.data.token_file import TokenFile
 from llm.errors import DataError
-from tests.support.corpora import ListSource, error_on_a_full_disk
+from tests.support.corpora import ListSource, error_on_a_full_disk, write
 from tests.support.preparation import (
     THREE,
     FailingSource,
     ReadSource,
+    content,
     ids,
     names,
     prepare,
@@ -116,6 +118,49 @@ def test_a_second_time_there_is_nothing_to_do(tmp_path, caplog):
     assert (tmp_path / "wiki.bin").stat() == first
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "fault"),
+    [
+        ("wiki.idx", None, "wiki.idx cannot be read: No such file or directory."),
+        ("wiki.idx", 70, "wiki.idx is 70 bytes long, not 82 as its header says; it is damaged"),
+        ("wiki.bin", None, "wiki.bin cannot be read: No such file or directory."),
+        ("wiki.bin", 4, "wiki.bin is 4 bytes long, not 8 as "),
+        ("wiki/val.bin", None, "wiki/val.bin cannot be read: No such file or directory."),
+        ("wiki/train.bin", 2, "wiki/train.bin holds 1 tokens, not 2 as "),
+    ],
+)
+def test_a_second_time_what_is_missing_or_cut_short_is_made_anew_and_said(
+    tmp_path, caplog, name, size, fault
+):
+    nanogpt = "/" in name
+    options = {"nanogpt": nanogpt, "validation_percentage": 50.0 if nanogpt else 0.0}
+    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
+    path = tmp_path / name
+    before = content(path.parent)
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+
+    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
+
+    assert content(path.parent) == before
+    (said,) = [line for line in caplog.messages if line.endswith("made it, so it is made anew.")]
+    assert fault in said
+
+
+def test_one_of_two_files_that_was_removed_is_made_anew_and_said(tmp_path, caplog):
+    options = {"nanogpt": True, "validation_percentage": 50.0}
+    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
+    for kind in ("bin", "json"):
+        (tmp_path / "wiki" / f"val.{kind}").unlink()
+
+    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
+
+    assert f"{tmp_path}/wiki/val.bin is missing. The same options made it" in caplog.text
+    assert verify(tmp_path / "wiki" / "val.bin") == []
+
+
 def test_the_output_of_another_text_is_refused(tmp_path):
     prepare(tmp_path / "wiki", [ListSource(["a"])])
 
@@ -123,11 +168,34 @@ def test_the_output_of_another_text_is_refused(tmp_path):
         prepare(tmp_path / "wiki", [ListSource(["a"], name="other")])
 
 
-def test_a_source_that_fails_at_once_leaves_nothing_behind(tmp_path):
-    with pytest.raises(DataError, match="line 9"):
-        prepare(tmp_path / "wiki", [FailingSource(["a"])])
+@pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, OSError])
+def test_what_fails_before_a_part_is_done_leaves_nothing_behind(tmp_path, error):
+    class Failing(ListSource):
+        def batches(self, faults=None):
+            raise error("line 9 is broken")
+
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else DataError, match="9"):
+        prepare(tmp_path / "wiki", [Failing(["a"])])
 
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_changes_while_it_is_read_gives_no_result(tmp_path, workers):
+    path = write(tmp_path / "a.txt", "old")
+
+    class ChangingSource(ListSource):
+        def batches(self, faults=None):
+            yield from super().batches(faults)
+            write(path, "newer")
+
+    sources = [file_source(path, text_column=None), ChangingSource(["b"])]
+    with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared, and no"):
+        prepare(tmp_path / "wiki", sources, workers=workers)
+    assert names(tmp_path) == ["a.txt"]
+
+    prepare(tmp_path / "wiki", [file_source(path, text_column=None), ListSource(["b"])])
+    assert tokens(tmp_path / "wiki") == [*ids("newer"), 0, *ids("b"), 0]
 
 
 def test_two_programs_at_once_do_not_share_a_folder(tmp_path):
@@ -179,7 +247,7 @@ def test_an_output_in_the_way_of_the_last_is_found_before_the_first_is_made(tmp_
 def test_a_text_without_text_is_refused(tmp_path, sources, message):
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "wiki", sources)
-    assert names(tmp_path) == ["wiki.parts"]
+    assert names(tmp_path) == []
 
 
 def prepare_much(prefix):
@@ -193,14 +261,14 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(tmp_path, limit, c
 
     assert "wiki cannot be written (File too large); free some space or choose" in message
     assert "What is done is kept: the same command goes on from there." in message
-    assert names(tmp_path) == ["wiki.parts"]
     done = len(list((tmp_path / "wiki.parts").glob("[0-9]*.json")))
     assert done == (0 if limit == 10_000 else 5)
+    assert names(tmp_path) == (["wiki.parts"] if done else [])
 
     prepare_much(tmp_path / "wiki")
 
     assert TokenFile(tmp_path / "wiki").num_documents == 100
-    assert f"{done} of 5 parts are there" in caplog.text
+    assert ("5 of 5 parts are there" in caplog.text) == bool(done)
     assert names(tmp_path) == THREE
 
 
@@ -217,6 +285,11 @@ def test_an_output_below_a_file_is_one_sentence(tmp_path):
 
     with pytest.raises(DataError, match=r"cannot be written \((Not a directory|File exists)\)"):
         prepare(tmp_path / "file" / "wiki", [ListSource(["a"])])
+
+
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"cannot be written \(File name too long\)"):
+        prepare(tmp_path / ("x" * 300), [ListSource(["a"])])
 
 
 def test_nanogpt_files_are_cut_where_a_document_ends(tmp_path):
@@ -265,7 +338,7 @@ def test_a_cut_that_leaves_nothing_is_refused_with_the_number_of_documents(tmp_p
             nanogpt=True,
             validation_percentage=99.0,
         )
-    assert not (tmp_path / "wiki").exists()
+    assert names(tmp_path) == []
 
 
 def test_shuffled_documents_are_the_same_ones_for_any_workers(tmp_path):

@@ -242,6 +242,16 @@ def test_a_flat_file_is_verified_as_well(tmp_path):
     assert len(verify(tmp_path / "train.bin")) == 2
 
 
+def test_files_without_a_token_are_not_sound(tmp_path):
+    with TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        writer.end_document()
+    (tmp_path / "train.bin").touch()
+
+    for name in ("text", "train"):
+        path = tmp_path / (name if name == "text" else "train.bin")
+        assert verify(path) == [f"{tmp_path}/{name}.bin is empty: it holds no token."]
+
+
 def test_there_is_nothing_to_verify_without_files(tmp_path):
     with pytest.raises(DataError, match="There is no token file"):
         verify(tmp_path / "text")

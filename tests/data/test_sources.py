@@ -7,7 +7,7 @@ import os
 import pytest
 import zstandard
 
-from llm.data.sources import file_source, text_sources
+from llm.data.sources import check_unchanged, file_source, text_sources
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
 
@@ -169,6 +169,33 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
             DataError, match=r"--input names .*(a|link)\.txt twice; give each file once"
         ):
             found(*inputs)
+
+
+def test_a_link_to_nothing_or_to_itself_is_refused_however_it_is_named(tmp_path):
+    write(tmp_path / "a.txt", "x")
+    for target in ("nothing.txt", "link.txt"):
+        (tmp_path / "link.txt").symlink_to(target)
+        for name in ("link.txt", "*.txt", "", "*/*.txt"):
+            with pytest.raises(DataError, match=r"--input .*/link\.txt is a link to nothing; re"):
+                found(tmp_path / name)
+        (tmp_path / "link.txt").unlink()
+
+
+def test_a_file_that_changes_after_it_was_found_is_told_by_its_size_or_time(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 9)
+
+    for change in (
+        lambda: write(path, path.read_bytes() + b"{}\n"),
+        lambda: os.utime(path, ns=(0, 0)),
+        path.unlink,
+    ):
+        parts = source(path).split(50)
+        before = parts[-1].identity()
+        check_unchanged(parts)
+        change()
+        with pytest.raises(DataError, match=r"a\.jsonl has changed while the text was prepared"):
+            check_unchanged(parts)
+        assert parts[-1].identity() == before  # a plan of what was found, not of what it is now
 
 
 def test_what_gives_no_file_is_refused(tmp_path):

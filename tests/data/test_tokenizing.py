@@ -8,7 +8,7 @@ from llm.data import tokenize_parts
 from llm.data.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import from_transformers
-from tests.support.corpora import ListSource, byte_tokenizer, prepare_bytes
+from tests.support.corpora import ListSource, byte_tokenizer, prepare_bytes, write
 from tests.support.tokenizers import tiny_tokenizer
 
 
@@ -92,6 +92,23 @@ def test_large_texts_are_encoded_in_batches_without_a_seam(tmp_path):
     assert prepared.info["train"]["rows"] == 20_009
     assert prepared.train.num_tokens == 9 * 300_001 + 20_000 * 2
     assert prepared.train.tokens[-2:].tolist() == [*ids("y"), 0]
+
+
+def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path):
+    path = write(tmp_path / "a.txt", "old")
+
+    class ChangingSource(ListSource):
+        def batches(self, faults=None):
+            yield from super().batches(faults)
+            write(path, "newer")
+
+    with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared, and no"):
+        prepare_bytes(
+            tmp_path / "cache",
+            train=file_source(path, text_column=None),
+            validation=ChangingSource(["b"]),
+        )
+    assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path):

@@ -47,6 +47,7 @@ class ListSource:
     def __init__(self, texts: list[str], *, name: str = "list", one_document: bool = False) -> None:
         self.name = name
         self.one_document = one_document
+        self.files: dict[Path, dict[str, int]] = {}
         self._texts = texts
 
     def identity(self) -> dict[str, str]:
