@@ -54,7 +54,7 @@ class TrainTokenizerOptions:
     )
     text_column: str | None = option(
         None,
-        "Field or column with the text; by default text, else the first.",
+        "Field or column with the text; by default text, else the only one of text.",
         group=_INPUT,
         aliases=("json_key",),
     )

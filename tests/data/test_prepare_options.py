@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
             [*GOOD, "--input", "a.txt", "--shuffle", "documents"],
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line",
         ),
-        ([*GOOD, "--json_key", "story"], "a.jsonl, line 1 has no column 'story'; choose one with"),
+        ([*GOOD, "--json_key", "story"], "the record has no key 'story', only 'id', 'text'; mend"),
         ([*GOOD, "--input", "cut.jsonl.gz"], "cut.jsonl.gz is cut short"),
         ([*GOOD, "--input", "blank.jsonl"], "blank.jsonl holds no text: 0 documents are empty."),
     ],

@@ -257,7 +257,7 @@ SP = ("--library", "sentencepiece")
         (["--byte_fallback"], "--byte_fallback is for --library sentencepiece alone"),
         (["--eos_id", "0"], "--eos_id is for --library sentencepiece alone"),
         (["--character_coverage", "0.5"], "--character_coverage must be at least 0.98"),
-        (["--json_key", "body"], "has no column 'body'"),
+        (["--json_key", "body"], "the record has no key 'body', only 'id', 'text'; mend"),
         (["--library", "spacy"], "--library expects"),
         (["--vocab_sise", "9"], "did you mean vocab_size"),
     ],
