@@ -200,7 +200,8 @@ def _write_split(
     )
     (facts,) = parts
     if facts.texts == 0:
-        raise DataError(f"{source.name} holds no text: {facts.empty} rows, all of them empty.")
+        reason = f": {facts.empty} rows, all of them empty" if facts.empty else ""
+        raise DataError(f"{source.name} holds no text{reason}.")
     _check_vocabulary(facts.largest_token, vocab_size)
     assemble(stems, parts, prefix, dtype=encoding.dtype)
     with open(_row_bytes(prefix), "wb") as file:
