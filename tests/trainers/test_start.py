@@ -3,7 +3,7 @@
 import shutil
 from contextlib import closing
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -36,10 +36,10 @@ def test_a_rank_takes_its_own_accelerator_before_the_model_is_made(monkeypatch, 
     chosen = []
     monkeypatch.setattr(build, "device_of", lambda world: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(build, "model_of", Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(build, "model_of", MagicMock(side_effect=InterruptedError))
 
     with pytest.raises(InterruptedError):
-        build.make_model(Mock(), Mock(), Mock())
+        build.make_model(MagicMock(), MagicMock(), MagicMock())
     assert chosen == taken
 
 
