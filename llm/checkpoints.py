@@ -197,8 +197,6 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
 
     calm_threads()
     quiet_libraries()
-    from safetensors import SafetensorError
-
     from llm.models.export import export_model, write_model_card
 
     model, tokenizer = load_trained(config, chosen)
@@ -215,7 +213,7 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
         facts = {"name": run.resolve().name, "architecture": model.config.model_type}
         known = {} if loss is None else {"eval loss": loss}
         write_model_card(target, {**facts, "steps": chosen.step, **known, "seed": config.seed})
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 

@@ -234,7 +234,7 @@ class GPTConfig:
     )
     text_column: str | None = option(
         None,
-        "Column or JSON key that holds the text; by default `text`, else the first one.",
+        "Column or JSON key that holds the text; by default `text`, else the only one of text.",
         group=DATA,
         aliases=("json_key",),
         resume="fixed",

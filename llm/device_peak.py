@@ -83,9 +83,10 @@ def memory_in_use(device: torch.device) -> int | None:
 
     None where the system does not say.
     """
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "max_memory_allocated"):
+        peak: int = backend.max_memory_allocated(device)
+        backend.reset_peak_memory_stats(device)
         return peak
     try:
         resident = Path("/proc/self/statm").read_text().split()[1]

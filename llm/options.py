@@ -252,10 +252,11 @@ def check_ranges(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
-            if not math.isfinite(number):
+            # An int is finite, and may be too large to be asked.
+            if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
             broken = [
-                f"{words} {bound:g}"
+                f"{words} {bound:.15g}"
                 for words, bound, holds in (
                     ("at least", rule.at_least, operator.ge),
                     ("greater than", rule.above, operator.gt),

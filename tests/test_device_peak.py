@@ -46,6 +46,17 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch):
     assert asked == [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_memory_in_use_is_the_devices_own_where_it_counts_it(monkeypatch, kind):
+    reset = []
+    backend = torch.get_device_module(kind)
+    monkeypatch.setattr(backend, "max_memory_allocated", lambda device: 100 + device.index)
+    monkeypatch.setattr(backend, "reset_peak_memory_stats", reset.append)
+
+    assert memory_in_use(torch.device(kind, 1)) == 101
+    assert reset == [torch.device(kind, 1)]
+
+
 def test_memory_in_use_grows_with_what_the_process_holds():
     before = memory_in_use(CPU)
     assert before is not None

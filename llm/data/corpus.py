@@ -248,7 +248,7 @@ def open_corpus(
         train_file: A file to train on; or None.
         validation_file: A file to evaluate on; or None.
         validation_split_percentage: Of the rows of the training text.
-        text_column: The column with the text; None takes `text`, else the first one.
+        text_column: The column with the text; None takes `text`, else the only one of text.
         keep_linebreaks: Whether the lines of text files keep their line breaks.
         trust_remote_code: Handed to `datasets`.
         tokenizer: What gives the ids.

@@ -13,6 +13,7 @@ from llm.errors import DataError
 
 _BATCH_ROWS = 1000
 _PART_ROWS = 100_000
+_STRINGS = ("string", "large_string", "string_view")
 
 log = logging.getLogger("llm.data")
 
@@ -34,7 +35,8 @@ def dataset_sources(
         dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
             `datasets.load_dataset` takes.
         dataset_config_name: The configuration; or None.
-        text_column: The column with the text; None takes `text`, else the first column.
+        text_column: The column with the text; None takes `text`, else the only column of
+            strings.
         trust_remote_code: Handed to `datasets`.
         splits: Their names.
         streaming: Read it over the network while it is used, keeping nothing on disk.
@@ -113,10 +115,13 @@ class _DatasetLoader:
             log.warning(f"{self.folder} has no configurations; reading {folder}")
             return datasets.load_dataset(str(folder), **self._options)
 
-    def columns(self, data: Any) -> list[str]:
-        """The names of a split's columns; a stream may have to look at its first row."""
+    def columns(self, data: Any) -> dict[str, bool]:
+        """A split's columns, and whether they hold strings; a stream may look at its first row."""
         try:
-            return list(data.column_names or next(iter(data), {}))
+            if data.features:
+                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
+                return {name: kind in _STRINGS for name, kind in types.items()}
+            return {name: isinstance(value, str) for name, value in next(iter(data), {}).items()}
         except Exception as error:
             raise self._explain(error) from error
 
@@ -210,9 +215,14 @@ class _DatasetSplit:
 
     def _texts(self, faults: Faults) -> Iterator[str]:
         data = self._data()
-        names = self._loader.columns(data)
-        first = self._part is None or self._part[0] == 0
-        column = choose_column(names, self._text_column, self.name, tell=first)
+        columns = self._loader.columns(data)
+        column = choose_column(
+            list(columns),
+            self._text_column,
+            self.name,
+            texts=[name for name, strings in columns.items() if strings],
+            tell=self._part is None or self._part[0] == 0,
+        )
         number, where = 0, self.name
         if self._part is not None and self._loader.streaming:
             data = data.shard(num_shards=self._part[1], index=self._part[0])

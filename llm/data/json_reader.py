@@ -1,22 +1,28 @@
 """The texts in one JSON file: an object a line, or an array of objects."""
 
+import contextlib
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from llm.data.readers import Faults, Part, batched, check_text, choose_column, not_utf8
+from llm.data.readers import Part, batched, check_text, choose_column, not_utf8
 from llm.data.text_blocks import TextBlocks
 from llm.errors import DataError
+
+_FIRST_RECORDS = 100
+"""By so many of a file's records its column is chosen."""
 
 
 def json_lines(part: Part) -> Iterator[list[str]]:
     """The texts of a file with one JSON object a line."""
-    column = part.text_column or "text"
-    settled = False  # whether a record has had it
-    if part.start and part.text_column is None and (first := _first_column(part)) is not None:
-        column, settled = first, True
+    column = part.text_column
+    if column is None:  # the same in all parts of the file
+        column = _column_of(_first_records(part.path), part.path, tell=part.start == 0)
     line = 0
     for block in part.blocks.line_blocks():
         texts: list[str] = []
@@ -32,12 +38,10 @@ def json_lines(part: Part) -> Iterator[list[str]]:
                 text = None
             if type(text) is str:
                 texts.append(text)
-                settled = True
             elif raw := block[start:stop].strip():
+                where = part.where(line)
                 try:
-                    column, text = _odd_record(part, raw, line, column if settled else None)
-                    texts.append(text)
-                    settled = True
+                    texts.append(_text_of(_parse_line(raw, where), column, where))
                 except DataError as fault:
                     part.faults(fault)
             start = stop + 1
@@ -45,53 +49,62 @@ def json_lines(part: Part) -> Iterator[list[str]]:
             yield texts
 
 
-def _first_column(part: Part) -> str | None:
-    """The column that all parts of a file take: that of its first record that has a text."""
-    whole = Part(
-        path=part.path, text_column=None, faults=Faults("skip"), blocks=TextBlocks(part.path)
-    )
-    for block in whole.blocks.line_blocks():
-        for raw in filter(None, map(bytes.strip, block.split(b"\n"))):
-            try:
-                return _odd_record(whole, raw, 1, None, tell=False)[0]
-            except DataError:
-                continue
-    return None
+def _first_records(path: Path) -> Iterator[Any]:
+    """The records at the beginning of a file of lines, but those that cannot be read."""
+    for block in TextBlocks(path).line_blocks():
+        for raw in filter(None, map(bytes.strip, io.BytesIO(block))):
+            with contextlib.suppress(DataError):
+                yield _parse_line(raw, path)
 
 
-def _odd_record(
-    part: Part, raw: bytes, line: int, column: str | None, *, tell: bool = True
-) -> tuple[str, str]:
-    """The column and text of a line that the fast way did not understand, or the first one."""
-    where = part.where(line)
-    try:
-        record = _parse_json(raw.decode(), lambda _: where)
-    except UnicodeDecodeError as error:
-        raise not_utf8(where, error) from error
+def _column_of(records: Iterable[Any], path: Path, *, tell: bool = True) -> str:
+    """The column with the text of a file, by its first records, where the user names none.
+
+    Raises:
+        DataError: There is no `text`, and not exactly one column of strings.
+    """
+    strings: dict[str, bool] = {}  # of each column, whether it has held one
+    for record in itertools.islice(records, _FIRST_RECORDS):
+        if isinstance(record, dict):
+            for name, value in record.items():
+                strings[name] = strings.get(name, False) or isinstance(value, str)
+    if not strings:  # what is wrong is said where the records are read
+        return "text"
+    texts = [name for name, held in strings.items() if held]
+    return choose_column(list(strings), None, path, texts=texts, tell=tell)
+
+
+def _text_of(record: Any, column: str, where: object) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{where}: a record must be a JSON object with fields.")
-    if column is None:
-        column = choose_column(list(record), part.text_column, where, tell=tell)
-    elif column not in record:
+    if column not in record:
         keys = ", ".join(map(repr, record)) or "none at all"
         raise DataError(
             f"{where}: the record has no key {column!r}, only {keys}; mend the line, or prepare "
-            "the file with --on_error skip."
+            "the file with another --text_column or with --on_error skip."
         )
-    return column, check_text(record[column], where)
+    return check_text(record[column], where)
+
+
+def _parse_line(raw: bytes, where: object) -> Any:
+    try:
+        return _parse_json(raw.decode(), lambda _: where)
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error) from error
 
 
 def _parse_json(text: str, where: Callable[[int], object]) -> Any:
-    # Python's parser reads what orjson does not: NaN, and numbers of any length.
+    # Python's parser reads what orjson does not: NaN, and numbers of any length. Their values are
+    # not used, and int() refuses more than 4,300 digits.
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=lambda digits: 0)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where(error.lineno)}: malformed JSON, {error.msg} (column {error.colno}); mend the "
             "line, or prepare the file with --on_error skip."
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 10^5 brackets
-        raise DataError(f"{where(1)}: JSON out of bounds, {error}.") from error
+    except RecursionError as error:  # 10^5 brackets
+        raise DataError(f"{where(1)}: the brackets are nested too deep for JSON.") from error
 
 
 def json_records(part: Part) -> Iterator[list[str]]:
@@ -113,15 +126,10 @@ def json_records(part: Part) -> Iterator[list[str]]:
 
 
 def _array_texts(part: Part, records: list[Any]) -> Iterator[str]:
-    column = part.text_column
+    column = _column_of(records, part.path) if part.text_column is None else part.text_column
     for number, record in enumerate(records, 1):
-        where = f"{part.path}, record {number}"
         try:
-            if not isinstance(record, dict):
-                raise DataError(f"{where}: a record must be a JSON object with fields.")
-            if column is None or column not in record:
-                column = choose_column(list(record), column, where)
-            text = check_text(record[column], where)
+            text = _text_of(record, column, f"{part.path}, record {number}")
         except DataError as fault:
             part.faults(fault)
         else:

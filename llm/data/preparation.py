@@ -134,9 +134,9 @@ def _prepare_file(
 
 def _check_text(sources: list[Source], facts: list[PartFacts]) -> None:
     if not sum(part.documents for part in facts):
-        raise DataError(
-            f"{_named(sources)} no text: {sum(part.empty for part in facts):,} documents are empty."
-        )
+        empty = sum(part.empty for part in facts)
+        reason = f": {empty:,} documents are empty" if empty else ""
+        raise DataError(f"{_named(sources)} no text{reason}.")
 
 
 def _names(sources: list[Source]) -> list[str]:

@@ -122,7 +122,9 @@ class PrepareConfig:
     )
     overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
 
-    workers: int | None = option(None, "Cores to use; by default all.", group=RUNNING, at_least=1)
+    workers: int | None = option(
+        None, "Cores to use; by default all, and never more.", group=RUNNING, at_least=1
+    )
     log_seconds: float = option(
         10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
     )
@@ -166,8 +168,9 @@ def prepare(config: PrepareConfig) -> None:
     # Imported here, so that --help and a wrong option need none of it.
     from llm.data.preparation import prepare_files
     from llm.data.token_file import token_dtype
-    from llm.data.tokenize_parts import Encoding, num_cores
+    from llm.data.tokenize_parts import Encoding
     from llm.data.tokenizing import end_token
+    from llm.data.workers import bounded_workers
     from llm.text_tokenizer import load_text_tokenizer
 
     outputs = _outputs(config)
@@ -196,7 +199,7 @@ def prepare(config: PrepareConfig) -> None:
     prepare_files(
         outputs,
         encoding=encoding,
-        workers=config.workers or num_cores(),
+        workers=bounded_workers(config.workers),
         log_seconds=config.log_seconds,
     )
 

@@ -7,7 +7,7 @@ text.
 import csv
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class Part:
 
     Attributes:
         path: The file.
-        text_column: The field with the text; None takes `text`, else the first field.
+        text_column: The field with the text; None takes `text`, else the only field of strings.
         faults: What becomes of records that cannot be used.
         blocks: The bytes of this part of a file of lines.
         start: Where the part begins: a byte of a file of lines, a row group of a Parquet file.
@@ -128,28 +128,37 @@ def check_text(value: object, where: object) -> str:
 
 
 def choose_column(
-    columns: list[str], wanted: str | None, where: object, *, tell: bool = True
+    columns: Sequence[str],
+    wanted: str | None,
+    where: object,
+    *,
+    texts: Sequence[str],
+    tell: bool = True,
 ) -> str:
-    """The column with the text: the one asked for, else `text`, else the first.
+    """The column with the text: the one asked for, else `text`, else the only one of strings.
 
     Args:
         columns: Those that there are.
         wanted: The one asked for; or None.
         where: File and line, for messages.
-        tell: Whether to log that it is the first one.
+        texts: Those that hold strings.
+        tell: Whether to log that it is another one than `text`.
 
     Raises:
-        DataError: There is no such column; the message lists those that there are.
+        DataError: There is no such column, or more than one; the message lists those that there
+            are.
     """
     if wanted is None:
-        wanted = "text" if "text" in columns or not columns else columns[0]
+        wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
         if wanted != "text" and tell:
-            log.info(f"{where}: there is no column 'text'; taking the first one, {wanted!r}")
+            log.info(f"{where}: there is no column 'text'; taking {wanted!r}, the only one of text")
     if wanted not in columns:
         raise DataError(
             f"{where} has no column {wanted!r}; choose one with --text_column from: "
             f"{', '.join(columns) or 'none at all'}."
         )
+    if columns.count(wanted) > 1:
+        raise DataError(f"{where} has several columns {wanted!r}; rename all but the right one.")
     return wanted
 
 
@@ -234,7 +243,7 @@ def _csv_texts(part: Part) -> Iterator[str]:
     reader = csv.reader((row for rows in text_lines(plain) for row in rows), strict=True)
     try:
         header = next(reader, [])
-        column = header.index(choose_column(header, part.text_column, str(part.path)))
+        column = header.index(choose_column(header, part.text_column, part.path, texts=header))
         for fields in reader:
             if fields and len(fields) != len(header):
                 part.faults(
@@ -269,11 +278,26 @@ def parquet_records(part: Part) -> Iterator[list[str]]:
 
     try:
         with pq.ParquetFile(part.path) as file:
-            names = file.schema_arrow.names
-            column = choose_column(names, part.text_column, part.path, tell=part.start == 0)
+            schema = file.schema_arrow
+            column = choose_column(
+                schema.names,
+                part.text_column,
+                part.path,
+                texts=[field.name for field in schema if _holds_strings(field.type)],
+                tell=part.start == 0,
+            )
             yield from batched(texts(file, column))
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{part.path} cannot be read as Parquet: {first_line(error)}.") from error
+
+
+def _holds_strings(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ def file_source(
 
     Args:
         path: The file.
-        text_column: The field with the text; None takes `text`, else the first field.
+        text_column: The field with the text; None takes `text`, else the only field of strings.
         keep_linebreaks: Whether a line of a text file keeps its line break. Without them, blank
             lines are dropped. For the unit `file` alone.
         text_unit: What of a text file is a document.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -225,10 +224,3 @@ class _Meter:
                 num_parts=self._num_parts,
             )
         )
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

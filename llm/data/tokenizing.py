@@ -17,7 +17,8 @@ from llm.data.parts import read_array
 from llm.data.sources import Source, check_unchanged
 from llm.data.token_cache import is_marked, launch_mark, open_or_build
 from llm.data.token_file import TokenFile, token_dtype
-from llm.data.tokenize_parts import Encoding, Totals, num_cores, tokenize_parts
+from llm.data.tokenize_parts import Encoding, Totals, tokenize_parts
+from llm.data.workers import bounded_workers
 from llm.errors import ConfigError, DataError
 from llm.files import sync, write_whole
 from llm.text_tokenizer import TextTokenizer
@@ -100,7 +101,7 @@ def prepare(
             end_token=end_token(tokenizer, append_eos),
             dtype=token_dtype(max(vocab_size, tokenizer.size)),
         )
-        threads = num_workers or num_cores()
+        threads = bounded_workers(num_workers)
         for split, source in sources.items():
             info[split] = None
             if source is not None and (split == "train" or source.exists()):
@@ -202,7 +203,8 @@ def _write_split(
     )
     (facts,) = parts
     if facts.texts == 0:
-        raise DataError(f"{source.name} holds no text: {facts.empty} rows, all of them empty.")
+        reason = f": {facts.empty} rows, all of them empty" if facts.empty else ""
+        raise DataError(f"{source.name} holds no text{reason}.")
     _check_vocabulary(facts.largest_token, vocab_size)
     assemble(stems, parts, prefix, dtype=encoding.dtype)
     with open(_row_bytes(prefix), "wb") as file:

@@ -26,6 +26,7 @@ from llm.data.tokenizer_libraries import (
     train_sentencepiece,
 )
 from llm.data.training_texts import TrainingTexts
+from llm.data.workers import bounded_workers, num_cores
 from llm.errors import ConfigError, LLMError
 from llm.options import option
 from llm.runtime import set_up_logging
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COVERAGE = 0.9995
+_THREADS = 16
+"""Taken on any machine, so that a unigram model does not depend on its cores."""
+_MOST_TOKENS = 10_000_000
+"""Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
 _FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
 
 log = logging.getLogger("llm.data")
@@ -54,7 +59,7 @@ class TrainTokenizerOptions:
     )
     text_column: str | None = option(
         None,
-        "Field or column with the text; by default text, else the first.",
+        "Field or column with the text; by default text, else the only one of text.",
         group=_INPUT,
         aliases=("json_key",),
     )
@@ -75,7 +80,12 @@ class TrainTokenizerOptions:
     model_type: Literal["bpe", "unigram"] = option(
         "bpe", "How text is cut: joined from pairs, or the likeliest pieces.", group=_TOKENIZER
     )
-    vocab_size: int = option(32768, "Number of tokens, with all special ones.", group=_TOKENIZER)
+    vocab_size: int = option(
+        32768,
+        "Number of tokens, with all special ones.",
+        group=_TOKENIZER,
+        at_most=_MOST_TOKENS,
+    )
     split_digits: bool = option(
         False, "Make every digit a token of its own, so that numbers have places.", group=_TOKENIZER
     )
@@ -113,9 +123,9 @@ class TrainTokenizerOptions:
     output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT)
     overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)
     num_workers: int = option(
-        16,
-        "Threads of the library. The last digits of a unigram model depend on their number, and "
-        "on nothing else of the machine.",
+        _THREADS,
+        "Threads of the library, no more than cores where these are more than 16. The last digits "
+        "of a unigram model depend on their number, and on nothing else of the machine.",
         group=_OUTPUT,
         aliases=("workers", "num_threads"),
         at_least=1,
@@ -155,6 +165,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """
     check_options(options)
     started = time.monotonic()
+    num_threads = bounded_workers(options.num_workers, most=max(_THREADS, num_cores()))
     texts = TrainingTexts(
         text_sources(options.input, text_column=options.text_column),
         lines=options.library == "sentencepiece",
@@ -165,7 +176,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     unfinished = output.parent / f".{output.name}.{os.getpid()}.unfinished"
     try:
         unfinished.mkdir(parents=True)
-        _train(options, texts, unfinished)
+        _train(options, texts, num_threads, unfinished)
         report = _report(unfinished, texts)
         _put_in_place(unfinished, output)
     except OSError as error:
@@ -253,7 +264,9 @@ def _check_special_ids(options: TrainTokenizerOptions) -> None:
         )
 
 
-def _train(options: TrainTokenizerOptions, texts: TrainingTexts, folder: Path) -> None:
+def _train(
+    options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
+) -> None:
     if options.library == "huggingface":
         backend = train_huggingface(
             texts,
@@ -261,7 +274,7 @@ def _train(options: TrainTokenizerOptions, texts: TrainingTexts, folder: Path) -
             vocab_size=options.vocab_size,
             split_digits=options.split_digits,
             normalization=options.normalization,
-            num_threads=options.num_workers,
+            num_threads=num_threads,
         )
         _write(backend, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}, folder)
         return
@@ -274,7 +287,7 @@ def _train(options: TrainTokenizerOptions, texts: TrainingTexts, folder: Path) -
         normalization=options.normalization,
         character_coverage=options.character_coverage or _COVERAGE,
         special_ids=_special_ids(options),
-        num_threads=options.num_workers,
+        num_threads=num_threads,
     )
     file = folder / "tokenizer.model"
     file.write_bytes(model)
@@ -283,7 +296,8 @@ def _train(options: TrainTokenizerOptions, texts: TrainingTexts, folder: Path) -
 
 
 def _write(backend: "Tokenizer", special_tokens: dict[str, str], folder: Path) -> None:
-    backend.save(str(folder / "tokenizer.json"))
+    # The library's own way to save hides why a file cannot be written.
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     # The class by its name in all versions of transformers.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
     text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)

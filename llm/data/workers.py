@@ -1,5 +1,6 @@
 """Numbered tasks on several processes, none of which outlives the one that started them."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -13,6 +14,30 @@ from typing import Any
 from llm.errors import DataError
 
 Work = Callable[[int, Callable[[Any], None]], None]
+
+log = logging.getLogger("llm.data")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
+    """The workers that a user asked for, or as many as are of use where that is less.
+
+    Args:
+        wanted: As asked for; None is all that are of use.
+        most: How many are of use; None is the cores that this process may use.
+    """
+    most = most or num_cores()
+    if wanted is None:
+        return most
+    if wanted > most:
+        log.info(f"taking {most:,} workers, not {wanted:,}: there are {num_cores():,} cores")
+    return min(wanted, most)
 
 
 def run_tasks(

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ def export_model(
         tokenizer: The tokenizer that the model was trained with.
         generation_config: How to generate; derived from `config` if not given.
         trust_remote_code: The model is built from Python code that came with it.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +67,11 @@ def export_model(
         model.save_pretrained(staging, max_shard_size=_SHARD_SIZE)
         tokenizer.save_pretrained(staging)
         _move_into_place(staging, folder)
+    except Exception as error:
+        # The libraries in Rust raise other kinds of errors where a file cannot be written.
+        if refused := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(folder)) from error
+        raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

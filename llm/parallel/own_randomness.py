@@ -18,7 +18,7 @@ class OwnRandomness:
     masks that they had.
 
     Args:
-        device: Where the random numbers are drawn.
+        device: Where the random numbers are drawn; an accelerator with its index.
         rank: Tells this rank's numbers from those of its peers.
     """
 
@@ -59,7 +59,7 @@ class OwnRandomness:
     def _generator(self) -> Any:
         if self._device.type == "cpu":
             return torch.default_generator
-        return torch.cuda.default_generators[torch.cuda.current_device()]
+        return torch.get_device_module(self._device).default_generators[self._device.index]
 
 
 def has_attention_dropout(config: dict[str, Any]) -> bool:

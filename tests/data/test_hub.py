@@ -119,6 +119,18 @@ def test_a_missing_column_of_a_data_set_is_refused_with_a_list(folder, streaming
         texts_of(splits(folder, text_column="body", streaming=streaming)["train"])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_without_text_gives_its_only_column_of_strings(tmp_path, streaming):
+    write(tmp_path / "train.jsonl", '{"id": 1, "body": "one"}\n')
+    write(tmp_path / "validation.jsonl", '{"id": 2, "body": "two"}\n')
+    assert texts_of(splits(tmp_path, streaming=streaming)["train"]) == ["one"]
+
+    for name in ("train", "validation"):
+        write(tmp_path / f"{name}.jsonl", '{"id": 1, "body": "one", "title": "two"}\n')
+    with pytest.raises(DataError, match="--text_column from: id, body, title"):
+        texts_of(splits(tmp_path, streaming=streaming)["train"])
+
+
 def test_a_broken_or_empty_folder_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"cannot be read: .*doesn't contain any data files"):
         splits(tmp_path)["train"].exists()

@@ -41,10 +41,11 @@ def test_what_only_pythons_parser_reads_is_read_too(tmp_path):
         '{"text": "one", "score": NaN}',
         '{"score": -Infinity, "text": "two"}',
         '{"text": "\\ud83d\\ude00", "id": "\\ud800"}',
+        '{"text": "three", "id": 1' + "0" * 5000 + "}",
     ]
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
 
-    assert texts_of(source(path)) == ["one", "two", "\U0001f600"]
+    assert texts_of(source(path)) == ["one", "two", "\U0001f600", "three"]
 
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path):
@@ -96,13 +97,38 @@ def test_what_is_wrong_is_said_with_the_line_of_the_file(tmp_path, num_bytes, li
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 60, 1000])
-def test_all_parts_of_a_file_take_the_column_of_its_first_record(tmp_path, num_bytes, caplog):
+def test_all_parts_of_a_file_take_the_only_column_of_text(tmp_path, num_bytes, caplog):
     caplog.set_level(logging.INFO, "llm.data")
-    lines = ['{"body": "one", "title": "1"}', '{"title": "2", "body": "two"}'] * 5
+    lines = ['{"id": 1, "body": "one"}', '{"body": "two", "id": 2}'] * 5
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
 
     assert texts_in_parts(path, num_bytes) == ["one", "two"] * 5
-    assert caplog.text.count("taking the first one, 'body'") == 1
+    assert caplog.text.count("no column 'text'; taking 'body', the only one of text") == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("num_bytes", [10, 1000])
+def test_a_file_with_two_columns_of_text_is_refused_with_its_keys(tmp_path, name, num_bytes):
+    records = ['{"id": 1, "title": "one", "body": "two"}'] * 3
+    content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"
+    path = write(tmp_path / name, content)
+
+    message = rf"{name} has no column 'text'; choose one with --text_column from: id, title, body"
+    for on_error in ("stop", "skip"):
+        with pytest.raises(DataError, match=message):
+            texts_in_parts(path, num_bytes, Faults(on_error))
+    assert texts_in_parts(path, num_bytes, text_column="body") == ["two"] * 3
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_first_record_without_text_does_not_decide_on_the_column_of_all(tmp_path, name):
+    records = ['{"id": "x1"}', '{"id": "x2", "text": "one"}']
+    content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"
+    path = write(tmp_path / name, content)
+
+    with pytest.raises(DataError, match="1: the record has no key 'text', only 'id'"):
+        texts_of(source(path))
+    assert texts_of(source(path), Faults("skip")) == ["one"]
 
 
 def test_a_part_that_begins_with_another_kind_of_record_does_not_take_another_column(tmp_path):
@@ -144,7 +170,7 @@ def test_an_array_is_read_however_it_is_laid_out(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"text": "a"}, {"body": "b"}]', "record 2 has no column 'text'; .* body"),
+        ('[{"text": "a"}, {"body": "b"}]', "record 2: the record has no key 'text', only 'body'"),
         ('[{"text": "a"}, 5]', "record 2: a record must be a JSON object"),
         ('[{"text": "a"}, {"text": {}}]', "record 2: the text is a value of type dict"),
     ],

@@ -179,7 +179,7 @@ def test_what_cannot_be_used_stops_the_work_or_is_counted(tmp_path, monkeypatch,
     assert prepare(*argv) == 2
     assert capsys.readouterr().out.splitlines()[-1] == (
         "error: a.jsonl, line 3: the record has no key 'text', only 'body'; mend the line, or "
-        "prepare the file with --on_error skip."
+        "prepare the file with another --text_column or with --on_error skip."
     )
     assert not list(tmp_path.glob("wiki_text_document.*[!s]"))
 

@@ -6,7 +6,7 @@ import pytest
 from llm.data import tokenize_parts as module
 from llm.data.encoder import OtherIds
 from llm.data.parts import read_array
-from llm.data.tokenize_parts import Encoding, num_cores, tokenize_parts
+from llm.data.tokenize_parts import Encoding, tokenize_parts
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 
@@ -193,7 +193,3 @@ def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplo
 
     assert len(caplog.messages) == 1
     assert "slow one, in Python" in caplog.text
-
-
-def test_there_is_a_core_to_work_on():
-    assert num_cores() >= 1

@@ -170,11 +170,15 @@ def test_an_id_beyond_the_vocabulary_is_refused_from_the_cache_too(tmp_path):
         prepare_bytes(tmp_path, vocab_size=50)
 
 
-@pytest.mark.parametrize("rows", [[], [""] * 3])
-def test_a_text_without_text_is_refused(tmp_path, rows):
-    with pytest.raises(
-        DataError, match=rf"list holds no text: {len(rows)} rows, all of them empty"
-    ):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"list holds no text\.$"),
+        ([""] * 3, r"list holds no text: 3 rows, all of them empty\.$"),
+    ],
+)
+def test_a_text_without_text_is_refused(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
         prepare_bytes(tmp_path, train=ListSource(rows))
     assert not list(tmp_path.glob("*/"))
 

@@ -1,6 +1,7 @@
 import argparse
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from llm.data import train_tokenizer as program
 from llm.data.sources import text_sources
 from llm.data.train_tokenizer import main
 from llm.data.training_texts import TrainingTexts
+from llm.data.workers import num_cores
 from llm.text_tokenizer import TextTokenizer, load_text_tokenizer
 from llm.tokenizer import load_tokenizer
 
@@ -144,6 +146,17 @@ def test_sentencepiece_bpe_does_not_depend_on_threads(corpus: Path, tmp_path: Pa
     assert models[0] == models[1]
 
 
+def test_threads_beyond_the_cores_are_left_out(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = ["--vocab_size", "300", "--num_workers", "100000"]
+    assert train(corpus, tmp_path / "out", *threads) == 0
+
+    most = max(16, num_cores())
+    assert f"taking {most} workers, not 100,000" in error_of(capsys)
+    assert os.environ["RAYON_NUM_THREADS"] == str(most)
+
+
 @pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
 def test_split_digits_makes_every_digit_a_token(library: str, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
@@ -246,6 +259,8 @@ SP = ("--library", "sentencepiece")
     ("options", "words"),
     [
         (["--vocab_size", "256"], "--vocab_size 256 is too small: the 256 bytes and <|endoftext|>"),
+        (["--vocab_size", str(10**9)], "--vocab_size must be at most 10000000, not 1000000000"),
+        (["--vocab_size", str(10**400)], "--vocab_size must be at most 10000000, not 100000"),
         ([*SP, "--vocab_size", "30"], "--vocab_size 30 is too small: the letters of this text"),
         ([*SP, "--vocab_size", "200", "--byte_fallback"], "the bytes of --byte_fallback"),
         ([*SP, "--pad_id", "1"], "--bos_id and --pad_id are both 1"),
@@ -257,7 +272,7 @@ SP = ("--library", "sentencepiece")
         (["--byte_fallback"], "--byte_fallback is for --library sentencepiece alone"),
         (["--eos_id", "0"], "--eos_id is for --library sentencepiece alone"),
         (["--character_coverage", "0.5"], "--character_coverage must be at least 0.98"),
-        (["--json_key", "body"], "has no column 'body'"),
+        (["--json_key", "body"], "the record has no key 'body', only 'id', 'text'; mend"),
         (["--library", "spacy"], "--library expects"),
         (["--vocab_sise", "9"], "did you mean vocab_size"),
     ],
@@ -335,6 +350,22 @@ def test_a_folder_with_other_files_is_never_replaced(
 
     assert "holds more than a tokenizer from here (a.jsonl.gz)" in error_of(capsys)
     assert sorted(path.name for path in corpus.iterdir()) == ["a.jsonl.gz", "b.jsonl"]
+
+
+@pytest.mark.parametrize("options", [["--vocab_size", "400"], SENTENCEPIECE])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    options: list[str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        assert train(corpus, tmp_path / "out", *options) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert f"error: --output_dir {tmp_path / 'out'} cannot be written: File" in error_of(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_a_failure_leaves_the_old_folder_and_nothing_else(

@@ -1,3 +1,4 @@
+import logging
 import multiprocessing
 import os
 import signal
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.workers import run_tasks
+from llm.data import workers
+from llm.data.workers import bounded_workers, run_tasks
 from llm.errors import DataError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -16,6 +18,28 @@ def run(tasks, work, processes):
     heard = []
     run_tasks(tasks, work, processes=processes, on_message=lambda *message: heard.append(message))
     return heard
+
+
+@pytest.mark.parametrize(("wanted", "given"), [(None, 4), (3, 3), (4, 4), (10**20, 4)])
+def test_there_are_no_more_workers_than_cores(monkeypatch, caplog, wanted, given):
+    caplog.set_level(logging.INFO, "llm.data")
+    monkeypatch.setattr(workers, "num_cores", lambda: 4)
+
+    assert bounded_workers(wanted) == given
+    cut = ["taking 4 workers, not 100,000,000,000,000,000,000: there are 4 cores"]
+    assert caplog.messages == (cut if wanted == 10**20 else [])
+
+
+def test_cores_are_those_that_this_process_may_use():
+    """A batch system gives a job a part of the node."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("cores cannot be taken away here")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert bounded_workers(100_000) == 1
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def square(task, send):

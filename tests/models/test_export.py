@@ -1,5 +1,7 @@
+import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,6 +50,33 @@ def test_what_is_loaded_is_what_was_trained(
     assert torch.equal(loaded(input_ids).logits, model(input_ids).logits[..., :320])
     tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     assert tied == model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("limit", [3000, None])
+def test_a_full_disk_is_an_error_of_the_system_whichever_library_meets_it(
+    limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors has a kind of its own for it, and tokenizers raises a bare Exception."""
+    resource = pytest.importorskip("resource")
+    model, tokenizer = tiny_model(tiny_config("gpt2")), tiny_tokenizer()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit is None:
+        refuse = Mock(side_effect=Exception("File too large (os error 27)"))
+        monkeypatch.setattr(tokenizer, "save_pretrained", refuse)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            export_model(
+                config=model.config,
+                state_dict=model.state_dict(),
+                folder=tmp_path,
+                tokenizer=tokenizer,
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_configuration_is_the_original_one(tmp_path: Path) -> None:

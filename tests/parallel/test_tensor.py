@@ -197,6 +197,30 @@ def test_ranks_draw_alike_but_for_their_own_heads():
     assert torch.equal(one, again)
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_own_numbers_are_drawn_on_any_accelerator(monkeypatch, kind):
+    """On stand-ins for the generators of its two devices."""
+    generators = (torch.Generator(), torch.Generator().manual_seed(3))
+    rand = torch.rand
+    monkeypatch.setattr(torch.get_device_module(kind), "default_generators", generators)
+    monkeypatch.setattr(torch, "rand", lambda *size, device: rand(*size, generator=generators[1]))
+    device = torch.device(kind, 1)
+    own = OwnRandomness(device, rank=0)
+    first, last = torch.nn.Identity(), torch.nn.Identity()
+    own.begin_after(first)
+    own.end_before(last)
+
+    common = generators[1].get_state()
+    first(torch.ones(1))
+    assert generators[1].initial_seed() != 3
+    last(torch.ones(1))
+    assert generators[1].initial_seed() == 3
+    expected = torch.Generator()
+    expected.set_state(common)
+    rand((), generator=expected)  # what tells two stretches apart
+    assert torch.equal(generators[1].get_state(), expected.get_state())
+
+
 def train_with_dropout(recompute: bool):
     """Weights after steps with dropout everywhere, as each rank has them."""
     drops = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}

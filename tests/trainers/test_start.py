@@ -3,6 +3,7 @@
 import shutil
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
+from llm.trainers.gpt import build
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times
 from tests.support.training import Bench, Run
@@ -27,6 +29,18 @@ def bench(tmp_path_factory) -> Bench:
 def origin(bench) -> Run:
     options = {"keep_checkpoints": 2, "save_top_k": 1}
     return bench.train_well("origin", max_train_steps=6, checkpointing_steps=3, **options)
+
+
+@pytest.mark.parametrize(("device", "taken"), [("cuda:1", [1]), ("xpu:1", [1]), ("cpu", [])])
+def test_a_rank_takes_its_own_accelerator_before_the_model_is_made(monkeypatch, device, taken):
+    chosen = []
+    monkeypatch.setattr(build, "device_of", lambda world: torch.device(device))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(build, "model_of", MagicMock(side_effect=InterruptedError))
+
+    with pytest.raises(InterruptedError):
+        build.make_model(MagicMock(), MagicMock(), MagicMock())
+    assert chosen == taken
 
 
 def checkpoint_steps(run: Run) -> list[int]:

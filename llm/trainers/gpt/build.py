@@ -50,8 +50,8 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         ConfigError: The model has no such weights, attention kernel or checkpointing.
     """
     device = device_of(world)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
     # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
     later = inputs.weights_from is None and not inputs.layout.is_replicated
     model = model_of(
