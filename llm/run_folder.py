@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.files import try_lock, write_whole
+from llm.files import is_too_long, try_lock, write_whole
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
@@ -58,6 +58,8 @@ class RunFolder:
             ConfigError: The folder holds another run, or files of no run that this one would
                 replace; it is read-only, or its path is a file.
         """
+        if is_too_long(str(self.path)):  # the default one: others were looked at before
+            raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--output_dir {self.path} is a file; name a folder.")
         there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())

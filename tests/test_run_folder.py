@@ -52,6 +52,11 @@ def test_checkpoints_that_were_moved_to_another_folder_are_a_run(tmp_path):
         RunFolder(tmp_path).check(resume=False, overwrite=False)
 
 
+def test_a_name_that_was_made_up_and_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has too long a name; give an --output_dir"):
+        RunFolder(tmp_path / ("a" * 300)).check(resume=False, overwrite=False)
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file; name a folder"):

@@ -292,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LLMError as error:
         logger.error(f"error: {error}")
         return 2
+    except OSError as error:
+        logger.error(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.")
+        return 2
     except KeyboardInterrupt:
         logger.error("Interrupted. What is done is kept: the same command goes on from there.")
         return 130

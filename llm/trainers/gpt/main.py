@@ -24,7 +24,7 @@ from llm import options
 from llm.allocator import restart_with_kept_memory
 from llm.command_line import config_file_of, parse
 from llm.config import GPTConfig
-from llm.errors import LLMError
+from llm.errors import ConfigError, LLMError
 from llm.files import write_whole
 from llm.launcher import adopt_launcher
 from llm.rules import check
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("Interrupted before training began.")
         return 130
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            _refuse(ConfigError(f"{error.filename} has too long a name; choose another."), world)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             logger.exception("The run failed.")
             return 1
