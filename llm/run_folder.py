@@ -24,7 +24,7 @@ _FOLDERS = {
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """What a run writes to each of its folders."""
-_MODEL = (
+MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|[\w.-]+\.model"
@@ -109,7 +109,7 @@ class RunFolder:
     def _of_model(self) -> list[Path]:
         """What there is of what the export of a model replaces."""
         there = sorted(self.path.iterdir()) if self.path.is_dir() else []
-        return [path for path in there if re.fullmatch(_MODEL, path.name)]
+        return [path for path in there if re.fullmatch(MODEL_FILES, path.name)]
 
     def endangers(self, source: Path) -> bool:
         """Whether a run that starts anew in this folder may remove or replace an input.

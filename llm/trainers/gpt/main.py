@@ -228,7 +228,13 @@ def _train(
 ) -> int:
     from llm.trainers.gpt.build import make_survivors, make_trainer
     from llm.trainers.gpt.reporting import make_tracker
-    from llm.trainers.gpt.results import log_beginning, log_ending, log_sample, write_results
+    from llm.trainers.gpt.results import (
+        log_beginning,
+        log_ending,
+        log_sample,
+        start_command,
+        write_results,
+    )
 
     log_beginning(config, inputs, strategy, model)
     interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
@@ -246,9 +252,10 @@ def _train(
     step = trainer.state.step
     if outcome == "preempted":
         reason = interruption.reason or "a signal to another rank"
+        words = ["--config", str(inputs.run.path / "config.toml"), "--resume_from_checkpoint"]
         logger.info(
-            f"Stopped by {reason} after step {step}, which is saved. The same command with "
-            "--resume_from_checkpoint goes on from there."
+            f"Stopped by {reason} after step {step}, which is saved. To go on: "
+            f"{start_command(strategy.world_size, *words)}"
         )
         if strategy.rank == 0:
             inputs.run.say("preempted", reason=reason, step=step)
