@@ -32,9 +32,14 @@ def put_in_place(temporary: Path, final: Path) -> None:
         remove(replaced)
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """What saves and removals are writing or have left behind; other names are the user's."""
+    return sorted([*folder.glob(".step_*.tmp"), *folder.glob(".survivors_*.tmp")])
+
+
 def clear_leftovers(folder: Path) -> None:
     """Remove what a save or a removal has left behind that did not come to its end."""
-    for leftover in folder.glob(".*.tmp"):
+    for leftover in leftovers(folder):
         shutil.rmtree(leftover)
     for replaced in folder.glob(f"step_*{REPLACED}"):
         if replaced.with_suffix("").exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llm import checkpoint
 from llm.checkpoint import Checkpoint
-from llm.checkpoint_folder import BEST
+from llm.checkpoint_folder import BEST, leftovers
 from llm.command_line import parse
 from llm.errors import CheckpointError, ConfigError, LLMError
 from llm.options import option
@@ -116,8 +116,8 @@ def _places(options: CheckpointOptions) -> tuple[Path, Path]:
 def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """The listing, and the exit code."""
     entries = [_look_at(path, verify=verify) for path in checkpoint.folders(folder)]
-    leftovers = sorted(folder.glob(".*.tmp"))
-    if not entries and not leftovers:
+    unfinished = leftovers(folder)
+    if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
     valid = [entry.path for entry in entries if entry.problem is None]
     latest = valid[-1] if valid else None
@@ -126,7 +126,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     for entry in entries:
         marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
         lines.append(_row(entry, marks))
-    for path in leftovers:
+    for path in unfinished:
         lines.append(
             f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
             "cut short; the next save clears it away."

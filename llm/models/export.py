@@ -20,6 +20,7 @@ from transformers import (
 from llm.files import write_whole
 
 _SHARD_SIZE = "5GB"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def export_model(
@@ -121,7 +122,7 @@ def _move_into_place(staging: Path, folder: Path) -> None:
     new = {file.name for file in files}
     # Weights in one file beside an older export's shards: which ones would be loaded?
     for file in folder.glob("model*.safetensors*"):
-        if file.name not in new:
+        if _WEIGHTS.fullmatch(file.name) and file.name not in new:
             file.unlink()
     umask = os.umask(0)
     os.umask(umask)

@@ -1,5 +1,7 @@
 """The way to the Hub, against a stand-in for its client."""
 
+import re
+import shlex
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -57,20 +59,30 @@ def test_a_hub_out_of_reach_is_one_sentence_before_training(hub, tmp_path):
 
 
 def test_the_model_and_its_card_are_pushed_and_nothing_of_the_run(hub, tmp_path):
-    for name in ("model.safetensors", "config.json", "README.md", "status.json", "metrics.jsonl"):
+    for name in (
+        "model.safetensors", "config.json", "README.md", "all_results.json",
+        "status.json", "metrics.jsonl", "config.toml", "log.txt", "eval_results.json", "notes.txt",
+    ):  # fmt: skip
         (tmp_path / name).touch()
     (tmp_path / "checkpoints").mkdir()
     push(tmp_path, "someone/tiny")
     (asked,) = hub.asked
     assert asked["repo_id"] == "someone/tiny"
-    assert sorted(asked["allow_patterns"]) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(asked["allow_patterns"]) == [
+        "README.md", "all_results.json", "config.json", "model.safetensors"
+    ]  # fmt: skip
     assert asked["ignore_patterns"] == ["*/*"]
 
 
 def test_a_push_that_fails_leaves_the_model_and_says_how_to_try_again(hub, tmp_path, caplog):
     hub.error = ConnectionError("no route to host")
-    push(tmp_path, "someone/tiny")
-    assert f"`hf upload someone/tiny {tmp_path}` tries again" in caplog.text
+    (tmp_path / "with späces").mkdir()
+    push(tmp_path / "with späces", "someone/tiny")
+    command = re.search("`(.*)` tries again", caplog.text)[1]
+    words = shlex.split(command)
+    assert words[:4] == ["hf", "upload", "someone/tiny", f"{tmp_path}/with späces"]
+    assert {"--exclude"} == set(words[4::2])
+    assert {"*/*", "log.txt", "status.json"} < set(words[5::2])
 
 
 def test_a_name_without_push_to_hub_is_refused():

@@ -1,14 +1,17 @@
 """The way of a trained model to the Hugging Face Hub."""
 
 import logging
+import re
+import shlex
 from pathlib import Path
 
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.models.configuration import one_line
+from llm.run_folder import MODEL_FILES
 
-_EXPORTED = (".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py")
-_OF_THE_RUN = ("status.json", "eval_results.json")
+_OF_THE_RUN = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
+"""Patterns of what stays here."""
 
 logger = logging.getLogger("llm")
 
@@ -40,8 +43,8 @@ def open_repository(config: GPTConfig, folder: Path) -> str | None:
     except Exception as error:  # of the network, the Hub or the name: the library has many
         raise ConfigError(
             f"--push_to_hub cannot open the repository {name}: {one_line(error)} Check "
-            "--hub_model_id, the token's rights and the network, or push after the training with "
-            f"`hf upload {name} {folder}`."
+            "--hub_model_id, the token's rights and the network, or train without --push_to_hub "
+            f"and push with `{_upload_command(name, folder)}`."
         ) from error
     return url.repo_id
 
@@ -53,7 +56,7 @@ def push(folder: Path, repository: str) -> None:
     names = [
         path.name
         for path in folder.iterdir()
-        if path.suffix in _EXPORTED and path.name not in _OF_THE_RUN
+        if re.fullmatch(rf"{MODEL_FILES}|all_results\.json", path.name)
     ]
     try:
         huggingface_hub.HfApi().upload_folder(
@@ -66,7 +69,12 @@ def push(folder: Path, repository: str) -> None:
     except Exception as error:
         logger.error(
             f"The model was not pushed to {repository}: {one_line(error)} It lies in {folder}; "
-            f"`hf upload {repository} {folder}` tries again."
+            f"`{_upload_command(repository, folder)}` tries again."
         )
         return
     logger.info(f"model on the Hub: {repository}")
+
+
+def _upload_command(repository: str, folder: Path) -> str:
+    excluded = [word for pattern in _OF_THE_RUN for word in ("--exclude", pattern)]
+    return shlex.join(["hf", "upload", repository, str(folder), *excluded])

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -172,8 +173,8 @@ def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> Non
         return
     if not inputs.layout.is_replicated:
         logger.info(
-            f"No rank has the whole model, so --sample_prompt is left to python -m llm.generate "
-            f"{inputs.run.path}."
+            "No rank has the whole model, so --sample_prompt is left to "
+            + shlex.join([_python(), "-m", "llm.generate", str(inputs.run.path)])
         )
         return
     text = sample_text(
@@ -200,20 +201,40 @@ def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
         )
     if loss is not None and not math.isfinite(loss):
         logger.warning("The validation loss is not finite: the run has diverged.")
-    command = f"{_python()} -m llm.trainers.gpt"
-    if not inputs.layout.is_replicated:
-        command = f"torchrun --nproc_per_node {inputs.layout.world_size} -m llm.trainers.gpt"
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
     logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
     if inputs.run.checkpoints.is_dir():
         logger.info(f"checkpoints: {inputs.run.checkpoints}")
     if "tensorboard" in config.report_to:
-        board = "tensorboard" if shutil.which("tensorboard") else f"{_python()} -m tensorboard.main"
-        logger.info(f"curves: {board} --logdir {folder / 'tensorboard'}")
-    logger.info(
-        f"again with other settings: {command} --config {folder / 'config.toml'} --output_dir NEW"
-    )
-    logger.info(f"go on from this model: {command} --model_name_or_path {folder} --train_file FILE")
+        found = shutil.which("tensorboard") is not None
+        board = ["tensorboard"] if found else [_python(), "-m", "tensorboard.main"]
+        logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
+    world_size = inputs.layout.world_size
+    again = start_command(world_size, "--config", str(folder / "config.toml"))
+    logger.info(f"again with other settings: {again} --output_dir NEW")
+    trust = ["--trust_remote_code"] if config.trust_remote_code else []
+    onward = start_command(world_size, *trust, "--model_name_or_path", str(folder))
+    logger.info(f"go on from this model: {onward} --train_file FILE")
+
+
+def start_command(world_size: int, *words: str) -> str:
+    """The command line that starts the trainer on as many ranks as now; HOST:PORT is to be named.
+
+    Args:
+        world_size: Number of ranks.
+        words: The trainer's arguments.
+    """
+    python = _python()
+    module = ["-m", "llm.trainers.gpt", *words]
+    if world_size == 1:
+        return shlex.join([python, *module])
+    torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    where = ["--standalone"]
+    if local < world_size:
+        nodes = str(world_size // local)
+        where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
+    return shlex.join([*torchrun, *where, "--nproc_per_node", str(local), *module])
 
 
 def _python() -> str:
