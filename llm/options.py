@@ -31,7 +31,7 @@ class Option:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    resume: Literal["fixed", "free"] = "free"
+    resume: Literal["fixed", "told", "free"] = "free"
     by_step: bool = False
     one_shot: bool = False
     path: bool = False
@@ -47,7 +47,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    resume: Literal["fixed", "free"] = "free",
+    resume: Literal["fixed", "told", "free"] = "free",
     by_step: bool = False,
     one_shot: bool = False,
     path: bool = False,
@@ -63,7 +63,8 @@ def option(
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
-        resume: `fixed` when a resumed run must keep the value of the run it continues.
+        resume: `fixed` when a resumed run must keep the value of the run it continues; `told` when
+            the log names a change, which is one of rounding or of what is compared.
         by_step: Whether a number may be a text with numbers by step; see `read_by_step`. The
             field's type is a number or str.
         one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.

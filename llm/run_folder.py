@@ -243,6 +243,15 @@ def _links(folder: Path) -> list[Path]:
     ]
 
 
+def differences(saved: dict[str, object], current: dict[str, object]) -> list[str]:
+    """Old and new value of each option that both have and that differs."""
+    return [
+        f"{name} was {saved[name]!r} and is {value!r}"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
+    ]
+
+
 def check_unchanged(
     saved: dict[str, object], current: dict[str, object], *, allowed: tuple[str, ...]
 ) -> None:
@@ -256,11 +265,7 @@ def check_unchanged(
     Raises:
         CheckpointError: Lists all the differences in one message.
     """
-    changed = [
-        f"{name} was {saved[name]!r} and is {value!r}"
-        for name, value in current.items()
-        if name in saved and saved[name] != value and name not in allowed
-    ]
+    changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
     if changed:
         raise CheckpointError(
             f"The run cannot be resumed with other settings: {'; '.join(changed)}. Give them their "

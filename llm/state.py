@@ -18,6 +18,7 @@ class TrainState:
         seconds: Time spent training, over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
+        skipped_in_a_row: How many of the last steps were skipped.
     """
 
     step: int = 0
@@ -26,6 +27,7 @@ class TrainState:
     seconds: float = 0.0
     best_loss: float | None = None
     evaluated_at: int = 0
+    skipped_in_a_row: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
@@ -39,8 +41,8 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of `state_dict`."""
-        # Checkpoints of before there was such a count.
-        state = {"evaluated_at": state["step"], **state}
+        # Older checkpoints lack some of the counters.
+        state = {"evaluated_at": state["step"], "skipped_in_a_row": 0, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 

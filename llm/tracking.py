@@ -40,10 +40,9 @@ class Meter:
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        self.skipped_in_a_row = 0
         # Of steps that were not folded yet: whether this rank skipped them, and its norm was NaN.
         self._own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # Of steps that were not counted yet: whether any rank skipped them.
+        # Of steps that were not taken yet: whether any rank skipped them.
         self._flags: list[tuple[int, torch.Tensor]] = []
 
     def add(
@@ -69,17 +68,13 @@ class Meter:
         self.grad_norm = grad_norm
         self._own.append((step, skipped, torch.isnan(grad_norm)))
 
-    def take_skipped(self) -> list[int]:
-        """The steps that any rank skipped, after `fold`; counts those in a row up to now."""
-        skipped = []
-        if self._flags:
-            flags = torch.stack([flag for _, flag in self._flags]).tolist()
-            for (step, _), flag in zip(self._flags, flags, strict=True):
-                self.skipped_in_a_row = self.skipped_in_a_row + 1 if flag else 0
-                if flag:
-                    skipped.append(step)
-            self._flags = []
-        return skipped
+    def take_steps(self) -> list[tuple[int, bool]]:
+        """The steps since the last call, after `fold`, and whether any rank skipped them."""
+        if not self._flags:
+            return []
+        steps, flags = zip(*self._flags, strict=True)
+        self._flags = []
+        return list(zip(steps, torch.stack(flags).tolist(), strict=True))
 
     def fold(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Bring the ranks' numbers together, so that they can be saved or read.

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
+from llm.models.loss import LanguageModelLoss
+from llm.models.pieces import find_pieces
+from llm.models.stages import cut_model
 from llm.parallel.layout import Layout
 from llm.plan.__main__ import main
 from llm.plan.census import shard_sizes, take_census
@@ -20,11 +23,11 @@ from llm.plan.devices import DEVICES
 from llm.plan.estimate import Estimate, estimate
 from llm.plan.job import Job, Shares
 from llm.plan.make import fake_ranks, make_job, make_layout
+from llm.plan.memory import in_flight
 from llm.plan.meter import MemoryMeter
 from llm.plan.options import PlanOptions
 from llm.plan.search import nearest, search
 from llm.plan.split import split_model
-from llm.plan.stages import bubble, in_flight, layers_of_stages
 from llm.plan.traffic import transfers
 
 SMALL = {
@@ -136,22 +139,74 @@ def test_the_meter_counts_what_is_alive_and_the_most_that_was() -> None:
     assert view.shape == (16, 16)
 
 
-def test_layers_left_over_go_to_the_middle_of_the_pipeline() -> None:
-    assert layers_of_stages(12, 4) == [3, 3, 3, 3]
-    assert layers_of_stages(10, 4) == [2, 3, 3, 2]
-    with pytest.raises(ConfigError, match="--pipeline_parallel_size 5 is more than the 4 layers"):
-        layers_of_stages(4, 5)
+# Layers of the sizes of docs/guides/planning.md.
+DEPTHS = {
+    "124M": 12,
+    "355M": 24,
+    "774M": 36,
+    "1.5B": 48,
+    "1.7B": 24,
+    "3.6B": 30,
+    "7.5B": 36,
+    "18.4B": 40,
+    "39.1B": 48,
+    "76.1B": 60,
+    "145.6B": 80,
+    "310.1B": 96,
+}
 
 
-def test_micro_batches_in_flight_and_the_bubble_are_those_of_the_schedules() -> None:
+@pytest.mark.parametrize("size", DEPTHS)
+def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size: str) -> None:
+    job = make_job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
+    shares = Shares(job)
+    model = job.outline()
+    pieces, loss = find_pieces(model), LanguageModelLoss(model, chunked=False)
+
+    assert shares.layers_of_ranks(1) == [[*range(DEPTHS[size])]]
+    for ranks in (2, 4, 8, 12):
+        stages = cut_model(pieces, loss, ranks, own=[0]).layers
+        assert shares.layers_of_ranks(ranks) == [[*layers] for layers in stages]
+    with pytest.raises(ConfigError, match=f"and the model has {DEPTHS[size]} layers"):
+        shares.layers_of_ranks(DEPTHS[size] + 1)
+
+
+def test_the_output_head_of_a_small_model_takes_the_place_of_layers() -> None:
+    """The trainer logs of GPT-2 on two stages: layers 0 to 7, and 8 to 11."""
+    options = {"model_size": "124M", "nodes": 1, "gpus_per_node": 1}
+    plain = Shares(make_job(PlanOptions(**options)))
+    assert plain.layers_of_ranks(2) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [len(layers) for layers in plain.layers_of_ranks(4)] == [3, 4, 4, 1]
+
+    schedule = {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 2}
+    interleaved = Shares(make_job(PlanOptions(**options, **schedule)))
+    # Stages of 3, 4, 4 and 1 layers, of which each rank has every other one.
+    assert interleaved.layers_of_ranks(2) == [[0, 1, 2, 7, 8, 9, 10], [3, 4, 5, 6, 11]]
+
+
+def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest() -> None:
+    plan = plan_of(
+        model_size="124M",
+        num_layers=None,
+        hidden_size=None,
+        num_attention_heads=None,
+        config_overrides=None,
+        block_size=1024,
+        gpus_per_node=8,
+        pipeline_parallel_size=8,
+        gradient_accumulation_steps=64,
+        pipeline_schedule="gpipe",
+    )
+    assert plan.memory.stage == 3  # of [1, 1, 1, 2, 2, 2, 2, 1] layers
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
     sizes = {"stages": 4, "micro_batches": 8}
 
     assert in_flight("gpipe", stage=0, virtual=1, **sizes) == 8
     assert [in_flight("1f1b", stage=s, virtual=1, **sizes) for s in range(4)] == [4, 3, 2, 1]
     # Six warm-up parts, four more for the second half of the layers, one at work: 11 halves.
     assert in_flight("interleaved-1f1b", stage=0, virtual=2, **sizes) == 5.5
-    assert bubble("1f1b", virtual=1, **sizes) == 3 / 8
-    assert bubble("interleaved-1f1b", virtual=2, **sizes) == 3 / 16
 
 
 def test_a_ring_leaves_its_node_once_and_the_ranks_there_share_that() -> None:

@@ -47,22 +47,17 @@ def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
 
 
-def test_skipped_steps_are_named_once_and_counted_in_a_row():
+def test_every_step_is_told_once_with_whether_it_was_skipped():
     meter = Meter(CPU, rank=0)
     for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
         add(meter, 1.0, 1, norm=norm, step=step)
 
     meter.fold(alone)
-    assert meter.take_skipped() == [1, 3]
-    assert meter.skipped_in_a_row == 1
+    assert meter.take_steps() == [(0, False), (1, True), (2, False), (3, True)]
     add(meter, 1.0, 1, norm=math.inf, step=4)
     meter.fold(alone)
-    assert meter.take_skipped() == [4]
-    assert meter.skipped_in_a_row == 2
-    add(meter, 1.0, 1, step=5)
-    meter.fold(alone)
-    assert meter.take_skipped() == []
-    assert meter.skipped_in_a_row == 0
+    assert meter.take_steps() == [(4, True)]
+    assert meter.take_steps() == []
 
 
 def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
@@ -103,7 +98,7 @@ def test_a_step_that_one_rank_skipped_loses_that_ranks_part_and_counts_as_skippe
     add(second, 6.0, 4, norm=4.0, step=2)
     fold_together(first, second)
     fold_together(first, second)  # as where a step is both logged and saved
-    assert first.take_skipped() == second.take_skipped() == [1]
+    assert first.take_steps() == second.take_steps() == [(0, False), (1, True), (2, False)]
     values = first.read()
     assert values["loss"] == (6 + 6 + 3 + 6 + 6) / (4 + 2 + 4)
     assert values["grad_norm"] == 3.0

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-from llm.models.stages import check_depth
 from llm.parallel.layout import Layout
+from llm.parallel.schedules import idle_share
 from llm.plan.census import FP32
 from llm.plan.job import Job, Shares
 from llm.plan.memory import Memory, peak_memory
-from llm.plan.stages import bubble, layers_of_stages
 from llm.plan.traffic import Transfer, transfers
 
 DAY = 86400.0
@@ -55,16 +54,13 @@ def estimate(job: Job, shares: Shares, layout: Layout) -> Estimate:
     Raises:
         ConfigError: It does not divide layers, heads, samples or batch.
     """
-    if layout.pipeline > 1:
-        check_depth(len(shares.census(1).blocks), layout.pipeline * job.virtual_stages)
     memory = peak_memory(job, shares, layout)
     micro_batches = job.micro_batches(layout)
     sent = transfers(job, shares, layout)
-    waits = bubble(
-        job.schedule,
-        stages=layout.pipeline,
+    idle = idle_share(
+        ranks=layout.pipeline,
+        virtual_stages=job.virtual_stages,
         micro_batches=micro_batches,
-        virtual=job.virtual_stages,
     )
     samples = job.samples(layout)
     return Estimate(
@@ -75,10 +71,10 @@ def estimate(job: Job, shares: Shares, layout: Layout) -> Estimate:
         memory=memory,
         fits=memory.fits(job),
         flops=_flops(job, shares, layout),
-        bubble=waits / (1 + waits),
+        bubble=idle,
         transfers=tuple(sent),
-        floor=_step_seconds(job, shares, layout, sent, memory, waits, efficiency=1.0),
-        seconds=_step_seconds(job, shares, layout, sent, memory, waits, efficiency=job.efficiency),
+        floor=_step_seconds(job, shares, layout, sent, memory, idle, efficiency=1.0),
+        seconds=_step_seconds(job, shares, layout, sent, memory, idle, efficiency=job.efficiency),
     )
 
 
@@ -97,7 +93,7 @@ def _step_seconds(
     layout: Layout,
     sent: list[Transfer],
     memory: Memory,
-    waits: float,
+    idle: float,
     *,
     efficiency: float,
 ) -> float:
@@ -106,8 +102,8 @@ def _step_seconds(
     What can be hidden behind products counts only as far as it takes longer than they do.
     """
     trace = shares.trace(layout.tensor, layout.context)
-    stages = layers_of_stages(len(shares.census(layout.tensor).blocks), layout.pipeline)
-    loads = [layers * sum(trace.block_flops) for layers in stages]
+    ranks = shares.layers_of_ranks(layout.pipeline)
+    loads = [len(layers) * sum(trace.block_flops) for layers in ranks]
     loads[-1] += trace.loss_flops
     peak = job.device.flops if job.mixed_precision != "no" else job.device.fp32_flops
     computing = max(loads) * job.micro_batches(layout) / (peak * efficiency)
@@ -117,7 +113,7 @@ def _step_seconds(
     stepping = (2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters) / (
         job.device.bandwidth
     )
-    return max((computing + inline) * (1 + waits), hidden) + stepping
+    return max((computing + inline) / (1 - idle), hidden) + stepping
 
 
 def checkpoint_bytes(job: Job, shares: Shares) -> int:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
+from llm.models.pieces import Pieces, find_pieces
+from llm.models.stages import check_depth
 from llm.parallel.layout import Layout
 from llm.parallel.schedules import check_micro_batches
 from llm.plan.census import Census, shard_sizes, take_census
@@ -110,12 +113,31 @@ class Shares:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._parts = functools.cache(self._count_and_cut)
+        self.layers_of_ranks = functools.cache(self._layers_of_ranks)
         self.trace = functools.cache(self._trace)
         self.block_shards = functools.cache(self._block_shards)
 
     def census(self, tensor: int) -> Census:
         """The parameters of a rank that computes one of so many parts of every layer."""
         return self._parts(tensor)[0]
+
+    @functools.cached_property
+    def _pieces(self) -> Pieces:
+        return find_pieces(self._job.outline())
+
+    def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
+        """The numbers of the layers that each rank of a pipeline holds, as the trainer cuts them.
+
+        Raises:
+            ConfigError: The model cannot be cut, or into fewer stages only.
+        """
+        num_layers = len(self.census(1).blocks)
+        if pipeline == 1:
+            return [[*range(num_layers)]]
+        num_stages = pipeline * self._job.virtual_stages
+        check_depth(num_layers, num_stages)
+        stages = self._pieces.share_out(num_stages)
+        return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
 
     def _block_shards(self, tensor: int, ranks: int) -> list[tuple[int, int]]:
         """For each block, the elements on one of so many ranks: all, and those trained."""

@@ -7,7 +7,6 @@ from llm.parallel.layout import Layout
 from llm.plan.census import FP32, Parameter, shard_sizes
 from llm.plan.devices import GIB
 from llm.plan.job import Job, Shares
-from llm.plan.stages import in_flight, layers_of_stages
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
@@ -68,40 +67,48 @@ def peak_memory(job: Job, shares: Shares, layout: Layout) -> Memory:
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
     """
-    census = shares.census(layout.tensor)
-    stages = layers_of_stages(len(census.blocks), layout.pipeline)
-    # The stages between the first and the last hold less than the fuller of their neighbours.
-    chosen = sorted({0, 1, len(stages) - 1} & set(range(len(stages))))
     found = []
-    for stage in chosen:
-        found += _Stage(job, shares, layout, stages, stage).moments()
+    for stage in range(layout.pipeline):
+        found += _Stage(job, shares, layout, stage).moments()
     return max(found, key=lambda memory: memory.total)
+
+
+def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, virtual: int) -> float:
+    """Micro-batches whose activations a stage holds at most.
+
+    GPipe holds all of them; 1F1B one for each stage from here to the end; interleaved 1F1B
+    counts them in parts of its layers (Narayanan et al. 2021, section 2.2).
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "interleaved-1f1b" and stages > 1:
+        parts = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+        return min(parts, micro_batches * virtual) / virtual
+    return min(micro_batches, stages - stage)
 
 
 class _Stage:
     """One rank of one stage, through a step."""
 
-    def __init__(
-        self, job: Job, shares: Shares, layout: Layout, stages: Sequence[int], stage: int
-    ) -> None:
+    def __init__(self, job: Job, shares: Shares, layout: Layout, stage: int) -> None:
         self.job, self.layout = job, layout
         self.census = shares.census(layout.tensor)
         self.trace = shares.trace(layout.tensor, layout.context)
-        self.stage, self.layers = stage, stages[stage]
-        self.is_last = stage == len(stages) - 1
+        numbers = shares.layers_of_ranks(layout.pipeline)[stage]
+        self.stage, self.layers = stage, len(numbers)
+        self.is_last = stage == layout.pipeline - 1
         self.ranks = layout.shard * layout.context
         self.sharded = not layout.is_replicated and (self.ranks > 1 or layout.replicate > 1)
-        start = sum(stages[:stage])
-        self.block = self.census.blocks[start]
+        self.block = self.census.blocks[numbers[0]]
         self.others = self._others(stage == 0)
-        sizes = shares.block_shards(layout.tensor, self.ranks)[start : start + self.layers]
-        sizes = [*sizes, shard_sizes(self.others, self.ranks)]
+        blocks = shares.block_shards(layout.tensor, self.ranks)
+        sizes = [*(blocks[number] for number in numbers), shard_sizes(self.others, self.ranks)]
         self.own, self.trained = (sum(column) for column in zip(*sizes, strict=True))
         self.micro_batches = job.micro_batches(layout)
         self.flight = in_flight(
             job.schedule,
             stage=stage,
-            stages=len(stages),
+            stages=layout.pipeline,
             micro_batches=self.micro_batches,
             virtual=job.virtual_stages,
         )

@@ -5,7 +5,6 @@ import dataclasses
 from llm.parallel.layout import Layout
 from llm.plan.census import FP32
 from llm.plan.job import Job, Shares
-from llm.plan.stages import layers_of_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ def transfers(job: Job, shares: Shares, layout: Layout) -> list[Transfer]:
     census = shares.census(layout.tensor)
     trace = shares.trace(layout.tensor, layout.context)
     micro_batches = job.micro_batches(layout)
-    layers = max(layers_of_stages(len(census.blocks), layout.pipeline))
+    layers = max(map(len, shares.layers_of_ranks(layout.pipeline)))
     half = job.mixed_precision != "no"
     width = 2 if half else FP32
     tokens = job.micro_batch_size * job.length // layout.context

@@ -134,13 +134,25 @@ def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain):
 
 def test_a_resumed_run_refuses_other_settings_all_in_one_sentence(plain):
     plain.train_well("fixed", max_train_steps=2, checkpointing_steps=1)
-    run = plain.train(
-        "fixed", max_train_steps=2, resume_from_checkpoint=True, seed=7, learning_rate=0.5
-    )
+    options = {"max_train_steps": 2, "resume_from_checkpoint": True}
+    run = plain.train("fixed", **options, seed=7, learning_rate=0.5, mixed_precision="bf16")
     assert run.codes == [2]
     assert "seed was 1 and is 7" in run.output
     assert "learning_rate was 0.001 and is 0.5" in run.output
+    assert "mixed_precision was 'no' and is 'bf16'" in run.output
     assert run.output.count("error:") == 1
+
+    changes = {"mixed_precision": "bf16", "change_on_resume": ["mixed_precision"]}
+    changes |= {"attention_implementation": "eager", "max_eval_steps": 1, "logging_steps": 2}
+    allowed = plain.train_well(
+        "fixed", **options, **changes, ranks=2, per_device_train_batch_size=2
+    )
+    assert (
+        "The run goes on with other settings: mixed_precision was 'no' and is 'bf16'; "
+        "attention_implementation was None and is 'eager'; "
+        "per_device_train_batch_size was 4 and is 2; max_eval_steps was None and is 1; "
+        "number of ranks was 1 and is 2."
+    ) in allowed.output
 
 
 def test_a_finished_run_that_is_resumed_ends_at_once_with_the_same_results(plain):

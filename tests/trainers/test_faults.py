@@ -72,3 +72,26 @@ def test_undefined_gradients_for_ever_stop_the_run_and_leave_the_last_good_check
     assert run.read_json("status.json")["status"] == "failed"
     assert last_hash(run) == last_hash(good)
     assert last_hash(run).startswith("step 4:")
+
+
+def test_a_run_that_gave_up_does_not_get_on_by_being_started_again(bench):
+    options = {**OPTIONS, "checkpointing_steps": 2, "logging_steps": 1}
+    undefined = [Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=0)]
+
+    run = bench.train("creeping", faults=undefined, max_skipped_steps=3, **options)
+    assert run.codes == [2]
+    assert last_hash(run).startswith("step 2:")
+    options["resume_from_checkpoint"] = True
+    again = bench.train("creeping", faults=undefined, max_skipped_steps=3, **options)
+    assert again.codes == [2]
+    assert "error: The last 3 steps were skipped" in again.output
+    assert "step 4 was skipped" not in again.output
+    assert last_hash(again).startswith("step 2:")
+
+    fewer = bench.train("creeping", max_skipped_steps=2, **options)
+    assert fewer.codes == [2]
+    assert "error: The last 2 steps were skipped" in fewer.output
+    assert [record["step"] for record in fewer.metrics] == [1, 2]
+
+    more = bench.train_well("creeping", max_skipped_steps=4, **options)
+    assert more.metrics[-1]["skipped_steps"] == 2

@@ -132,6 +132,7 @@ class Trainer:
 
     def take_up(self) -> None:
         """Go on from a step, with the evaluation that a stop at this very step had no time for."""
+        self.report_skipped()  # a run that gave up does not get on by being started again
         step = self.state.step
         due = self.is_due(self.eval_every, or_last=True) and self.state.evaluated_at != step
         evaluates = due and self.evaluate is not None
@@ -223,16 +224,20 @@ class Trainer:
         Raises:
             DivergedError: Too many steps in a row were skipped.
         """
-        for step in self.meter.take_skipped():
+        state = self.state
+        for step, skipped in self.meter.take_steps():
+            state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+            if not skipped:
+                continue
             first, stop = self.plan.step_samples(step)
             logger.info(
                 f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
                 f"{stop - 1:,})"
             )
-        if self.meter.skipped_in_a_row >= self.max_skipped_steps:
+        if state.skipped_in_a_row >= self.max_skipped_steps:
             self.saver.finish()  # the one under way is sound, and may be the one to go on from
             raise DivergedError(
-                f"The last {self.meter.skipped_in_a_row} steps were skipped since loss or gradient "
+                f"The last {state.skipped_in_a_row} steps were skipped since loss or gradient "
                 "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "
                 "lower --learning_rate or other data. What was saved before is untouched."
             )

@@ -11,7 +11,7 @@ from llm.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
 from llm.model_rules import shape_options
 from llm.models.configuration import has_weights
-from llm.run_folder import RunFolder, check_unchanged
+from llm.run_folder import RunFolder, check_unchanged, differences
 from llm.runtime import draw_seed
 
 NOT_READ = ("output_dir", "data_cache_dir")
@@ -165,14 +165,36 @@ def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> d
         config: The options.
         like: Fixed options of a checkpoint; a seed that nobody gives is taken from there.
     """
-    fixed = {}
-    for field in options.fields(GPTConfig):
-        if field.option.resume == "fixed":
-            value = getattr(config, field.name)
-            fixed[field.name] = list(value) if isinstance(value, tuple) else value
+    fixed = _options(config, resume="fixed")
     if like is not None and fixed["seed"] is None:
         fixed["seed"] = like.get("seed")
     return fixed
+
+
+def told_options(config: GPTConfig) -> dict[str, Any]:
+    """The options that a resumed run may change, and tells, as JSON has them."""
+    return _options(config, resume="told")
+
+
+def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
+    values = {
+        field.name: getattr(config, field.name)
+        for field in options.fields(GPTConfig)
+        if field.option.resume == resume
+    }
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in values.items()}
+
+
+def tell_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
+    """Log with what other settings a run goes on, as far as they change its numbers."""
+    fixed, told = found.facts["fixed"], found.facts.get("told", {})
+    changed = [
+        *differences(fixed, fixed_options(config, like=fixed)),
+        *differences(told, told_options(config)),
+        *differences({"number of ranks": found.world_size}, {"number of ranks": ranks}),
+    ]
+    if changed:
+        logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
 
 
 def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
