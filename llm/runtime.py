@@ -32,7 +32,7 @@ SAME_REQUEST_SECONDS = 3.0
 _LOOKS, _LOOK_SECONDS = 5, 0.01
 
 _LAUNCHER_SECONDS = 1.0
-_launcher_is_gone = threading.Event()
+_launcher: int | None = None  # its process id, once `watch_launcher` knows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +131,19 @@ def watch_launcher() -> None:
     Before training, the process then ends as on SIGTERM; in training, `Interruption` stops it. A
     process that was started by hand may outlive its shell.
     """
+    global _launcher
     if is_launched():
-        threading.Thread(
-            target=_outlive, args=(os.getppid(),), name="launcher-watch", daemon=True
-        ).start()
+        _launcher = os.getppid()
+        threading.Thread(target=_end_if_orphaned, name="launcher-watch", daemon=True).start()
 
 
-def _outlive(launcher: int) -> None:
-    while os.getppid() == launcher:
+def _is_orphaned() -> bool:
+    return _launcher is not None and os.getppid() != _launcher
+
+
+def _end_if_orphaned() -> None:
+    while not _is_orphaned():
         time.sleep(_LAUNCHER_SECONDS)
-    _launcher_is_gone.set()
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -170,7 +173,7 @@ class Interruption:
         """Why this process shall stop: a signal's name, or in words; None if it shall not."""
         if self.received is not None:
             return self.received.name
-        if _launcher_is_gone.is_set():
+        if _is_orphaned():
             return "the death of its launcher"
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return "--exit_after" if late else None

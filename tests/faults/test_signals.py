@@ -196,7 +196,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(bench, straight, tmp_path, 
     there = tmp_path / "there"
     launch = Launch(
         bench.command(name, **OPTIONS),
-        faults=[waiting(IN_TRAINING["step"], there, 2)],
+        faults=[waiting(IN_TRAINING["step"], there, 3)],
         environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))},
     )
     wait_until_there(there)
