@@ -153,11 +153,17 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / ".lock").open("a+", encoding="utf-8")  # may be another's
             try_lock(self._lock.fileno())
+            self._lock.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+            self._lock.flush()
         except BlockingIOError as error:
+            self._lock.seek(0)
+            owner = self._lock.read() or "another process"
             raise ConfigError(
-                f"--output_dir {self.path} is in use by another process; wait for it, or name "
+                f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name "
                 "another folder."
             ) from error
         except OSError as error:

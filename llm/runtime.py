@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ EXIT_PREEMPTED = 75
 SAME_REQUEST_SECONDS = 3.0
 
 _LOOKS, _LOOK_SECONDS = 5, 0.01
+
+_LAUNCHER_SECONDS = 1.0
+_launcher: int | None = None  # its process id, once `watch_launcher` knows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +120,36 @@ def seed_torch(key: int) -> None:
         torch.mps.manual_seed(key)
 
 
+def is_launched() -> bool:
+    """Whether torchrun, `accelerate launch`, srun or mpiexec started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(ranks_of(os.environ))
+
+
+def watch_launcher() -> None:
+    """Notice when the launcher of this rank dies, after which nobody else would end the rank.
+
+    Before training, the process then ends as on SIGTERM; in training, `Interruption` stops it. A
+    process that was started by hand may outlive its shell.
+    """
+    global _launcher
+    if is_launched():
+        _launcher = os.getppid()
+        threading.Thread(target=_end_if_orphaned, name="launcher-watch", daemon=True).start()
+
+
+def _is_orphaned() -> bool:
+    return _launcher is not None and os.getppid() != _launcher
+
+
+def _end_if_orphaned() -> None:
+    while not _is_orphaned():
+        time.sleep(_LAUNCHER_SECONDS)
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Interruption:
-    """Remembers a request to stop: SIGTERM, SIGINT or SIGUSR1.
+    """Remembers a request to stop: SIGTERM, SIGINT or SIGUSR1; the launcher's death is one too.
 
     Schedulers send one of them before the time limit. The first is remembered and
     read between two steps; a second one ends the process at once. A scheduler that
@@ -138,16 +170,21 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Why this process shall stop: the signal's name or the time; None if it shall not."""
+        """Why this process shall stop: a signal's name, or in words; None if it shall not."""
         if self.received is not None:
             return self.received.name
+        if _is_orphaned():
+            return "the death of its launcher"
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return "--exit_after" if late else None
 
     def watch(self) -> None:
         """Start to remember the signals (from the main thread)."""
         for number in self.signals:
-            signal.signal(number, self._remember)
+            # A script's background job ignores Ctrl-C, which is meant for the foreground. torchrun
+            # does not: it passes Ctrl-C on and soon kills ranks that ignore it.
+            if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._remember)
         self._arrivals, end = os.pipe()
         os.set_blocking(self._arrivals, False)
         os.set_blocking(end, False)

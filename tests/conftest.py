@@ -1,6 +1,11 @@
-"""The order of the tests."""
+"""The order of the tests, and what processes that they start inherit."""
+
+import signal
 
 import pytest
+
+# In a shell's background job SIGINT is ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

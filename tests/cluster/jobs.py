@@ -103,6 +103,13 @@ class Submission:
             return ""
         return str(self.run(name).read_json("status.json")["status"])
 
+    def wait_for_status(self, name: str, status: str, timeout: float) -> None:
+        """Wait until the run says this of itself."""
+        end = time.monotonic() + timeout
+        while self.status(name) != status:
+            assert time.monotonic() < end, f"{name} is still {self.status(name)}"
+            time.sleep(0.3)
+
     def weights(self, name: str) -> bytes:
         """The trained model, byte for byte."""
         return (self.folder / "runs" / name / "model.safetensors").read_bytes()

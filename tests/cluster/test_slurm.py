@@ -147,7 +147,8 @@ def test_a_job_at_its_time_limit_saves_in_the_seconds_that_are_left(slurm, submi
     script = submission.fill_in("slurm/single_node.sh", run="late", max_train_steps=100_000)
     job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=1")
     assert slurm.wait(job) == "TIMEOUT", log(submission, job)
-    assert submission.status("late") == "preempted"
+    # Slurm says so as soon as it has sent SIGTERM; SIGKILL follows KillWait later.
+    submission.wait_for_status("late", "preempted", timeout=30)
 
 
 def test_a_node_without_python_is_named_and_nothing_is_trained(slurm, submission):

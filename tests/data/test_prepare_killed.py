@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
 
 # Each part of the work takes some time, and leaves a line in a file.
 SLOW = """
-import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has none
+import os, sys, time
 from llm.data import preparation, tokenize_parts
 from llm.data.prepare import main
 preparation.PART_BYTES = 200

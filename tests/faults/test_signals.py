@@ -113,7 +113,7 @@ def test_in_training_a_signal_saves_the_last_step_and_ends_with_code_75(
     outcomes = started.outcomes(timeout=30)
 
     assert [outcome.value for outcome in outcomes] == [75, 75]
-    reason = "SIGTERM" if 0 in ranks_told else "a signal to another rank"
+    reason = "SIGTERM" if 0 in ranks_told else "a request to another rank"
     done = check_nothing_is_lost(bench.folder / name, reason)
     # The sixth step; the ranks agree during the next, or after an evaluation the one after that.
     # Beside a save that lingers in the background, training goes on.
@@ -186,6 +186,45 @@ def test_torchrun_that_is_told_to_stop_while_it_starts_leaves_nothing_behind(ben
     assert launch.left == [], output
     assert launch.port_is_free()
     assert not (bench.folder / "torchrun-start" / "status.json").exists()
+
+
+@pytest.mark.parametrize(
+    "shares_store", [True, False], ids=["store of torchrun", "store of rank 0"]
+)
+def test_ranks_whose_torchrun_is_killed_save_and_end(bench, straight, tmp_path, shares_store):
+    name = f"orphans-{shares_store}"
+    there = tmp_path / "there"
+    launch = Launch(
+        bench.command(name, **OPTIONS),
+        faults=[waiting(IN_TRAINING["step"], there, 3)],
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))},
+    )
+    wait_until_there(there)
+    launch.send(signal.SIGKILL)
+    output = launch.end(timeout=15)  # until the last rank has ended
+
+    assert launch.left == [], output
+    check_nothing_is_lost(bench.folder / name, "the death of its launcher")
+    check_goes_on(bench, straight, name)
+
+
+def test_ranks_whose_torchrun_is_killed_before_training_end(bench, tmp_path):
+    at, call = BEFORE_TRAINING["start-up"]
+    there = [tmp_path / "0", tmp_path / "1"]
+    launch = Launch(
+        bench.command("orphans-start", **OPTIONS),
+        faults=[
+            Fault(at=at, what="wait", call=call, amount=60, file=file, rank=rank)
+            for rank, file in enumerate(there)
+        ],
+    )
+    for file in there:
+        wait_until_there(file)
+    launch.send(signal.SIGKILL)
+    output = launch.end(timeout=15)
+
+    assert launch.left == [], output
+    assert not (bench.folder / "orphans-start" / "status.json").exists()
 
 
 def test_the_evaluation_that_is_due_at_the_step_of_a_stop_is_made_up_for(bench):

@@ -26,7 +26,8 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def make_optimizer(model):
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
 
 
 def make_strategy(family: str, layout: Layout, mixed_precision: str = "no"):
@@ -116,7 +117,7 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
             if rank == 0:
                 assert weights.keys() == expected[3].keys()
                 for name, tensor in expected[3].items():
-                    torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+                    torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def half_precision_loss(mixed_precision: str):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.faults import Fault, in_environment
+from tests.support.ranks import free_port
 
 _MARK = "LLM_TEST_LAUNCH"
 
@@ -36,9 +37,7 @@ class Launch:
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._mark = uuid.uuid4().hex
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
@@ -101,9 +100,7 @@ class Launch:
 
 def start_tasks(argv: Sequence[str], *, ranks: int, faults: Sequence[Fault]) -> list[Any]:
     """The trainer in processes that nobody ends when one of them dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

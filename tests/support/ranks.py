@@ -4,9 +4,11 @@ The processes are forked from a server that has imported the heavy libraries onc
 so that a start costs a tenth of a second rather than five.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
@@ -32,6 +34,15 @@ class Outcome:
     output: str
 
 
+def free_port() -> int:
+    """A free port for rank 0, not of those that systems give away by themselves meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Ranks:
     """Ranks that were started: processes to signal, kill and wait for.
 
@@ -46,9 +57,7 @@ class Ranks:
         *args: Any,
         environment: dict[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._folder = tempfile.TemporaryDirectory()
         self.processes = []
         for rank in range(world_size):

@@ -131,20 +131,21 @@ class Factor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return rows^T @ rows; of a wide one, little more than one half is computed.
+    """Return rows^T @ rows, exactly symmetric; of a wide one, hardly more than half is computed.
 
     Args:
         rows: [tokens, size].
     """
     size = rows.shape[1]
-    if size <= 256:  # so small that one product is as fast
-        return rows.T @ rows
     product = rows.new_empty(size, size)
-    band = -(-size // 4)
+    band = size if size <= 256 else -(-size // 4)  # one product is as fast where it is so small
     for start in range(0, size, band):
         stop = start + band
         product[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
         product[stop:, start:stop] = product[start:stop, stop:].T
+        # Some processors' kernels round the entry (i, j) unlike (j, i).
+        square = product[start:stop, start:stop]
+        square.copy_(square.tril() + square.tril(-1).T)
     return product
 
 

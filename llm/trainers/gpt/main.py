@@ -1,10 +1,10 @@
 """Parse, read, build, run, and turn what went wrong into a sentence and an exit code.
 
 Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
-75 stopped by a signal or --exit_after with everything saved (run the same command again),
-76 another rank has died or hangs. A signal before training begins, when there is nothing to save
-yet, and a second one seconds after the first end the process at once: 128 plus its number, as a
-shell counts it.
+75 stopped by a signal, --exit_after or the death of its launcher, with everything saved (run the
+same command again), 76 another rank has died or hangs. A signal before training begins, when there
+is nothing to save yet, and a second one seconds after the first end the process at once: 128 plus
+its number, as a shell counts it.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ from llm.runtime import (
     log_to_file,
     quiet_libraries,
     set_up_logging,
+    watch_launcher,
     world_from_environment,
 )
 from llm.watchdog import EXIT_PEER_LOST, Watchdog
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code."""
     world = world_from_environment()
     set_up_logging(rank=world.rank)
+    watch_launcher()
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse_args(words)
@@ -251,7 +253,7 @@ def _train(
     tracker.close()
     step = trainer.state.step
     if outcome == "preempted":
-        reason = interruption.reason or "a signal to another rank"
+        reason = interruption.reason or "a request to another rank"
         words = ["--config", str(inputs.run.path / "config.toml"), "--resume_from_checkpoint"]
         logger.info(
             f"Stopped by {reason} after step {step}, which is saved. To go on: "
