@@ -24,6 +24,7 @@ from llm.allocator import restart_with_kept_memory
 from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import LLMError
+from llm.events import EventHandler
 from llm.files import write_whole
 from llm.launcher import adopt_launcher
 from llm.rules import check
@@ -175,6 +176,7 @@ def _train_and_tell(
             inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
             inputs.run.say("running")
             log_to_file(inputs.run.log)
+            logger.addHandler(EventHandler(inputs.run.events))
         code = _train(config, inputs, model, strategy, watchdog, restarts=restarts)
         watchdog.close()
         return code
