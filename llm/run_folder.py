@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Literal
 
 from llm.errors import CheckpointError, ConfigError, DataError
+from llm.events import append_event
 from llm.files import is_too_long, try_lock, write_whole
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
-_FILES = ("config.toml", "status.json", "log.txt", "metrics.jsonl", "all_results.json")
+_FILES = (
+    "config.toml",
+    "status.json",
+    "log.txt",
+    "metrics.jsonl",
+    "events.jsonl",
+    "all_results.json",
+)
 _FOLDERS = {
     "checkpoints": (
         r"step_\d+(\.replaced|\.superseded)?|\.(step|survivors)_.*\.tmp|best|\.best\.link"
@@ -45,6 +53,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
@@ -196,7 +205,7 @@ class RunFolder:
             raise self._unwritable(error) from error
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
-        """Write `status.json`, since launchers hide the exit codes of their processes."""
+        """Write `status.json`, since launchers hide the exit codes; an end is an event too."""
         facts = {
             "status": status,
             "reason": reason,
@@ -206,6 +215,8 @@ class RunFolder:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         write_whole(self.path / "status.json", json.dumps(facts, indent=1) + "\n")
+        if status != "running":
+            append_event(self.events, "stop", step=step, status=status, reason=reason)
 
     def cut_metrics(self, *, step: int) -> None:
         """Drop the metrics after a step, before training goes on from there.

@@ -33,6 +33,7 @@ from llm.checkpoint import (
 )
 from llm.checkpoint_folder import clear_leftovers, prune, put_in_place, sync_file
 from llm.errors import CheckpointError, NotFiniteError
+from llm.events import event
 from llm.files import sync_folder
 from llm.snapshot import Holders, HostCopies, share_out
 
@@ -188,7 +189,8 @@ class Saver:
         self._failures = 0
         logger.info(
             f"Saved {self._folder / name_of(snapshot.step)} (held up {self.held_up:.2f} s, "
-            f"written in {time.perf_counter() - began:.1f} s)."
+            f"written in {time.perf_counter() - began:.1f} s).",
+            extra=event("save", step=snapshot.step, checkpoint=name_of(snapshot.step)),
         )
 
     def _write(self, snapshot: Snapshot) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from llm.events import event
 from llm.files import sync, write_whole
 
 logger = logging.getLogger("llm")
@@ -284,7 +285,8 @@ class Tracker:
         """Report an evaluation's results, on the console with words on the training until it."""
         self._add(step, {f"eval_{name}": value for name, value in results.items()}, group="eval")
         words = [f"{name}: {value:.6g}" for name, value in results.items()]
-        logger.info(" | ".join([f"validation at step {step}", *words, *training]))
+        line = " | ".join([f"validation at step {step}", *words, *training])
+        logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
     def _add(self, step: int, record: dict[str, Any], *, group: str) -> None:
         self._record.update(record)

@@ -24,7 +24,7 @@ FLOORS = [
         "jobs",
         "plan",
     },
-    {"options", "files", "allocator", "launcher"},
+    {"options", "events", "files", "allocator", "launcher"},
     {"command_line"},
     {"config"},
     {"layout_rules", "model_rules"},

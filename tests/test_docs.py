@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -21,6 +22,7 @@ from llm.data.prepare import PrepareConfig
 from llm.data.prepare import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
+from llm.events import Kind
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import JobOptions
 from llm.jobs.__main__ import main as write_job
@@ -464,6 +466,7 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     )
     assert results <= table_keys(page, "all_results.json")
     assert table_keys(page, "status.json") == keys_written_by("run_folder.py", "say")
+    assert table_keys(page, "events.jsonl") == {"event", *get_args(Kind)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)

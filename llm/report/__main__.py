@@ -13,10 +13,7 @@ from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
 from llm.files import write_whole
 from llm.options import option
-from llm.report.images import write_images
-from llm.report.page import make_page
-from llm.report.runs import read_runs
-from llm.report.scales import X
+from llm.report.runs import X, read_runs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +34,7 @@ class ReportOptions:
     )
     png: str | None = option(
         None,
-        "Folder for the charts as PNG files besides; needs matplotlib.",
+        "Folder for the charts as PNG files besides.",
         group="Report",
     )
     x: Literal["steps", "tokens", "time"] = option(
@@ -75,7 +72,8 @@ def write_report(options: ReportOptions) -> list[Path]:
         The files that were written.
 
     Raises:
-        ConfigError: A folder holds no run, or a target cannot be what it has to be.
+        ConfigError: A folder holds no run, a target cannot be what it has to be, or a package
+            of the extra `report` is missing.
     """
     if not options.runs:
         raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")
@@ -84,6 +82,14 @@ def write_report(options: ReportOptions) -> list[Path]:
         raise ConfigError(f"--output {output} is a folder; name an HTML file.")
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     runs = read_runs([Path(run) for run in options.runs])
+    try:
+        # Imported here, so that --help and a wrong folder need none of the extra's packages.
+        from llm.report.images import write_images
+        from llm.report.page import make_page
+    except ImportError as error:
+        raise ConfigError(
+            f"llm.report needs the package {error.name}: pip install 'llm-trainers[report]'."
+        ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, make_page(runs, x=x))

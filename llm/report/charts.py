@@ -1,197 +1,183 @@
-"""A panel as HTML: an SVG that stretches to any width, and its labels as text of a fixed size.
+"""The panels as Bokeh's charts, on x axes that move together."""
 
-The curves of all three x axes lie in the page; the style sheet shows those of the one that is
-chosen.
-"""
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from html import escape
+import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
+from bokeh.models import (
+    CDSView,
+    ColumnDataSource,
+    CrosshairTool,
+    CustomJS,
+    CustomJSTickFormatter,
+    GroupFilter,
+    HoverTool,
+    Range1d,
+)
+from bokeh.models.annotations import Span
+from bokeh.plotting import figure
 
-from llm.report.events import Event
-from llm.report.panels import Curve, Panel
-from llm.report.runs import Run
-from llm.report.scales import X_KEYS, Axis, X, x_axis
+from llm.report.panels import COLOURS, Panel, unit_of_time, x_ends
+from llm.report.runs import X_KEYS, Run, X
 
-WIDTH = 10_000
-HEIGHT = 1000
-"""The SVG's own units; stretched to the size of the chart."""
+MARKS = {
+    "save": ("|", 0, "checkpoint saved"),
+    "resume": ("▶", 6, "resumed"),
+    "stop": ("■", -6, "stopped"),
+    "skip": ("✕", 0, "step skipped"),
+    "best": ("★", 0, "lowest validation loss"),
+}
+"""Of each kind of event: its mark, by how much that is moved aside, in pixels, and its name."""
 
-_MAX_DOTS = 80
 _MAX_MARKS = 400
 """Marks of one kind that a run shows at most; of more, every so many is shown."""
 
-_MARK_NAMES = {
-    "save": "checkpoint saved",
-    "resume": "resumed",
-    "stop": "stopped by a signal",
-    "skip": "step skipped",
-    "best": "lowest validation loss",
-}
+_TICK = """
+const small = Math.max(...ticks.map(Math.abs)) < 0.01;
+if (small && tick) return tick.toExponential(2).replace(/\\.?0*e/, "e");
+const short = {notation: "compact", maximumSignificantDigits: 4};
+return new Intl.NumberFormat("en", short).format(tick).replace("K", "k");
+"""
 
 
-def x_axes(panel: Panel, ends: dict[X, float]) -> dict[X, Axis]:
-    """The x axes of a panel.
-
-    Args:
-        panel: The panel.
-        ends: How far the longest run has come.
-    """
-    return {
-        x: x_axis(x, low=end / 2 if panel.from_half else 0.0, high=end) for x, end in ends.items()
-    }
-
-
-def draw_panel(
-    panel: Panel, runs: list[Run], axes: dict[X, Axis], *, number: int, with_events: bool
-) -> str:
-    """The panel as a `figure` element.
+class Charts:
+    """Draws the panels of a page. Colours are left to page.js, which knows whether it is dark.
 
     Args:
-        panel: What to draw.
-        runs: The runs of the report.
-        axes: The x axes.
-        number: Of the panel in the page, by which the script finds its numbers.
-        with_events: Show below it what happened to the runs.
+        runs: What to show.
+        panels: Their curves; the first panel has what happened to the runs below it.
+        x: The x axis that is chosen at first.
     """
-    layers = "".join(
-        f'<g class="for-{x}">{_crossings(runs, axes[x], x)}'
-        + "".join(_draw_curve(curve, axes[x], panel.y, x) for curve in panel.curves)
-        + "</g>"
-        for x in X_KEYS
-    )
-    ticks = panel.y.ticks()
-    y_labels = "".join(
-        f'<span style="bottom:{100 * place:.2f}%">{escape(text)}</span>' for place, text in ticks
-    )
-    grid = "".join(f"M0 {_y(place)}H{WIDTH}" for place, _ in ticks)
-    unit = f"<small>{escape(panel.unit)}</small>" if panel.unit else ""
-    lanes = _lanes(runs, axes) if with_events else ""
-    kind = "chart wide" if with_events else "chart"
-    return (
-        f'<figure class="{kind}" data-panel="{number}">'
-        f"<figcaption>{escape(panel.title)} {unit}</figcaption>"
-        f'<div class="frame"><div class="y-labels">{y_labels}</div>'
-        f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
-        f'role="img" aria-label="{escape(panel.title)}"><path class="grid" d="{grid}"/>{layers}'
-        f'</svg><div class="cursor" hidden></div></div>'
-        f"{lanes}{_x_labels(axes)}</div></figure>"
-    )
 
+    def __init__(self, runs: list[Run], panels: list[Panel], *, x: X) -> None:
+        self._runs, self._panels, self._x = runs, panels, x
+        ends = x_ends(runs)
+        self._divisor, unit = unit_of_time(ends["seconds"])
+        self._ends = ends | {"seconds": ends["seconds"] / self._divisor}
+        self._titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
+        self._whole, self._half = Range1d(name="whole"), Range1d(name="half")
+        self._cursor = Span(dimension="height", line_color="#7d8592", line_width=1)
+        self._drawn: list[list[Any]] = [[] for _ in runs]  # what is hidden with a run
+        self._sources: dict[tuple[int, str], ColumnDataSource] = {}
+        self._events = [self._event_source(run) for run in runs]
 
-def mark_legend(runs: list[Run]) -> str:
-    """What the marks below the first chart mean, as items of a list."""
-    kinds = {event.kind for run in runs for event in run.events}
-    return "".join(
-        f'<li><span class="mark {kind}"></span>{name}</li>'
-        for kind, name in _MARK_NAMES.items()
-        if kind in kinds
-    )
+    def embed(self) -> tuple[str, dict[str, str]]:
+        """Draw; returns a `script` element, and by name the elements where the charts stand.
 
+        What happened stands in a chart of its own, `events`, if anything did.
+        """
+        charts = {panel.name: self._chart(panel) for panel in self._panels}
+        if any(len(source.data["step"]) for source in self._events):
+            charts["events"] = self._lanes()
+            charts[self._panels[0].name].xaxis.visible = False
+        document = Document()
+        for chart in charts.values():
+            document.add_root(chart)
+        known = {
+            "charts": list(charts.values()),
+            "drawn": self._drawn,
+            "ranges": [self._whole, self._half],
+            "ends": self._ends,
+            "titles": self._titles,
+            "names": [run.name for run in self._runs],
+        }
+        code = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+        document.js_on_event("document_ready", CustomJS(args=known, code=code))
+        script, places = components(charts)
+        return script, places
 
-def _y(place: float) -> int:
-    return round(HEIGHT * (1 - place))
-
-
-def _points(curve: Curve, axis: Axis, y: Axis, x: X) -> list[tuple[int, int] | None]:
-    """The points in the SVG's units; None where the curve is broken."""
-    return [
-        None if value is None else (round(WIDTH * axis.place(place)), _y(y.place(value)))
-        for place, value in zip(curve.xs[x], curve.ys, strict=True)
-    ]
-
-
-def _draw_curve(curve: Curve, axis: Axis, y: Axis, x: X) -> str:
-    points = _points(curve, axis, y, x)
-    line, pen_down = [], False
-    for point in points:
-        if point is not None:
-            line.append(f"{'L' if pen_down else 'M'}{point[0]} {point[1]}")
-        pen_down = point is not None
-    evaluation = curve.key.startswith("eval_")
-    shape = "line evaluation" if evaluation else "line"
-    drawn = f'<path class="{shape}" d="{"".join(line)}"/>'
-    there = [point for point in points if point is not None]
-    if (evaluation and len(there) <= _MAX_DOTS) or len(there) == 1:
-        # A line of no length with round ends is a dot that the stretching leaves round.
-        dots = "".join(f"M{across} {down}h0" for across, down in there)
-        drawn += f'<path class="dots" d="{dots}"/>'
-    return f'<g class="run-{curve.run}">{_draw_band(curve, axis, y, x)}{drawn}</g>'
-
-
-def _draw_band(curve: Curve, axis: Axis, y: Axis, x: X) -> str:
-    """From the lowest to the highest of the reports that a point is the mean of."""
-    if curve.lows is None or curve.highs is None:
-        return ""
-    edges = [
-        (round(WIDTH * axis.place(place)), _y(y.place(low)), _y(y.place(high)))
-        for place, low, high in zip(curve.xs[x], curve.lows, curve.highs, strict=True)
-        if low is not None and high is not None
-    ]
-    there = "L".join(f"{across} {top}" for across, _, top in edges)
-    back = "L".join(f"{across} {bottom}" for across, bottom, _ in reversed(edges))
-    return f'<path class="band" d="M{there}L{back}Z"/>'
-
-
-def _crossings(runs: list[Run], axis: Axis, x: X) -> str:
-    """Lines through the whole chart where a run was resumed or skipped steps."""
-    drawn = ""
-    for number, run in enumerate(runs):
-        for kind in ("resume", "skip"):
-            chosen = _thinned([event for event in run.events if event.kind == kind])
-            places = (axis.place(run.at(event.step)[x]) for event in chosen)
-            path = "".join(f"M{round(WIDTH * place)} 0V{HEIGHT}" for place in places if place >= 0)
-            if path:
-                drawn += f'<path class="crossing {kind} run-{number}" d="{path}"/>'
-    return drawn
-
-
-def _lanes(runs: list[Run], axes: dict[X, Axis]) -> str:
-    """A line of marks for each run to which something happened."""
-    lanes = ""
-    for number, run in enumerate(runs):
-        marks = ""
-        for kind, name in _MARK_NAMES.items():
-            for event in _thinned([event for event in run.events if event.kind == kind]):
-                place = run.at(event.step)
-                style = ";".join(f"--{x}:{100 * axes[x].place(place[x]):.2f}%" for x in X_KEYS)
-                text = f"step {event.step:,}: {event.text if kind != 'resume' else name}"
-                marks += f'<i class="mark {kind}" style="{style}" title="{escape(text)}"></i>'
-        if marks:
-            lanes += f'<div class="lane run-{number}">{marks}</div>'
-    return f'<div class="lanes">{lanes}</div>' if lanes else ""
-
-
-def _thinned(events: list[Event]) -> list[Event]:
-    return events[:: -(-len(events) // _MAX_MARKS)] if events else []
-
-
-def _x_labels(axes: dict[X, Axis]) -> str:
-    labels = ""
-    for x in X_KEYS:
-        ticks = "".join(
-            f'<span style="left:{100 * place:.2f}%">{escape(text)}</span>'
-            for place, text in axes[x].ticks()
+    def _figure(self, *, height: int, half: bool = False, **options: Any) -> Any:
+        chart: Any = figure(
+            height=height,
+            sizing_mode="stretch_width",
+            x_range=self._half if half else self._whole,
+            x_axis_label=self._titles[self._x],
+            window_axis="x",
+            min_border_left=56,
+            min_border_right=12,
+            min_border_top=0,
+            outline_line_color=None,
+            background_fill_color=None,
+            border_fill_color=None,
+            tools="xbox_zoom,xpan,reset,save",
+            toolbar_inner=True,
+            **options,
         )
-        labels += f'<div class="x-labels for-{x}">{ticks}<b>{escape(axes[x].title)}</b></div>'
-    return labels
+        chart.toolbar.autohide, chart.toolbar.logo = True, None
+        chart.yaxis.ticker.desired_num_ticks = 5
+        chart.axis.formatter = CustomJSTickFormatter(code=_TICK)
+        chart.axis.minor_tick_line_color = chart.axis.major_tick_line_color = None
+        chart.axis.axis_label_text_font_style = "normal"
+        chart.xgrid.visible = False
+        return chart
 
+    def _chart(self, panel: Panel) -> Any:
+        height = 400 if panel is self._panels[0] else 250
+        scale = "log" if panel.log else "linear"
+        chart = self._figure(height=height, half=panel.from_half, y_axis_type=scale)
+        chart.y_range.only_visible = True
+        if panel.from_zero and not panel.log:
+            chart.y_range.start = 0
+        for run, source in enumerate(self._events):
+            for kind in ("resume", "skip"):
+                if kind in source.data["kind"]:
+                    view = CDSView(filter=GroupFilter(column_name="kind", group=kind))
+                    line = chart.vspan(self._x, line_dash=[2, 3], source=source, view=view)
+                    line.tags = [kind]
+                    self._drawn[run].append(line)
+        for curve in panel.curves:
+            known = (curve.run, curve.key)
+            if known not in self._sources:
+                self._sources[known] = self._source(curve.points)
+            source, drawn = self._sources[known], self._drawn[curve.run]
+            if "low" in curve.points:
+                drawn.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
+            validation = curve.key.startswith("eval_")
+            dash = ("solid", "dotted", "dotdash")[curve.run // len(COLOURS) % 3]
+            line = chart.line(self._x, "y", source=source)
+            line.glyph.line_width, line.glyph.line_dash = 1.7, dash
+            if validation:
+                line.glyph.line_width, line.glyph.line_dash = 1.3, "dashed"
+            line.tags = ["curve"]
+            line.name = "validation" if curve.key == "eval_loss" else ""
+            drawn.append(line)
+            num_points = len(curve.points["y"])
+            if num_points == 1 or (validation and num_points <= 80):
+                drawn.append(chart.scatter(self._x, "y", size=6, source=source))
+        chart.add_tools(CrosshairTool(dimensions="height", overlay=self._cursor))
+        return chart
 
-def hover_numbers(panel: Panel, axes: dict[X, Axis]) -> dict[str, object]:
-    """What the script shows where the pointer is, as JSON has it."""
-    return {
-        "y": [panel.y.low, panel.y.high, panel.y.log],
-        "x": {x: [axes[x].low, axes[x].high, axes[x].divisor, axes[x].title] for x in X_KEYS},
-        "curves": [
-            {
-                "run": curve.run,
-                "name": "validation" if curve.key == "eval_loss" else "",
-                "xs": {x: [_rounded(place, 8) for place in curve.xs[x]] for x in X_KEYS},
-                "ys": [None if value is None else _rounded(value, 5) for value in curve.ys],
-            }
-            for curve in panel.curves
-        ],
-    }
+    def _lanes(self) -> Any:
+        """A line of marks for each run, below the first chart."""
+        num_runs = len(self._runs)
+        chart = self._figure(height=18 * num_runs + 60, y_range=(num_runs - 0.5, -0.5))
+        chart.yaxis.visible = False
+        chart.ygrid.ticker = list(range(num_runs))
+        for run, source in enumerate(self._events):
+            marks = chart.text(self._x, run, text="mark", x_offset="aside", source=source)
+            marks.glyph.text_align, marks.glyph.text_baseline = "center", "middle"
+            marks.glyph.text_font_size = "14px"
+            self._drawn[run].append(marks)
+        chart.add_tools(HoverTool(tooltips="@text"))
+        return chart
 
+    def _event_source(self, run: Run) -> ColumnDataSource:
+        shown = []
+        for kind in MARKS:
+            events = [e for e in run.events if e.kind == kind and e.kept and e.step is not None]
+            shown += events[:: -(-len(events) // _MAX_MARKS) or 1]
+        places = [run.at(event.step or 0) for event in shown]
+        columns: dict[str, list[Any]] = {x: [place[x] for place in places] for x in X_KEYS}
+        columns["kind"] = [event.kind for event in shown]
+        columns["mark"] = [MARKS[event.kind][0] for event in shown]
+        columns["aside"] = [MARKS[event.kind][1] for event in shown]
+        columns["text"] = [f"{run.name}, step {e.step:,}: {e.text}" for e in shown]
+        return self._source(columns)
 
-def _rounded(value: float, digits: int) -> float:
-    value = float(f"{value:.{digits}g}")
-    return int(value) if value.is_integer() else value
+    def _source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
+        """Columns for charts, with time in the unit that the page shows."""
+        seconds = np.asarray(columns["seconds"], dtype=np.float64)
+        return ColumnDataSource({**columns, "seconds": seconds / self._divisor})

@@ -1,16 +1,15 @@
-"""The panels as PNG files, for papers and slides; drawn by matplotlib, which is optional."""
+"""The panels as PNG files, for papers and slides."""
 
 from pathlib import Path
 from typing import Any
 
-from llm.errors import ConfigError
-from llm.report.charts import x_axes
-from llm.report.page import COLOURS
-from llm.report.panels import Panel, make_panels, x_ends
-from llm.report.runs import Run
-from llm.report.scales import Axis, X
+from matplotlib.figure import Figure
 
-_DASHES = ("-", "--", "-.", ":")
+from llm.errors import ConfigError
+from llm.report.panels import COLOURS, make_panels, unit_of_time, x_ends
+from llm.report.runs import Run, X
+
+_DASHES = ("-", "-.", ":")
 
 
 def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
@@ -25,60 +24,45 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
         The files.
 
     Raises:
-        ConfigError: matplotlib is missing, or the folder is a file.
+        ConfigError: The folder is a file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--png needs the package matplotlib: pip install 'llm-trainers[report]', or leave "
-            "--png out (the page shows the same charts)."
-        ) from error
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--png {folder} is a file; name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    ends = x_ends(runs)
+    end = x_ends(runs)[x]
+    divisor, unit = unit_of_time(end) if x == "seconds" else (1, "")
     paths = []
     for panel in make_panels(runs):
         figure = Figure(figsize=(7, 4), dpi=160, layout="constrained")
-        _draw(figure.subplots(), panel, runs, x_axes(panel, ends)[x], x=x)
+        plot = figure.subplots()
+        for curve in panel.curves:
+            evaluation = curve.key.startswith("eval_")
+            look: dict[str, Any] = {"color": COLOURS[curve.run % len(COLOURS)][0]}
+            places = curve.points[x] / divisor
+            plot.plot(
+                places,
+                curve.points["y"],
+                linewidth=1.3,
+                linestyle="--" if evaluation else _DASHES[curve.run // len(COLOURS) % 3],
+                marker="o" if evaluation and len(places) < 80 else None,
+                markersize=3.5,
+                label=", ".join([runs[curve.run].name, *(["validation"] if evaluation else [])]),
+                **look,
+            )
+            if "low" in curve.points:
+                low, high = curve.points["low"], curve.points["high"]
+                plot.fill_between(places, low, high, alpha=0.2, linewidth=0, **look)
+        if panel.log:
+            plot.set_yscale("log")
+        elif panel.from_zero:
+            plot.set_ylim(bottom=0)
+        if panel.from_half:
+            plot.set_xlim(left=end / 2 / divisor)
+        plot.set_xlabel({"step": "steps", "tokens": "tokens"}.get(x, f"{unit} of training"))
+        plot.set_ylabel(panel.unit)
+        plot.set_title(panel.title)
+        plot.grid(alpha=0.25)
+        plot.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])
     return paths
-
-
-def _draw(plot: Any, panel: Panel, runs: list[Run], axis: Axis, *, x: X) -> None:
-    for curve in panel.curves:
-        colour = COLOURS[curve.run % len(COLOURS)][0]
-        places = [place / axis.divisor for place in curve.xs[x]]
-        values = [float("nan") if value is None else value for value in curve.ys]
-        evaluation = curve.key.startswith("eval_")
-        plot.plot(
-            places,
-            values,
-            color=colour,
-            linewidth=1.3,
-            linestyle="--" if evaluation else _DASHES[curve.run // len(COLOURS) % len(_DASHES)],
-            marker="o" if evaluation and len(places) < 80 else None,
-            markersize=3.5,
-            label=", ".join([runs[curve.run].name, *(["validation"] if evaluation else [])]),
-        )
-        if curve.lows is not None and curve.highs is not None:
-            lows = [float("nan") if low is None else low for low in curve.lows]
-            highs = [float("nan") if high is None else high for high in curve.highs]
-            plot.fill_between(places, lows, highs, color=colour, alpha=0.2, linewidth=0)
-    for number, run in enumerate(runs):
-        for event in run.events:
-            if event.kind in ("resume", "skip"):
-                place = run.at(event.step)[x] / axis.divisor
-                colour = "#c1121f" if event.kind == "skip" else COLOURS[number % len(COLOURS)][0]
-                plot.axvline(place, color=colour, linewidth=0.7, linestyle=":")
-    plot.set_xlim(axis.low / axis.divisor, axis.high / axis.divisor)
-    plot.set_ylim(panel.y.low, panel.y.high)
-    if panel.y.log:
-        plot.set_yscale("log")
-    plot.set_xlabel(axis.title)
-    plot.set_ylabel(panel.unit)
-    plot.set_title(panel.title)
-    plot.grid(alpha=0.25)
-    plot.legend(frameon=False, fontsize="small")

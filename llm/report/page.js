@@ -1,90 +1,79 @@
-// Shows values where the pointer is, and the same place in every chart. The rest needs no script.
-"use strict";
-(() => {
-  const numbers = JSON.parse(document.getElementById("numbers").textContent);
-  const figures = [...document.querySelectorAll("figure[data-panel]")];
-  const bubble = document.createElement("div");
-  bubble.className = "bubble";
-  bubble.hidden = true;
-  document.body.append(bubble);
-  const chosenAxis = () => document.querySelector("input[name=x]:checked").value;
-  const isShown = (run) => document.getElementById(`run-${run}`)?.checked ?? true;
-  const format = (value, digits) =>
-    value !== 0 && Math.abs(value) < 1e-3
-      ? value.toExponential(2)
-      : new Intl.NumberFormat("en", { maximumSignificantDigits: digits }).format(value);
+// Bokeh calls this when the charts stand, with what page.py has named: chooses the x axis and the
+// runs that are shown, and shows values where the pointer is.
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const curves = (chart) => chart.renderers.filter((r) => r.tags.includes("curve") && r.visible);
 
-  // Index of the point that is nearest to a place, by bisection.
-  function nearest(places, place) {
-    let low = 0, high = places.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (places[middle] < place) low = middle;
-      else high = middle;
+function chooseAxis(x) {
+  for (const drawn of charts.flatMap((chart) => chart.renderers)) drawn.glyph.x = {field: x};
+  for (const range of ranges) {
+    const start = range.name == "half" ? ends[x] / 2 : 0;
+    const end = start + 1.02 * (ends[x] - start) || 1;
+    range.setv({start, end, reset_start: start, reset_end: end});
+  }
+  for (const chart of charts) for (const axis of chart.below) axis.axis_label = titles[x];
+}
+
+function paint() {
+  const text = {major_label_text_color: colour("--faint"), axis_label_text_color: colour("--faint"),
+    axis_line_color: colour("--faint"), major_label_text_font_size: "12px", axis_label_text_font_size: "12px"};
+  for (const chart of charts) {
+    for (const axis of [...chart.below, ...chart.left]) {
+      axis.setv(chart.left.includes(axis) ? {...text, axis_line_color: null} : text);
     }
-    return place - places[low] <= places[high] - place ? low : high;
+    for (const grid of chart.center) grid.grid_line_color = colour("--rule");
   }
-
-  function line(run, name, value) {
-    const row = document.createElement("p");
-    row.className = `run-${run}`;
-    const swatch = document.createElement("i");
-    swatch.className = "swatch";
-    const text = document.createElement("span");
-    const shown = numbers.runs.length > 1 ? [numbers.runs[run], name] : [name];
-    text.textContent = shown.filter(Boolean).join(", ");
-    const number = document.createElement("b");
-    number.textContent = value;
-    row.append(swatch, text, number);
-    return row;
-  }
-
-  function show(figure, event) {
-    const x = chosenAxis();
-    const panel = numbers.panels[figure.dataset.panel];
-    const box = figure.querySelector(".plot").getBoundingClientRect();
-    const [low, high, divisor, title] = panel.x[x];
-    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const place = low + share * (high - low);
-    const head = document.createElement("p");
-    head.textContent = x === "seconds"
-      ? `${format(place / divisor, 4)} ${title}`
-      : `${Math.round(place).toLocaleString("en")} ${title}`;
-    const lines = panel.curves
-      .filter((curve) => isShown(curve.run))
-      .map((curve) => {
-        const value = curve.ys[nearest(curve.xs[x], place)];
-        const beyond = place > curve.xs[x].at(-1) + (high - low) / 50;
-        if (beyond || value === undefined) return null;
-        return line(curve.run, curve.name, value === null ? "not finite" : format(value, 5));
-      })
-      .filter(Boolean);
-    bubble.replaceChildren(head, ...lines);
-    bubble.hidden = false;
-    const left = event.clientX + 16 + bubble.offsetWidth > innerWidth
-      ? event.clientX - 16 - bubble.offsetWidth : event.clientX + 16;
-    bubble.style.left = `${Math.max(8, left)}px`;
-    bubble.style.top = `${Math.max(8, Math.min(event.clientY + 12, innerHeight - bubble.offsetHeight - 8))}px`;
-    for (const other of figures) {
-      const [from, to] = numbers.panels[other.dataset.panel].x[x];
-      const cursor = other.querySelector(".cursor");
-      const at = (place - from) / (to - from);
-      cursor.hidden = at < 0 || at > 1;
-      cursor.style.left = `${100 * at}%`;
+  drawn.forEach((renderers, run) => {
+    for (const {glyph, tags} of renderers) {
+      const own = tags.includes("skip") ? colour("--alarm") : colour(`--run-${run % 8}`);
+      for (const name of ["line_color", "fill_color", "text_color"]) if (name in glyph) glyph[name] = own;
     }
-  }
+  });
+}
 
-  function hide() {
-    bubble.hidden = true;
-    for (const figure of figures) figure.querySelector(".cursor").hidden = true;
-  }
+const bubble = document.querySelector(".bubble");
+let pointer = {clientX: 0, clientY: 0};
+document.addEventListener("pointermove", (event) => { pointer = event; }, {capture: true});
+document.addEventListener("scroll", () => { bubble.hidden = true; }, {passive: true});
 
-  for (const figure of figures) {
-    const plot = figure.querySelector(".plot");
-    for (const kind of ["pointermove", "pointerdown"]) {
-      plot.addEventListener(kind, (event) => show(figure, event));
-    }
-    plot.addEventListener("pointerleave", hide);
+function showValues(chart, place) {
+  const x = document.querySelector("input[name=x]:checked").value;
+  const format = (value) => Math.abs(value) >= 1e-3 || value == 0
+    ? new Intl.NumberFormat("en", {maximumSignificantDigits: 5}).format(value) : value.toExponential(2);
+  const lines = [];
+  for (const renderer of curves(chart)) {
+    const places = renderer.data_source.data[x], values = renderer.data_source.data.y;
+    let nearest = 0;
+    places.forEach((other, i) => { if (Math.abs(other - place) < Math.abs(places[nearest] - place)) nearest = i; });
+    if (place > places.at(-1) + ends[x] / 50) continue;
+    const run = drawn.findIndex((renderers) => renderers.includes(renderer));
+    const line = document.createElement("p");
+    line.className = `run-${run}`;
+    line.innerHTML = "<i class=swatch></i><span></span><b></b>";
+    line.children[1].textContent = [names.length > 1 ? names[run] : "", renderer.name].filter(Boolean).join(", ");
+    line.children[2].textContent = Number.isFinite(values[nearest]) ? format(values[nearest]) : "not finite";
+    lines.push(line);
   }
-  addEventListener("scroll", hide, { passive: true });
-})();
+  const head = document.createElement("p");
+  head.textContent = `${x == "seconds" ? format(place) : Math.round(place).toLocaleString("en")} ${titles[x]}`;
+  bubble.replaceChildren(head, ...lines);
+  bubble.hidden = !lines.length;
+  const left = pointer.clientX + 16 + bubble.offsetWidth > innerWidth ? -16 - bubble.offsetWidth : 16;
+  bubble.style.left = `${Math.max(8, pointer.clientX + left)}px`;
+  bubble.style.top = `${Math.max(8, Math.min(pointer.clientY + 12, innerHeight - bubble.offsetHeight - 8))}px`;
+}
+
+for (const chart of charts) {
+  chart.on_event("mousemove", (event) => showValues(chart, event.x));
+  chart.on_event("mouseleave", () => { bubble.hidden = true; });
+}
+for (const radio of document.querySelectorAll("input[name=x]")) {
+  radio.addEventListener("change", () => chooseAxis(radio.value));
+}
+drawn.forEach((renderers, run) => {
+  document.getElementById(`run-${run}`)?.addEventListener("change", ({target}) => {
+    for (const renderer of renderers) renderer.visible = target.checked;
+  });
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+paint();
+chooseAxis(document.querySelector("input[name=x]:checked").value);

@@ -1,24 +1,45 @@
 """Reads what lies in the folder of a run, whether the run is finished, under way or broken off."""
 
 import dataclasses
-import functools
 import json
 import math
 import tomllib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from llm import checkpoint
 from llm.errors import ConfigError
-from llm.report.events import Event, LogFacts, read_log, with_checkpoints
-from llm.report.scales import X_KEYS, X
 from llm.run_folder import RunFolder
 
-Row = dict[str, float | None]
-"""A line of metrics.jsonl: numbers by name, None where a number was not finite."""
+X = Literal["step", "tokens", "seconds"]
+X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
+
+Row = dict[str, float]
+"""A line of metrics.jsonl: numbers by name, NaN where a number was not finite."""
 
 _OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run, as people are told it.
+
+    Attributes:
+        kind: `start`, `resume`, `save`, `skip`, `stop`, `finish` or `best`.
+        step: Optimizer steps done; None if unknown.
+        text: A few words.
+        time: When; empty if unknown.
+        kept: Whether the steps before it are those that the curves show: False for what came
+            after the checkpoint from which a later start went on.
+    """
+
+    kind: str
+    step: int | None
+    text: str
+    time: str = ""
+    kept: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +53,8 @@ class Run:
         num_unread: Lines of metrics.jsonl that could not be read, a half-written last one apart.
         config: config.toml; empty if it cannot be read.
         status: status.json; empty if it cannot be read.
-        events: What happened, by rising step.
-        facts: What the log says of the run.
+        events: What happened, in this order.
+        start: What the last start said of itself; empty in runs without events.jsonl.
     """
 
     name: str
@@ -43,29 +64,17 @@ class Run:
     config: dict[str, Any]
     status: dict[str, Any]
     events: list[Event]
-    facts: LogFacts
+    start: dict[str, Any]
 
     def last(self, key: str) -> float | None:
         """The last finite value of a metric, or None."""
-        values = (row.get(key) for row in reversed(self.rows))
-        return next((value for value in values if value is not None), None)
-
-    def best_evaluation(self) -> tuple[int, float] | None:
-        """Step and value of the lowest validation loss, or None without validation."""
-        losses = [
-            (value, int(row["step"] or 0))
-            for row in self.rows
-            if (value := row.get("eval_loss")) is not None
-        ]
-        return (min(losses)[1], min(losses)[0]) if losses else None
+        values = (row.get(key, math.nan) for row in reversed(self.rows))
+        return next(filter(math.isfinite, values), None)
 
     def at(self, step: float) -> dict[X, float]:
         """Where a step lies on each of the x axes: steps, tokens and seconds of training."""
-        return {x: _between(self._places["step"], self._places[x], step) for x in X_KEYS}
-
-    @functools.cached_property
-    def _places(self) -> dict[X, list[float]]:
-        return {x: [0.0, *(row[x] or 0.0 for row in self.rows)] for x in X_KEYS}
+        steps = [row["step"] for row in self.rows]
+        return {x: _between(steps, [row[x] for row in self.rows], step) for x in X_KEYS}
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
@@ -85,6 +94,13 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
+def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
+    """Step and value of the lowest validation loss, or None without validation."""
+    losses = [(row["eval_loss"], int(row["step"])) for row in rows if "eval_loss" in row]
+    loss, step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
+    return None if math.isnan(loss) else (step, loss)
+
+
 def _read_run(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise ConfigError(f"{path} is no folder; name that of a run (its --output_dir).")
@@ -92,97 +108,108 @@ def _read_run(path: Path, name: str) -> Run:
         raise ConfigError(f"{path} holds no run: none of {', '.join(_OWN_FILES)} is in it.")
     folder = RunFolder(path)
     rows, num_unread = _read_metrics(folder.metrics)
-    events, facts = read_log(folder.log)
-    events = with_checkpoints(events, folder.checkpoints)
-    run = Run(
+    lines = [line for line in _read_lines(folder.events) if line is not None]
+    status, config = path / "status.json", path / "config.toml"
+    return Run(
         name=name,
         path=path,
         rows=rows,
         num_unread=num_unread,
-        config=_read_toml(path / "config.toml"),
-        status=_read_json(path / "status.json"),
-        events=events,
-        facts=facts,
+        config=_parsed(config, tomllib.loads),
+        status=_parsed(status, json.loads),
+        events=_events(lines, rows, saved={at.step for at in checkpoint.found(folder.checkpoints)}),
+        start=next((line for line in reversed(lines) if line.get("event") == "start"), {}),
     )
-    best = run.best_evaluation()
-    if best is None:
-        return run
-    found = Event(kind="best", step=best[0], text=f"lowest validation loss, {best[1]:.4f}")
-    events = sorted([*events, found], key=lambda event: event.step)
-    return dataclasses.replace(run, events=events)
+
+
+def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) -> list[Event]:
+    """What events.jsonl, the metrics and the checkpoints that are left tell."""
+    events: list[Event] = []
+    for line in lines:
+        kind, step = line.get("event"), line.get("step")
+        if kind == "start":
+            events = [
+                dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
+                for event in events
+            ]
+        texts = {
+            "start": f"started on {line.get('ranks')} ranks",
+            "resume": "resumed",
+            "save": "saved" if step in saved else "saved; removed since",
+            "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
+            f"{line.get('last_sample')})",
+            "stop": f"{line.get('status')}: {line.get('reason') or 'all steps are done'}",
+        }
+        if kind in texts:
+            time = str(line.get("time", ""))[:19].replace("T", " ")
+            text = texts[kind]
+            if line.get("status") == "finished":
+                kind = "finish"
+            events.append(Event(kind=kind, step=step, text=text, time=time))
+    untold = saved - {event.step for event in events if event.kind == "save"}
+    events += [Event(kind="save", step=step, text="saved") for step in sorted(untold)]
+    best = best_evaluation(rows)
+    if best is not None:
+        text = f"lowest validation loss, {best[1]:.4f}"
+        events.append(Event(kind="best", step=best[0], text=text))
+    return events
 
 
 def _read_metrics(path: Path) -> tuple[list[Row], int]:
     """The rows of metrics.jsonl, and the number of lines that are none."""
-    by_step: dict[float, Row] = {}
-    bad: list[int] = []
-    number = 0
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                row = _row(line)
-                if row is None:
-                    bad.append(number)
-                else:
-                    by_step[row["step"] or 0.0] = row
-    if bad and bad[-1] == number:
-        bad.pop()  # a run that is under way, or was killed, may have written half of it
+    lines = _read_lines(path)
+    if lines and lines[-1] is None:
+        lines.pop()  # a run that is under way, or was killed, may have written half of it
+    by_step = {
+        line["step"]: {
+            key: math.nan if value is None else float(value)
+            for key, value in line.items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
+        for line in lines
+        if line is not None
+    }
     rows = [by_step[step] for step in sorted(by_step)]
-    _fill(rows, "tokens")
-    _fill(rows, "seconds")
-    return rows, len(bad)
+    # An evaluation alone has its place between the reports of training.
+    for key in ("tokens", "seconds"):
+        known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
+        steps, values = [row["step"] for row in known], [row[key] for row in known]
+        for row in rows:
+            row[key] = _between(steps, values, row["step"])
+    return rows, lines.count(None)
 
 
-def _row(line: str) -> Row | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return None
-    row: Row = {}
-    for key, value in record.items():
-        if value is None:
-            row[key] = None
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            row[key] = float(value) if math.isfinite(value) else None
-    return row
+def _read_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The JSON objects of a file, a line each; None for a line that cannot be read."""
 
+    def read(line: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) and "step" in record else None
 
-def _fill(rows: list[Row], key: str) -> None:
-    """Give rows of an evaluation alone their place between the reports of training."""
-    known = [(row["step"] or 0.0, value) for row in rows if (value := row.get(key)) is not None]
-    steps = [0.0, *(step for step, _ in known)]
-    values = [0.0, *(value for _, value in known)]
-    for row in rows:
-        if row.get(key) is None:
-            row[key] = _between(steps, values, row["step"] or 0.0)
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [read(line) for line in file]
 
 
 def _between(steps: list[float], values: list[float], step: float) -> float:
-    """The value at a step, on straight lines through the known ones and beyond the last."""
+    """The value at a step, on straight lines from 0 through the known ones and beyond the last."""
+    if not steps or steps[0] > 0:
+        steps, values = [0.0, *steps], [0.0, *values]
     if len(steps) == 1:
-        return 0.0
-    right = min(max(1, bisect_right(steps, step)), len(steps) - 1)
+        return values[0]
+    right = min(max(1, bisect_left(steps, step)), len(steps) - 1)
     left = right - 1
-    while left > 0 and steps[left] == steps[right]:
-        left -= 1
-    span = steps[right] - steps[left]
-    if span == 0:
-        return values[right]
-    return values[left] + (values[right] - values[left]) * (step - steps[left]) / span
+    share = (step - steps[left]) / (steps[right] - steps[left])
+    return values[left] + (values[right] - values[left]) * share
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _parsed(path: Path, parse: Any) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

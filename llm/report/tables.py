@@ -2,197 +2,131 @@
 
 import time
 from collections.abc import Callable
-from html import escape
 
-from llm.report.runs import Run
-from llm.report.scales import duration, short, whole
+from markupsafe import Markup
 
-_NOT_COMPARED = {"output_dir"}
-"""Options that differ because the runs are different ones."""
+from llm.report.runs import Event, Run, best_evaluation
 
-MAX_COLUMNS = 3
-"""Of so many runs the summary has its place beside the first chart."""
-
-_MAX_EVENTS = 200
 _SILENT_SECONDS = 3600.0
 """After so long without a report it is worth saying that a run may be dead."""
 
 
-def summary_table(runs: list[Run]) -> str:
-    """How far each run has come, and with what result: a column for each run, of many a row."""
-    rows: list[tuple[str, Callable[[Run], str]]] = [
+def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
+    """How far each run has come, and with what result: facts by name, one for each run."""
+    rows: list[tuple[str, Callable[[Run], str | None]]] = [
         ("Status", _status),
         ("Model", _model),
-        ("Parameters", lambda run: _or_dash(run.facts.num_parameters, whole)),
+        ("Parameters", lambda run: _said(run.start.get("parameters"), whole)),
         ("Devices", _devices),
         ("Steps", _steps),
-        ("Tokens", lambda run: _or_dash(run.last("tokens"), whole)),
-        ("Training time", lambda run: _or_dash(run.last("seconds"), duration)),
+        ("Tokens", lambda run: _said(run.last("tokens"), whole)),
+        ("Training time", lambda run: _said(run.last("seconds"), duration)),
         ("Tokens/s, mean", _mean_speed),
-        ("Training loss, last", lambda run: _or_dash(run.last("loss"), "{:.4f}".format)),
-        ("Validation loss, last", lambda run: _or_dash(run.last("eval_loss"), "{:.4f}".format)),
+        ("Training loss, last", lambda run: _said(run.last("loss"), "{:.4f}".format)),
+        ("Validation loss, last", lambda run: _said(run.last("eval_loss"), "{:.4f}".format)),
         ("Validation loss, best", _best),
-        ("Perplexity, last", lambda run: _or_dash(run.last("eval_perplexity"), "{:.2f}".format)),
-        ("Skipped steps", lambda run: _or_dash(run.last("skipped_steps"), whole)),
+        ("Perplexity, last", lambda run: _said(run.last("eval_perplexity"), "{:.2f}".format)),
+        ("Skipped steps", lambda run: _said(run.last("skipped_steps"), whole)),
     ]
     cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
-    told = [(name, values) for name, values in cells if set(values) != {"-"}]
-    table = _table(runs, told) if len(runs) <= MAX_COLUMNS else _long_table(runs, told)
-    return f"<div>{table}{_reasons(runs)}</div>"
+    return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
 
 
-def configuration_tables(runs: list[Run]) -> str:
-    """The options in which the runs differ, and behind a click all of them."""
-    options = list(dict.fromkeys(name for run in runs for name in run.config))
-    if not options:
-        return ""
-    every = [(name, [_value(run, name) for run in runs]) for name in options]
-    different = [
-        (name, values)
-        for name, values in every
-        if len(set(values)) > 1 and name not in _NOT_COMPARED
-    ]
-    whole_table = (
-        f"<details><summary>All {len(options)} options</summary>{_table(runs, every)}</details>"
-    )
-    if len(runs) == 1:
-        return f"<h2>Configuration</h2>{whole_table}"
-    if not different:
-        return f"<h2>Configuration</h2><p>The runs have the same options.</p>{whole_table}"
-    return f"<h2>Differences in configuration</h2>{_table(runs, different)}{whole_table}"
+def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
+    """Every option, and its value in each run; None is not set."""
+    options = dict.fromkeys(name for run in runs for name in run.config)
+    return [(name, [_value(run.config.get(name)) for run in runs]) for name in options]
 
 
-def event_table(runs: list[Run]) -> str:
-    """What happened, behind a click; the newest come first."""
-    rows = [
-        (event.time or "", event.step, number, run.name, event.text)
-        for number, run in enumerate(runs)
-        for event in run.events
-    ]
-    if not rows:
-        return ""
-    rows.sort(key=lambda row: (row[0], row[1]), reverse=True)
-    lines = "".join(
-        f'<tr class="run-{number}"><th scope="row"><i class="swatch"></i>{escape(name)}</th>'
-        f"<td>{step:,}</td><td>{escape(text)}</td><td>{escape(when) or '-'}</td></tr>"
-        for when, step, number, name, text in rows[:_MAX_EVENTS]
-    )
-    left = len(rows) - _MAX_EVENTS
-    more = f"<p>{left:,} more are left out.</p>" if left > 0 else ""
-    return (
-        f"<details><summary>{len(rows):,} events</summary><div class='scroll'>"
-        "<table class='events'><thead><tr><th>Run</th><th>Step</th><th>What</th><th>When</th></tr>"
-        f"</thead><tbody>{lines}</tbody></table></div>{more}</details>"
-    )
+def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
+    """What happened, the newest first: number and name of the run, and the event."""
+    rows = [(number, run.name, event) for number, run in enumerate(runs) for event in run.events]
+    return sorted(rows, key=lambda row: (row[2].time, row[2].step or 0), reverse=True)
 
 
-def _table(runs: list[Run], rows: list[tuple[str, list[str]]]) -> str:
-    """Rows of facts, of HTML, with a column for each run."""
-    head = "".join(
-        f'<th scope="col" class="run-{number}"><i class="swatch"></i>{escape(run.name)}</th>'
-        for number, run in enumerate(runs)
-    )
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{value}</td>" for value in values)
-        + "</tr>"
-        for name, values in rows
-    )
-    return (
-        f'<div class="scroll"><table><thead><tr><td></td>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def short(value: float) -> str:
+    """A number in few characters: 1.2k, 3.5M."""
+    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= power * 0.9995:
+            return f"{value / power:.3g}{letter}"
+    return f"{value:.4g}"
 
 
-def _long_table(runs: list[Run], columns: list[tuple[str, list[str]]]) -> str:
-    """The same with a row for each run."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in columns)
-    body = "".join(
-        f'<tr><th scope="row" class="run-{number}"><i class="swatch"></i>{escape(run.name)}</th>'
-        + "".join(f"<td>{values[number]}</td>" for _, values in columns)
-        + "</tr>"
-        for number, run in enumerate(runs)
-    )
-    return (
-        f'<div class="scroll"><table class="long"><thead><tr><td></td>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def whole(value: float) -> str:
+    """A whole number with all of its digits up to a million, in few characters above."""
+    return f"{value:,.0f}" if abs(value) < 1e6 else short(value)
 
 
-def _reasons(runs: list[Run]) -> str:
-    """Why runs that have not come to their end ended."""
-    sentences = [
-        f"{run.name} {run.status.get('status')}: {run.status['reason']}"
-        for run in runs
-        if run.status.get("reason")
-    ]
-    return "".join(f'<p class="reason">{escape(sentence)}</p>' for sentence in sentences)
+def duration(seconds: float) -> str:
+    """A time as people say it: 42 s, 3 min 20 s, 5 h 07 min, 2 d 4 h."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    if seconds < 2 * 86400:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
-def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
-    return "-" if value is None else text(value)
+def _said(value: float | None, text: Callable[[float], str]) -> str | None:
+    return None if value is None else text(value)
 
 
-def _status(run: Run) -> str:
+def _status(run: Run) -> str | None:
     status = run.status.get("status")
     if not isinstance(status, str):
-        return "-"
-    remark = f" <small>{_last_sign(run)}</small>" if status == "running" else ""
-    return f'<span class="status {escape(status)}">{escape(status)}</span>{remark}'
-
-
-def _last_sign(run: Run) -> str:
-    """How long before this page was made a run that is under way wrote something."""
-    files = [run.path / "metrics.jsonl", run.path / "log.txt", run.path / "status.json"]
-    newest = max((file.stat().st_mtime for file in files if file.is_file()), default=None)
-    if newest is None:
-        return ""
-    age = max(0.0, time.time() - newest)
+        return None
+    cell = Markup('<span class="status {0}">{0}</span>').format(status)
+    names = ("metrics.jsonl", "log.txt", "status.json")
+    times = [(run.path / name).stat().st_mtime for name in names if (run.path / name).is_file()]
+    if status != "running" or not times:
+        return cell
+    age = max(0.0, time.time() - max(times))
     doubt = "; it may have been killed" if age > _SILENT_SECONDS else ""
-    return f"last sign {duration(round(age))} ago{doubt}"
+    remark = f"last sign {duration(round(age))} ago{doubt}"
+    return cell + Markup(" <small>{}</small>").format(remark)
 
 
-def _model(run: Run) -> str:
+def _model(run: Run) -> str | None:
     named = run.config.get("model_name_or_path") or run.config.get("config_name")
-    words = dict.fromkeys(str(word) for word in (named, run.facts.architecture) if word)
-    return escape(", ".join(words)) or "-"
+    words = dict.fromkeys(str(word) for word in (named, run.start.get("architecture")) if word)
+    return ", ".join(words)
 
 
-def _devices(run: Run) -> str:
-    facts = run.facts
-    if facts.num_ranks is None:
-        return "-"
-    precision = "fp32" if facts.precision == "no" else facts.precision
-    return escape(f"{facts.num_ranks} x {facts.device}, {precision}")
+def _devices(run: Run) -> str | None:
+    if "ranks" not in run.start:
+        return None
+    precision = run.start.get("mixed_precision")
+    return f"{run.start['ranks']} x {run.start.get('device')}, " + (
+        "fp32" if precision == "no" else str(precision)
+    )
 
 
-def _steps(run: Run) -> str:
-    done, total = run.last("step"), run.facts.total_steps
-    if total is None:
-        return _or_dash(done, whole)
-    share = min(1.0, (done or 0.0) / total) if total else 1.0
-    if share == 1.0:
-        return whole(total)
-    bar = f'<span class="progress"><i style="width:{100 * share:.1f}%"></i></span>'
-    return f"{whole(done or 0.0)} of {whole(total)} {bar}"
+def _steps(run: Run) -> str | None:
+    done, total = run.last("step"), run.start.get("total_steps")
+    if not total or done == total:
+        return _said(done, whole)
+    bar = '<span class="progress"><i style="width:{:.1f}%"></i></span>'
+    return Markup("{} of {} " + bar).format(
+        whole(done or 0), whole(total), 100 * min(1.0, (done or 0) / total)
+    )
 
 
-def _mean_speed(run: Run) -> str:
+def _mean_speed(run: Run) -> str | None:
     tokens, seconds = run.last("tokens"), run.last("seconds")
-    return short(tokens / seconds) if tokens and seconds else "-"
+    return short(tokens / seconds) if tokens and seconds else None
 
 
-def _best(run: Run) -> str:
-    best = run.best_evaluation()
-    return "-" if best is None else f"{best[1]:.4f} <small>step {best[0]:,}</small>"
+def _best(run: Run) -> str | None:
+    best = best_evaluation(run.rows)
+    if best is None:
+        return None
+    return Markup("{:.4f} <small>step {:,}</small>").format(best[1], best[0])
 
 
-def _value(run: Run, name: str) -> str:
-    value = run.config.get(name)
-    if value is None:
-        return '<span class="unset">not set</span>'
+def _value(value: object) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return escape(" ".join(map(str, value))) or '<span class="unset">none</span>'
-    return escape(str(value))
+        return " ".join(map(str, value)) or "none"
+    return None if value is None else str(value)

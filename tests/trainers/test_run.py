@@ -255,6 +255,14 @@ def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(be
     straight = bench.train_well(f"{name}-straight", **options)
     assert resumed.losses == straight.losses
     assert resumed.read_json("status.json")["status"] == "finished"
+    lines = (resumed.folder / "events.jsonl").read_text().splitlines()
+    events = [(line["event"], line["step"]) for line in map(json.loads, lines)]
+    step = status["step"]
+    assert [event for event in events if event[0] != "evaluation"] == [
+        *(("start", 0), ("save", step), ("stop", step)),
+        *(("start", step), ("resume", step), ("save", 200), ("stop", 200)),
+    ]
+    assert ("evaluation", 200) in events
 
 
 @pytest.mark.parametrize(

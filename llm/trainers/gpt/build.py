@@ -16,6 +16,7 @@ from llm.config import GPTConfig
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.events import event
 from llm.models.context import check_divisible
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
@@ -239,7 +240,10 @@ def make_trainer(
         parts["kfac"] = strategy.second_order
     if inputs.resume_from is not None:
         load_checkpoint(inputs.resume_from, parts)
-        logger.info(f"Resumed from {inputs.resume_from.path} at step {state.step}.")
+        logger.info(
+            f"Resumed from {inputs.resume_from.path} at step {state.step}.",
+            extra=event("resume", step=state.step, checkpoint=inputs.resume_from.path.name),
+        )
         tell_changes(config, inputs.resume_from, ranks=strategy.world_size)
     loader = TrainLoader(
         samples=inputs.samples,

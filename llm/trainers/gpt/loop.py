@@ -9,6 +9,7 @@ from typing import Literal
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
+from llm.events import event
 from llm.optim.schedule import Schedule
 from llm.profiling import StepProfiler
 from llm.runtime import Interruption, SaveTimer, seed_step
@@ -232,7 +233,8 @@ class Trainer:
             first, stop = self.plan.step_samples(step)
             logger.info(
                 f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
-                f"{stop - 1:,})"
+                f"{stop - 1:,})",
+                extra=event("skip", step=step + 1, first_sample=first, last_sample=stop - 1),
             )
         if state.skipped_in_a_row >= self.max_skipped_steps:
             self.saver.finish()  # the one under way is sound, and may be the one to go on from

@@ -25,6 +25,7 @@ from llm.allocator import restart_with_kept_memory
 from llm.command_line import config_file_of, parse
 from llm.config import GPTConfig
 from llm.errors import ConfigError, LLMError
+from llm.events import EventHandler
 from llm.files import write_whole
 from llm.launcher import adopt_launcher
 from llm.rules import check
@@ -186,6 +187,7 @@ def _train_and_tell(
             toml = options.to_toml(resolved)
             inputs.run.open(overwrite=config.overwrite_output_dir, config=toml)
             log_to_file(inputs.run.log)
+            logger.addHandler(EventHandler(inputs.run.events))
         code = _train(config, inputs, model, strategy, watchdog, restarts=restarts)
         watchdog.close()
         return code

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.config import GPTConfig
 from llm.data.corpus import CorpusPart
+from llm.events import event
 from llm.files import write_whole
 from llm.models.export import export_model, write_model_card
 from llm.models.gpt import parameter_counts, sample_text
@@ -61,7 +62,17 @@ def log_beginning(
             logger.info(line)
     logger.info(
         f"world: {strategy.world_size} ranks, {inputs.layout.describe()}, {strategy.device.type}, "
-        f"mixed precision {config.mixed_precision}, seed {inputs.seed}"
+        f"mixed precision {config.mixed_precision}, seed {inputs.seed}",
+        extra=event(
+            "start",
+            step=inputs.resume_from.step if inputs.resume_from else 0,
+            total_steps=None if plan is None else plan.total_steps,
+            architecture=inputs.model_config.model_type,
+            parameters=counts["total"],
+            ranks=strategy.world_size,
+            device=strategy.device.type,
+            mixed_precision=config.mixed_precision,
+        ),
     )
     logger.info(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
