@@ -13,7 +13,7 @@ from llm.data.inspect import InspectOptions
 from llm.data.prepare import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.generate import GenerateOptions
-from llm.jobs.__main__ import JobOptions
+from llm.jobs.options import JobOptions
 from llm.options import to_markdown
 from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
@@ -42,7 +42,7 @@ def configuration_page(page: str) -> str:
 def programs_page(page: str, programs: tuple[type, ...]) -> str:
     """The page with the tables of some programs' options, a word in bold above each."""
     for program in programs:
-        name = program.__module__.removesuffix(".__main__")
+        name = program.__module__.removesuffix(".__main__").removesuffix(".options")
         begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
         before, _, rest = page.partition(begin)
         after = rest.partition(end)[2]

@@ -21,8 +21,10 @@ PEAK_TFLOPS = {
     "V100": 125.0,
     "MI250X": 191.5,
     "MI300X": 1307.0,
+    "GPU Max 1550": 419.0,
 }
-"""Dense bf16 or fp16 rate of one device in TFLOP/s, from the makers' data sheets."""
+"""Dense bf16 or fp16 TFLOP/s of one device (a die or tile, where torch counts those), from the
+makers' data sheets."""
 
 _SIZE = 1024
 _SECONDS = 0.2

@@ -24,8 +24,8 @@ from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.events import Kind
 from llm.generate import GenerateOptions
-from llm.jobs.__main__ import JobOptions
 from llm.jobs.__main__ import main as write_job
+from llm.jobs.options import JobOptions
 from llm.options import fields
 from llm.parallel.topology import TopologyOptions
 from llm.plan.options import PlanOptions

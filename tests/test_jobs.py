@@ -2,12 +2,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import typing
 from pathlib import Path
 
 import pytest
 
-from llm.jobs.__main__ import main
-from llm.jobs.script import read_minutes
+from llm.jobs.__main__ import main, read_minutes
+from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES
 from llm.trainers.gpt.main import parse_args
 
@@ -157,7 +158,7 @@ def test_what_is_asked_for_stands_in_the_directives(capsys):
 def test_options_that_the_script_computes_are_taken_out_however_they_are_written(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
-    assert "\nVALUES=(1 2)  # one job of the array each\n" in script
+    assert "\nVALUES=(1 2)  # one for each job of the array\n" in script
     assert "\nRUN=runs/b/seed-$VALUE\n" in script
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
     assert block.split("\n")[2:] == [
@@ -165,6 +166,10 @@ def test_options_that_the_script_computes_are_taken_out_however_they_are_written
         '    --seed "$VALUE"',
         '    --output_dir "$RUN"',
     ]
+
+
+def test_every_site_of_sites_toml_can_be_asked_for():
+    assert typing.get_args(typing.get_type_hints(JobOptions)["site"]) == tuple(SITES)
 
 
 def test_frontiers_nodes_are_whole_for_torchrun(capsys):

@@ -1,3 +1,4 @@
+import gc
 import json
 import subprocess
 import sys
@@ -120,6 +121,19 @@ def test_a_part_of_a_sample_attends_to_the_keys_of_all_parts() -> None:
     assert half.block_flops[0] * 2 == whole.block_flops[0]
     assert half.hidden * 2 == whole.hidden
     assert half.block > whole.block / 2
+
+
+def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
+    job = job_of(model_type="qwen3", gradient_checkpointing=True)
+    threshold = gc.get_threshold()
+    traces = []
+    for often in (100_000, 10):
+        gc.set_threshold(often, 50, 1000)
+        try:
+            traces.append(Shares(job).trace(1, 2))
+        finally:
+            gc.set_threshold(*threshold)
+    assert traces[0] == traces[1]
 
 
 def test_the_meter_counts_what_is_alive_and_the_most_that_was() -> None:

@@ -1,7 +1,8 @@
 #!/bin/bash
-# Pretrains on one node of 4 GPUs through Slurm, with torchrun. An array: one job for each value of
-# --learning_rate. Submit it with sbatch, whose options win over the lines below. Submitted again,
-# it goes on from its newest checkpoint.
+# Pretrain on 1 node of 4 GPUs through Slurm, with one torchrun per node.
+# This is an array with one job for each value of --learning_rate.
+# Submit it with sbatch, whose options override the directives below.
+# Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
 #
@@ -16,10 +17,10 @@
 #SBATCH --array=0-2
 #SBATCH --output=%x-%A_%a.log
 
-# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
-# made the environment that holds the llm package, and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
 VENV=__VENV__
-VALUES=(1e-4 3e-4 1e-3)  # one job of the array each
+VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
 VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
 RUN=runs/gpt-neo-125m/learning_rate-$VALUE
 OPTIONS=(
@@ -46,6 +47,7 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 if [[ ! -r "$VENV/bin/activate" ]]; then
     echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
@@ -54,10 +56,12 @@ fi
 # shellcheck disable=SC1091
 source "$VENV/bin/activate"
 
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
-GPUS=${GPUS##*:}  # without a type, as in a100:4
+GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
 LAUNCH=(
     torchrun --standalone --nproc_per_node="$GPUS"
 )

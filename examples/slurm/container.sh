@@ -1,7 +1,7 @@
 #!/bin/bash
-# Pretrains on 2 nodes of 4 GPUs through Slurm, with one torchrun on each, in a container (pyxis).
-# Submit it with sbatch, whose options win over the lines below. Submitted again, it goes on from
-# its newest checkpoint.
+# Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node, in a container.
+# Submit it with sbatch, whose options override the directives below.
+# Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --nodes 2 --container __IMAGE__ -- OPTIONS
 #
@@ -17,8 +17,8 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# Yours to fill in, like all that stands between double underscores above: the image that holds
-# PyTorch and the llm package (a file or a registry's name), and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE=__IMAGE__
 OPTIONS=(
     --low_cpu_mem_usage
@@ -43,22 +43,25 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 
-# Where the ranks meet: the first host, at a port that other jobs hardly use.
+# The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
-GPUS=${GPUS##*:}  # without a type, as in a100:4
+GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
-# pyxis adds these options to srun.
-CONTAINER=(
+CONTAINER=(  # what pyxis adds to the options of srun
     --container-image="$IMAGE"
     --container-mounts="$PWD:$PWD"
     --container-workdir="$PWD"
 )
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
     srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
     --cpus-per-task="$OMP_NUM_THREADS"

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Pretrains on 4 nodes of 4 GPUs through Slurm, with one torchrun on each. Submit it with sbatch,
-# whose options win over the lines below. Submitted again, it goes on from its newest checkpoint.
+# Pretrain on 4 nodes of 4 GPUs through Slurm, with one torchrun per node.
+# Submit it with sbatch, whose options override the directives below.
+# Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --nodes 4 --gpus_per_node 4 --time 2-00:00:00 --name gpt2-small -- OPTIONS
 #
@@ -16,8 +17,8 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
-# made the environment that holds the llm package, and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
 VENV=__VENV__
 OPTIONS=(
     --config examples/gpt2-small.toml
@@ -32,6 +33,7 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 if [[ ! -r "$VENV/bin/activate" ]]; then
     echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
@@ -40,14 +42,17 @@ fi
 # shellcheck disable=SC1091
 source "$VENV/bin/activate"
 
-# Where the ranks meet: the first host, at a port that other jobs hardly use.
+# The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
-GPUS=${GPUS##*:}  # without a type, as in a100:4
+GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
     srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
     --cpus-per-task="$OMP_NUM_THREADS"

@@ -3,8 +3,8 @@
 #
 #     sbatch examples/slurm/prepare_data.sh
 #
-# A job that reaches its time limit loses only the parts that it was at work on, each a compressed
-# file or 64 MiB of a plain one: submit the same script again, and it goes on from there.
+# A job that reaches its time limit loses only the parts that it was working on, each a compressed
+# file or 64 MiB of a plain one. Submit the same script again, and it resumes from there.
 #
 #SBATCH --job-name=prepare-data
 #SBATCH --account=__ALLOCATION__
@@ -16,8 +16,9 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# Yours to fill in, besides the two lines above: where `python -m venv` made the environment, the
-# text (files, folders or 'quoted/*.patterns'), the tokenizer, and the prefix of the token files.
+# Fill in account and partition above, and here the virtual environment in which the llm
+# package is installed, the text (files, folders or 'quoted/*.patterns'), the tokenizer, and the
+# prefix of the token files.
 VENV=__VENV__
 INPUT=(__INPUT__)
 TOKENIZER=__TOKENIZER__

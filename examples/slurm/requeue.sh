@@ -1,7 +1,8 @@
 #!/bin/bash
-# Pretrains on 2 nodes of 4 GPUs through Slurm, with one torchrun on each. Submit it with sbatch,
-# whose options win over the lines below. 5 minutes before the time limit the run saves a
-# checkpoint, and the job puts itself into the queue again, until the training is finished.
+# Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node.
+# Submit it with sbatch, whose options override the directives below.
+# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
+# the training has finished.
 #
 # Made by: python -m llm.jobs slurm --nodes 2 --requeue --time 2:00:00 -- OPTIONS
 #
@@ -20,8 +21,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
-# made the environment that holds the llm package, and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
 VENV=__VENV__
 RUN=runs/gpt-neo-125m
 OPTIONS=(
@@ -47,6 +48,7 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 if [[ ! -r "$VENV/bin/activate" ]]; then
     echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
@@ -55,14 +57,17 @@ fi
 # shellcheck disable=SC1091
 source "$VENV/bin/activate"
 
-# Where the ranks meet: the first host, at a port that other jobs hardly use.
+# The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
-GPUS=${GPUS##*:}  # without a type, as in a100:4
+GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
     srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
     --cpus-per-task="$OMP_NUM_THREADS"
@@ -72,14 +77,15 @@ LAUNCH=(
     srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
     torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
-    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    --shutdown_timeout=270
+    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
 )
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 "${EACH_GPU[@]}" -m llm.preflight
 
-status() {  # what the run says of itself, if it has said anything since this job began
+# Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
+status() {  # the run's status, if this job has written one
     [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
     sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
 }
@@ -87,7 +93,7 @@ BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
 STEP=$!
-# Slurm signals this shell alone, which hands it on; a trap ends a wait early.
+# Slurm signals only this shell, which passes the signal on; the trap interrupts wait.
 ASKED=
 trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
 while
@@ -97,7 +103,7 @@ while
 do :; done
 
 STATUS=$(status)
-[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # before training has begun
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # signalled before training began
 if [[ "$STATUS" == preempted ]]; then
     echo "$(date): the job goes into the queue again, to go on from its checkpoint."
     scontrol requeue "$SLURM_JOB_ID"

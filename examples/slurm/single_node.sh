@@ -1,6 +1,7 @@
 #!/bin/bash
-# Pretrains on one node of 4 GPUs through Slurm, with torchrun. Submit it with sbatch, whose options
-# win over the lines below. Submitted again, it goes on from its newest checkpoint.
+# Pretrain on 1 node of 4 GPUs through Slurm, with one torchrun per node.
+# Submit it with sbatch, whose options override the directives below.
+# Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm -- OPTIONS
 #
@@ -14,8 +15,8 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
-# made the environment that holds the llm package, and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
 VENV=__VENV__
 OPTIONS=(
     --low_cpu_mem_usage
@@ -40,6 +41,7 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 if [[ ! -r "$VENV/bin/activate" ]]; then
     echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
@@ -48,10 +50,12 @@ fi
 # shellcheck disable=SC1091
 source "$VENV/bin/activate"
 
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
-GPUS=${GPUS##*:}  # without a type, as in a100:4
+GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
 LAUNCH=(
     torchrun --standalone --nproc_per_node="$GPUS"
 )

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Pretrains on 2 nodes of 8 GPUs through Slurm, with one task for each GPU. Submit it with sbatch,
-# whose options win over the lines below. Submitted again, it goes on from its newest checkpoint.
+# Pretrain on 2 nodes of 8 GPUs through Slurm, with one task per GPU.
+# Submit it with sbatch, whose options override the directives below.
+# Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --site frontier --nodes 2 --time 2:00:00 -- OPTIONS
 #
@@ -18,8 +19,8 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# Yours to fill in, like all that stands between double underscores above: where `python -m venv`
-# made the environment that holds the llm package, and the options of the training.
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
 VENV=__VENV__
 OPTIONS=(
     --low_cpu_mem_usage
@@ -46,6 +47,7 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 module load rocm rccl-net-plugin
 export NCCL_SOCKET_IFNAME=hsn0
 
+# Only now, as modules and conda use unset variables.
 set -euo pipefail
 if [[ ! -r "$VENV/bin/activate" ]]; then
     echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
@@ -56,7 +58,9 @@ source "$VENV/bin/activate"
 
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# Each task takes its rank, and the address of rank 0, from what srun tells it.
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# srun tells each task its rank and the address of rank 0; it does not inherit --cpus-per-task from
+# sbatch.
 EACH_GPU=(
     srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
     python

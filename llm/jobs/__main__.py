@@ -1,75 +1,35 @@
 """Writes a job script: `python -m llm.jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
 
-What follows `--` are the trainer's options, which are checked now rather than in the night.
+The trainer's options, which follow `--`, are checked when the script is written. The script is the
+template `slurm.sh` or `pbs.sh`, filled in with the options and with what `sites.toml` says.
 """
 
-import dataclasses
 import re
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+
+import jinja2
 
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
 from llm.files import write_whole
-from llm.jobs import pbs, slurm
-from llm.jobs.script import Job, read_minutes
-from llm.jobs.sites import SITES, Scheduler, choose_queue
-from llm.options import option
+from llm.jobs.options import JobOptions
+from llm.jobs.sites import SITES, choose_queue
 from llm.trainers.gpt.main import parse_args
 
 _LEAST_MINUTES = 30
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """What the job shall ask for."""
-
-    scheduler: Literal["slurm", "pbs"] | None = option(
-        None, "Who runs the job; the option's name can be left out. By default the site's.",
-        group="Job",
-    )  # fmt: skip
-    site: Literal["generic", "polaris", "aurora", "perlmutter", "frontier"] = option(
-        "generic", "Fills in what a site asks for.", group="Job"
-    )
-    nodes: int = option(1, "Number of nodes.", group="Job", at_least=1)
-    gpus_per_node: int | None = option(
-        None, "Ranks on each node; by default the site's, or 4.", group="Job", at_least=1
-    )
-    cpus_per_gpu: int | None = option(
-        None, "Cores for each rank; by default the site's, or 8.", group="Job", at_least=1
-    )
-    time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.", group="Job")
-    account: str = option("__ALLOCATION__", "Account, project or allocation.", group="Job")
-    queue: str | None = option(
-        None, "Queue, partition or QOS; by default the site's first that takes a job of this size.",
-        group="Job", aliases=("partition", "qos"),
-    )  # fmt: skip
-    name: str = option("pretrain", "Name of the job.", group="Job")
-    venv: str = option("__VENV__", "Folder of the virtual environment.", group="Job")
-    container: str | None = option(
-        None, "Image to run in instead, through Slurm's pyxis.", group="Job"
-    )
-    launcher: Literal["torchrun", "task_per_gpu"] | None = option(
-        None, "Who starts the ranks: one torchrun on each node, or srun or mpiexec one task for "
-        "each GPU; by default as the site advises, or torchrun.", group="Job",
-    )  # fmt: skip
-    requeue: bool = option(
-        False, "The job saves before its time limit and puts itself into the queue again (Slurm).",
-        group="Job",
-    )  # fmt: skip
-    chain: bool = option(
-        False, "The job saves and ends before its time limit, for a next one to go on (PBS).",
-        group="Job",
-    )  # fmt: skip
-    sweep: str | None = option(
-        None, "OPTION=A,B,C: an array with one job for each value of a trainer's option (Slurm).",
-        group="Job",
-    )  # fmt: skip
-    output: str | None = option(
-        None, "File to write; by default standard output.", group="Job", path=True
-    )
+# As the scripts of Megatron-LM name them: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
+_ENVIRONMENT_VARIABLES = {
+    "tensor_parallel_size": "TP_SIZE",
+    "pipeline_parallel_size": "PP_SIZE",
+    "num_layers": "NUM_LAYERS",
+    "hidden_size": "HIDDEN_SIZE",
+    "num_attention_heads": "NUM_ATTENTION_HEADS",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Write a job script; the trainer's options follow after --.",
             positional="scheduler",
         )
-        job = make_job(options, made_by=words[:cut], trainer=words[cut + 1 :])
-        text = slurm.write(job) if job.scheduler == "slurm" else pbs.write(job)
+        text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
         if options.output is None:
             sys.stdout.write(text)
         else:
@@ -96,130 +55,163 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_job(options: JobOptions, *, made_by: Sequence[str], trainer: Sequence[str]) -> Job:
-    """Make every choice that the options leave open.
+def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence[str]) -> str:
+    """Return the text of a job script.
 
     Args:
         options: Options of this program.
-        made_by: The arguments that they were read from.
+        command: The arguments that they were read from, which the script's head repeats.
         trainer: Arguments of the trainer.
 
     Raises:
-        ConfigError: An option does not fit the others.
+        ConfigError: An option does not fit the others, or the trainer would refuse its own.
     """
     site = SITES[options.site]
-    scheduler = options.scheduler or site.schedulers[0]
-    _check(options, scheduler)
-    if not trainer:
-        raise ConfigError("The trainer's options are missing: write them after --.")
-    minutes = read_minutes(options.time)
-    _check_time(options, minutes)
-    trainer = _with_what_the_job_needs(options, trainer, minutes)
-    return Job(
-        made_by=_without_output(made_by),
-        scheduler=scheduler,
-        site=site,
-        name=options.name,
-        account=options.account,
-        queue=choose_queue(site, asked=options.queue, nodes=options.nodes, minutes=minutes),
-        nodes=options.nodes,
+    job = replace(
+        options,
+        scheduler=options.scheduler or site.schedulers[0],
         gpus_per_node=options.gpus_per_node or site.gpus_per_node,
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
-        minutes=minutes,
         launcher=options.launcher or site.launcher,
-        venv=options.venv,
-        image=options.container,
-        requeue=options.requeue,
-        chain=options.chain,
-        sweep=_read_sweep(options, trainer),
-        output_dir=_output_dir(trainer),
-        trainer=tuple(trainer),
+    )
+    _check(job)
+    if not trainer:
+        raise ConfigError("The trainer's options are missing: write them after --.")
+    minutes = read_minutes(job.time)
+    _check_time(job, minutes)
+    trainer = _with_what_the_job_needs(job, trainer, minutes)
+    queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
+    swept, values = _read_sweep(job.sweep, trainer)
+    output_dir = parse_args(trainer).output_dir
+    if output_dir is None:
+        raise ConfigError("--output_dir is missing among the trainer's options.")
+    by_script = {swept, "output_dir"} if job.requeue or job.sweep else set()
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
+    )
+    templates.filters["quote"] = shlex.quote
+    return templates.get_template(f"{job.scheduler}.sh").render(
+        job=replace(job, queue=queue),
+        site=site,
+        torchrun=job.launcher == "torchrun",
+        walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
+        sweep=swept,
+        values=values,
+        output_dir=output_dir,
+        trainer=_rows(trainer, without=by_script),
+        made_by=shlex.join(_without_output(command)),
     )
 
 
-def _with_what_the_job_needs(
-    options: JobOptions, trainer: Sequence[str], minutes: int
-) -> list[str]:
-    """The trainer's arguments and those that let it end in time and go on."""
-    given = [word for word in trainer if word.startswith("--")]
-    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in given}
+def read_minutes(time: str) -> int:
+    """Minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
+
+    Two numbers alone are hours to some schedulers and minutes to others, and refused.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
+    if match is None:
+        raise ConfigError(f"--time {time} is no time limit; write it as 6:00:00 or 1-12:00:00.")
+    days, hours, minutes, plain = (int(number or 0) for number in match.groups())
+    found = plain + 1440 * days + 60 * hours + minutes
+    if found == 0:
+        raise ConfigError(f"--time {time} leaves no minute to train; write it as 6:00:00.")
+    return found
+
+
+def _check(job: JobOptions) -> None:
+    """Refuse what a site or a scheduler has no counterpart of."""
+    offered = SITES[job.site].schedulers
+    if job.scheduler not in offered:
+        raise ConfigError(
+            f"--site {job.site} knows {' and '.join(offered)}, not {job.scheduler}; write "
+            f"python -m llm.jobs {offered[0]}."
+        )
+    for name in ("requeue", "sweep", "container"):
+        if job.scheduler == "pbs" and getattr(job, name):
+            instead = "; --chain goes on in a next job" if name == "requeue" else ""
+            raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
+    if job.scheduler == "slurm" and job.chain:
+        raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
+    for name in ("name", "account", "queue"):
+        value = getattr(job, name)
+        if value is not None and re.search(r"\s", value):
+            raise ConfigError(
+                f"--{name} '{value}' has a blank in it, which a directive cannot have."
+            )
+    if job.requeue and job.sweep:
+        raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
+
+
+def _check_time(job: JobOptions, minutes: int) -> None:
+    """Refuse a limit that leaves no time between start and warning."""
+    for name in ("requeue", "chain"):
+        if getattr(job, name) and minutes <= _LEAST_MINUTES:
+            raise ConfigError(
+                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
+                f"and save in; --time {job.time} is less."
+            )
+
+
+def _with_what_the_job_needs(job: JobOptions, trainer: Sequence[str], minutes: int) -> list[str]:
+    """The trainer's arguments, with those that make it end in time and resume."""
+    named = {_option_of(word) for word in trainer if word.startswith("--")}
     words = list(trainer)
-    if options.chain and "exit_after" not in named:
-        # Long enough before the limit for the start of the job and the last checkpoint.
+    if job.chain and "exit_after" not in named:
+        # Time for the job to start and to save its last checkpoint.
         words += ["--exit_after", str(minutes - max(15, minutes // 20))]
     if not named & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
         words.append("--resume_from_checkpoint")
     return words
 
 
-def _output_dir(trainer: Sequence[str]) -> str:
-    """The run's folder, from options that the trainer accepts.
-
-    Raises:
-        ConfigError: It would refuse them, or does not know where to write to.
-    """
-    folder = parse_args(trainer).output_dir
-    if folder is None:
-        raise ConfigError("--output_dir is missing among the trainer's options.")
-    return folder
-
-
-def _check_time(options: JobOptions, minutes: int) -> None:
-    """Refuse a limit that leaves no time between start and warning."""
-    for name in ("requeue", "chain"):
-        if getattr(options, name) and minutes <= _LEAST_MINUTES:
-            raise ConfigError(
-                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
-                f"and save in; --time {options.time} is less."
-            )
-
-
-def _check(options: JobOptions, scheduler: Scheduler) -> None:
-    """Refuse what a site or a scheduler has no counterpart of."""
-    offered = SITES[options.site].schedulers
-    if scheduler not in offered:
+def _read_sweep(sweep: str | None, trainer: Sequence[str]) -> tuple[str, list[str]]:
+    """The option that an array varies and its values; empty without an array."""
+    if sweep is None:
+        return "", []
+    name, _, after = sweep.partition("=")
+    values = [value for value in after.split(",") if value]
+    if len(values) < 2:
         raise ConfigError(
-            f"--site {options.site} knows {' and '.join(offered)}, not {scheduler}; write "
-            f"python -m llm.jobs {offered[0]}."
-        )
-    for name in ("requeue", "sweep", "container"):
-        if scheduler == "pbs" and getattr(options, name):
-            instead = "; --chain goes on in a next job" if name == "requeue" else ""
-            raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
-    if scheduler == "slurm" and options.chain:
-        raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
-    for name in ("name", "account", "queue"):
-        value = getattr(options, name)
-        if value is not None and re.search(r"\s", value):
-            raise ConfigError(
-                f"--{name} '{value}' has a blank in it, which a directive cannot have."
-            )
-    if options.requeue and options.sweep:
-        raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
-
-
-def _read_sweep(options: JobOptions, trainer: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    if options.sweep is None:
-        return None
-    name, equals, values = options.sweep.partition("=")
-    found = tuple(value for value in values.split(",") if value)
-    if not equals or len(found) < 2:
-        raise ConfigError(
-            f"--sweep {options.sweep} expects an option and its values, as in "
+            f"--sweep {sweep} expects an option and its values, as in "
             "--sweep learning_rate=1e-4,3e-4."
         )
-    for value in found:
+    for value in values:
         parse_args([*trainer, f"--{name}", value])
-    return name, found
+    return name, values
 
 
-def _without_output(argv: Sequence[str]) -> tuple[str, ...]:
-    """The arguments, but for where the script is written to."""
-    kept = [word for word in argv if not word.startswith("--output=")]
+def _rows(trainer: Sequence[str], *, without: set[str]) -> list[str]:
+    """The trainer's arguments quoted for bash, one option a row, but for those that it computes."""
+    rows: list[list[str]] = []
+    for word in trainer:
+        if word.startswith("--") or not rows:
+            rows.append([])
+        rows[-1].append(shlex.quote(word))
+    for row in rows:
+        variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
+        if variable is not None and len(row) == 2:
+            row[1] = f'"${{{variable}:-{row[1]}}}"'
+    return [" ".join(row) for row in rows if _option_of(row[0]) not in without]
+
+
+def _option_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def _without_output(command: Sequence[str]) -> list[str]:
+    kept = [word for word in command if not word.startswith("--output=")]
     if "--output" in kept:
         place = kept.index("--output")
         del kept[place : place + 2]
-    return tuple(kept)
+    return kept
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,17 +12,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.models.gpt import build_model
-from llm.optim.kfac.factors import block_widths
-from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.curvature import Curvature
 from llm.parallel.layout import Layout, lay_out
 from llm.plan.census import FP32
-from llm.plan.devices import GIB, Device, find_device
+from llm.plan.devices import DEVICES, GIB, Device
 from llm.plan.job import Extra, Job
-from llm.plan.meter import MemoryMeter
 from llm.plan.options import PlanOptions
 from llm.rules import recomputation, ties_gradients
 from llm.trainers.gpt.inputs import choose_block_size, open_model_config
-from llm.trainers.gpt.kfac import covers_stacks, make_kfac, make_optimizer_of, max_dim
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -108,7 +106,7 @@ def _outline(options: PlanOptions, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _device(options: PlanOptions) -> Device:
-    device = find_device(options.device)
+    device = DEVICES[options.device]
     if options.memory_gib is not None:
         device = dataclasses.replace(device, memory=int(options.memory_gib * GIB))
     if options.device_peak_tflops is not None:
@@ -122,46 +120,30 @@ def _device(options: PlanOptions) -> Device:
 
 def _extra(options: PlanOptions, model: PreTrainedModel, *, world_size: int) -> Extra:
     """Make the optimizer on the meta device and count what it holds."""
-    if options.kfac:
-        return _kfac_extra(options, model, world_size=world_size)
-    accum_steps = (options.accum_steps or 1) if options.optimizer == "accumadamw" else None
-    optimizer = make_optimizer_of(options, model, accum_steps=accum_steps)
-    return Extra(per_element=_per_element(optimizer, model))
-
-
-def _kfac_extra(options: PlanOptions, model: PreTrainedModel, *, world_size: int) -> Extra:
-    """What K-FAC keeps, and what it takes in a step in which all factors are due, as the first."""
-    meter = MemoryMeter([*model.parameters(), *model.buffers()])
-    with fake_ranks(world_size), meter:
+    if not options.kfac:
+        accum_steps = (options.accum_steps or 1) if options.optimizer == "accumadamw" else None
+        optimizer = make_optimizer_of(options, model, accum_steps=accum_steps)
+        return Extra(per_element=_per_element(optimizer, model))
+    with fake_ranks(world_size):
         kfac = make_kfac(options, model)
-        kept = meter.mark().live
-    coverage = find_layers(
-        model, skip_layers=options.kfac_skip_layers, stacks=covers_stacks(options)
-    )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    per_element = _per_element(kfac.optimizer, model)
-    sizes = {(layer.input_name, "A"): layer.columns for layer in coverage.layers}
-    sizes |= {(layer.name, "G"): layer.rows for layer in coverage.layers}
-    widest = max_dim(options, model)
-    sums = sum(w * w for size in sizes.values() for w in block_widths(size, widest))
+    curvature = kfac.recorder
+    assert isinstance(curvature, Curvature)  # `check` refuses the library
+    # In a step in which all factors are due, as in the first.
+    sums = FP32 * sum(width**2 for factor in curvature.factors for width in factor.widths)
     return Extra(
-        per_element=per_element,
-        kfac=int(kept - per_element * trained),
-        kfac_recording=FP32 * sums,
-        kfac_step=FP32 * (sums + coverage.num_covered),
+        per_element=_per_element(kfac.optimizer, model),
+        kfac=curvature.num_bytes(),
+        kfac_recording=sums,
+        kfac_step=sums + FP32 * curvature.coverage.num_covered,
     )
 
 
 def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
+    """Bytes of optimizer state for each trained element."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return _tensor_bytes(list(optimizer.state.values())) / trained
-
-
-def _tensor_bytes(values: object) -> int:
-    """Bytes of all tensors in nested containers, each once."""
-    leaves = tree_leaves(values)
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    leaves = tree_leaves(list(optimizer.state.values()))
+    tensors = {leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors) / trained
 
 
 @contextmanager

@@ -7,6 +7,7 @@ would, and a meter counts what they allocate.
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,8 +160,15 @@ class _Marks:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        with self._counter, self._meter:
-            yield
+        # When Python collects the graph's cycles is chance, and would be in the numbers.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with self._counter, self._meter:
+                yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def mark(self, name: str) -> None:
         if name not in self.levels:

@@ -43,6 +43,10 @@ class KFAC:
         preconditioner: Changes the gradient before the optimizer has it; None with EKFAC, which
             is the optimizer and does everything in its own step.
         description: What is covered, kept and done, in a few lines.
+
+    Attributes:
+        optimizer: The same.
+        recorder: The same.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class KFAC:
     ) -> None:
         self.optimizer = optimizer
         self._description = description
-        self._recorder = recorder
+        self.recorder = recorder
         self._preconditioner = preconditioner
         self._state = recorder if preconditioner is None else preconditioner
 
@@ -63,7 +67,7 @@ class KFAC:
         self, *, token_weight: float, loss_scale: Tensor
     ) -> contextlib.AbstractContextManager[None]:
         """Surround a step's passes; see `SecondOrder`."""
-        return self._recorder.recording(token_weight=token_weight, loss_scale=loss_scale)
+        return self.recorder.recording(token_weight=token_weight, loss_scale=loss_scale)
 
     def precondition(self, *, learning_rate: float) -> None:
         """Change the gradients of the covered layers, where the method does so."""

@@ -1,0 +1,99 @@
+#!/bin/bash
+{% set per_node = "ncpus=%d:ngpus=%d" | format(job.gpus_per_node * job.cpus_per_gpu, job.gpus_per_node) %}
+{% set node = "system=" ~ site.system if site.system else per_node %}
+# Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} devices through PBS, with one {{ "torchrun per node" if torchrun else "process per device" }}.
+{% if job.chain %}
+# The run saves a checkpoint and ends before the time limit, for the next job to resume. Submit a
+# chain of jobs, each of which starts only if the one before it has not finished the training:
+#
+#     JOB=$(qsub "$SCRIPT")
+#     for _ in 2 3 4; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
+{% else %}
+# Submit it with qsub; submitted again, it resumes from its newest checkpoint. In an interactive
+# session:
+#
+#     qsub -I -A ALLOCATION -q debug -l select=1:{{ node }} -l walltime=1:00:00{{ " -l filesystems=" ~ site.filesystems if site.filesystems }}
+#     bash SCRIPT
+{% endif %}
+#
+# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+#
+#PBS -N {{ job.name }}
+#PBS -A {{ job.account }}
+#PBS -q {{ job.queue }}
+#PBS -l select={{ job.nodes }}:{{ node }}
+#PBS -l walltime={{ walltime }}
+{% if job.queue == "preemptable" %}
+#PBS -r y
+{% endif %}
+#PBS -l place=scatter
+{% if site.filesystems %}
+#PBS -l filesystems={{ site.filesystems }}
+{% endif %}
+{% for directive in site.directives %}
+#PBS {{ directive }}
+{% endfor %}
+#PBS -j oe
+
+# Fill in what stands between double underscores above, the options of the training, and
+# the virtual environment in which the llm package is installed.
+VENV={{ job.venv | quote }}
+OPTIONS=(
+{% for row in trainer %}
+    {{ row }}
+{% endfor %}
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${PBS_O_WORKDIR:-.}" || exit 2
+{{ site.set_up }}
+# Only now, as modules and conda use unset variables.
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+GPUS={{ job.gpus_per_node }}
+export OMP_NUM_THREADS={{ job.cpus_per_gpu }}
+# PBS may list a host several times. Rank 0 is on the first, at a port that other jobs are unlikely
+# to use.
+mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+NNODES=${#HOSTS[@]}
+JOB=${PBS_JOBID%%[!0-9]*}
+MASTER_ADDR=${MASTER_ADDR:-{{ site.master_addr }}}
+MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
+export MASTER_ADDR MASTER_PORT
+
+# EACH_GPU starts a program once for each device, LAUNCH starts the training.
+EACH_GPU=(
+    mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"
+{% if site.pals %}
+    --cpu-bind depth --depth {{ job.cpus_per_gpu }}
+{% endif %}
+    python
+)
+{% if torchrun %}
+LAUNCH=(
+    mpiexec --hostfile "$PBS_NODEFILE" -n "$NNODES" --ppn 1
+{% if site.pals %}
+    --cpu-bind none
+{% endif %}
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
+)
+{% else %}
+LAUNCH=("${EACH_GPU[@]}")  # each process takes its rank from the variables that mpiexec sets
+{% endif %}
+
+echo "$(date): job $PBS_JOBID on ${HOSTS[*]}"
+"${EACH_GPU[@]}" -m llm.preflight
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

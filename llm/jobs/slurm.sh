@@ -1,0 +1,201 @@
+#!/bin/bash
+# Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
+{% if sweep %}
+# This is an array with one job for each value of --{{ sweep }}.
+{% endif %}
+# Submit it with sbatch, whose options override the directives below.
+{% if job.requeue %}
+# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
+# the training has finished.
+{% else %}
+# Submitted again, it resumes from its newest checkpoint.
+{% endif %}
+#
+# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+#
+#SBATCH --job-name={{ job.name }}
+#SBATCH --account={{ job.account }}
+#SBATCH --{{ site.queue_option }}={{ job.queue }}
+#SBATCH --nodes={{ job.nodes }}
+{% if torchrun %}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={{ job.gpus_per_node * job.cpus_per_gpu }}
+{% else %}
+#SBATCH --ntasks-per-node={{ job.gpus_per_node }}
+#SBATCH --cpus-per-task={{ job.cpus_per_gpu }}
+{% endif %}
+{% for directive in site.task_directives if not torchrun %}
+#SBATCH {{ directive }}
+{% else %}
+#SBATCH --gpus-per-node={{ job.gpus_per_node }}
+{% endfor %}
+{% for directive in site.directives %}
+#SBATCH {{ directive }}
+{% endfor %}
+#SBATCH --time={{ walltime }}
+{% if job.nodes > 1 %}
+#SBATCH --exclusive
+#SBATCH --mem=0
+{% endif %}
+{% if sweep %}
+#SBATCH --array=0-{{ values | length - 1 }}
+#SBATCH --output=%x-%A_%a.log
+{% else %}
+#SBATCH --output=%x-%j.log
+{% endif %}
+{% if job.requeue %}
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+{% endif %}
+
+# Fill in what stands between double underscores above, the options of the training, and
+{% if job.container %}
+# the container image with PyTorch and the llm package, a file or a name in a registry.
+IMAGE={{ job.container | quote }}
+{% else %}
+# the virtual environment in which the llm package is installed.
+VENV={{ job.venv | quote }}
+{% endif %}
+{% if sweep %}
+VALUES=({{ values | map("quote") | join(" ") }})  # one for each job of the array
+VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
+RUN={{ output_dir | quote }}/{{ sweep }}-$VALUE
+{% elif job.requeue %}
+RUN={{ output_dir | quote }}
+{% endif %}
+OPTIONS=(
+{% for row in trainer %}
+    {{ row }}
+{% endfor %}
+{% if sweep %}
+    --{{ sweep }} "$VALUE"
+{% endif %}
+{% if sweep or job.requeue %}
+    --output_dir "$RUN"
+{% endif %}
+)
+
+left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+{{ site.set_up }}
+# Only now, as modules and conda use unset variables.
+set -euo pipefail
+{% if not job.container %}
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+{% endif %}
+
+{% if torchrun %}
+{% if job.nodes > 1 %}
+# The ranks meet on the first host, at a port that other jobs are unlikely to use.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+NNODES=${#HOSTS[@]}
+PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+{% endif %}
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+GPUS=${SLURM_GPUS_PER_NODE:-{{ job.gpus_per_node }}}
+GPUS=${GPUS##*:}  # without the type in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+{% else %}
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+{% endif %}
+
+{% if job.container %}
+CONTAINER=(  # what pyxis adds to the options of srun
+    --container-image="$IMAGE"
+    --container-mounts="$PWD:$PWD"
+    --container-workdir="$PWD"
+)
+{% endif %}
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+{% if not torchrun %}
+# srun tells each task its rank and the address of rank 0; it does not inherit --cpus-per-task from
+# sbatch.
+EACH_GPU=(
+    srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
+{% if job.container %}
+    "${CONTAINER[@]}"
+{% endif %}
+    python
+)
+LAUNCH=("${EACH_GPU[@]}")
+{% elif job.nodes == 1 %}
+LAUNCH=(
+{% if job.container %}
+    srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$GPUS}"
+    "${CONTAINER[@]}"
+{% endif %}
+    torchrun --standalone --nproc_per_node="$GPUS"
+{% if job.requeue %}
+    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+{% endif %}
+)
+EACH_GPU=("${LAUNCH[@]}")
+{% else %}
+# srun does not inherit --cpus-per-task from sbatch.
+EACH_GPU=(
+    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    --cpus-per-task="$OMP_NUM_THREADS"
+{% if job.container %}
+    "${CONTAINER[@]}"
+{% endif %}
+    python
+)
+LAUNCH=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+{% if job.container %}
+    "${CONTAINER[@]}"
+{% endif %}
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+{% if job.requeue %}
+    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+{% endif %}
+)
+{% endif %}
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+{% if not job.requeue %}
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"
+{% else %}
+
+# Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
+status() {  # the run's status, if this job has written one
+    [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
+    sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
+}
+BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
+STEP=$!
+# Slurm signals only this shell, which passes the signal on; the trap interrupts wait.
+ASKED=
+trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
+while
+    CODE=0
+    wait "$STEP" || CODE=$?
+    kill -0 "$STEP" 2>/dev/null
+do :; done
+
+STATUS=$(status)
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # signalled before training began
+if [[ "$STATUS" == preempted ]]; then
+    echo "$(date): the job goes into the queue again, to go on from its checkpoint."
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"
+{% endif %}
