@@ -41,7 +41,8 @@ def make_model(family: str, layers: int):
 
 
 def make_optimizer(model):
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
 
 
 def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
@@ -112,7 +113,7 @@ def assert_trains_as_one_rank(ranks, family, layers, cases):
         weights = outcomes[0][number][1]
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -34,7 +34,8 @@ def make_model(family: str):
 
 
 def make_optimizer(model):
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
+    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
 
 
 def train(family: str, sizes: dict[str, int], accumulation: int):
@@ -97,4 +98,4 @@ def test_divided_weights_train_as_on_one_rank(family, ranks, sizes):
         weights = outcomes[0][1]
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=5e-4)
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)

@@ -70,7 +70,8 @@ def prepare(model, sizes: dict[str, int], *, chunked: bool = True):
         )
 
     def make_optimizer(model):
-        return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+        # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
+        return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
 
     strategy.prepare(LanguageModelLoss(model, chunked=chunked), make_optimizer)
     return strategy
@@ -123,7 +124,7 @@ def assert_trains_as_on_one_rank(ranks: int, cases) -> None:
             assert (predicted == predicted_whole).float().mean() > 0.97, case
             assert weights.keys() == (weights_whole.keys() if rank == 0 else set())
             for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, weights_whole[name], rtol=1e-3, atol=5e-4)
+                torch.testing.assert_close(tensor, weights_whole[name], rtol=1e-5, atol=1e-5)
 
 
 def test_two_ranks_compute_each_layer_of_every_kind_of_plan():
