@@ -228,6 +228,9 @@ class Tracker:
         now = time.perf_counter()
         elapsed = now - self._started
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
+        flops = tokens_per_second * self._flops_per_token
+        # No step is faster than the devices: the peak was measured, or given, too low.
+        self._peak_flops = max(self._peak_flops, flops)
         ms_per_step = 1000 * elapsed / max(1, step - self._interval_step)
         record = {
             "loss": values["loss"],
@@ -242,7 +245,7 @@ class Tracker:
             "samples": samples,
             "tokens": tokens,
             "seconds": self._seconds_before + elapsed,
-            "mfu": tokens_per_second * self._flops_per_token / self._peak_flops,
+            "mfu": flops / self._peak_flops,
         }
         memory = self._memory_in_use()
         if memory is not None:

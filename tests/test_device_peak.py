@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -38,12 +40,34 @@ def test_the_measured_peak_is_about_what_a_larger_product_reaches():
     assert reached / 8 < measured < 8 * reached
 
 
-def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch):
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.01, [512, 1024, 2048]), (1.0, [512])])
+def test_products_grow_until_one_takes_too_long(monkeypatch, seconds, sizes):
+    clock = itertools.count(step=seconds)
+    monkeypatch.setattr("llm.device_peak.time.perf_counter", lambda: next(clock))
+    multiplied = []
+    monkeypatch.setattr("torch.mm", lambda one, other, out: multiplied.append(len(one)))
+
+    measured = measured_flops(CPU, torch.float32)
+
+    assert sorted(set(multiplied)) == sizes
+    assert measured == pytest.approx(2 * sizes[-1] ** 3 / seconds)
+
+
+def test_a_cpu_is_measured_in_the_precision_of_the_run_and_the_log_says_at_least(
+    monkeypatch, caplog
+):
+    caplog.set_level("INFO", logger="llm")
     asked = []
-    monkeypatch.setattr("llm.device_peak.measured_flops", lambda device, dtype: asked.append(dtype))
+    monkeypatch.setattr(
+        "llm.device_peak.measured_flops", lambda device, dtype: asked.append(dtype) or 2.5e11
+    )
     for precision in ("no", "bf16", "fp16"):
         device_peak_flops(CPU, precision)
     assert asked == [torch.float32, torch.bfloat16, torch.float16]
+    assert caplog.messages[1] == (
+        "peak: at least 0.25 TFLOP/s a device, which matrix products in torch.bfloat16 reach; "
+        "MFU is the share of that"
+    )
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -123,13 +123,13 @@ def test_only_the_first_rank_takes_over_the_saved_loss():
     assert float(second.num_tokens) == 4.0
 
 
-def make_tracker(path, seen):
+def make_tracker(path, seen, *, peak_flops=1e15):
     return Tracker(
         metrics_path=path,
         log_to_trackers=lambda values, step: seen.append((step, values)),
         total_steps=10,
         flops_per_token=1e6,
-        find_peak_flops=lambda: 1e12,
+        find_peak_flops=lambda: peak_flops,
         memory_in_use=lambda: 3 * 2**20,
     )
 
@@ -162,7 +162,7 @@ def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
     assert record["eval_loss"] == 2.0
     assert record["loss"] is None, "NaN is no JSON"
     assert record["eval_perplexity"] is None
-    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e6 / 1e12)
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e6 / 1e15)
     assert record["memory"] == 3 * 2**20
     assert record["seconds"] > 5.0
     assert [set(values) & {"train/loss", "eval/loss"} for _, values in seen] == [
@@ -184,6 +184,20 @@ def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["tokens_per_second"] == 2000 / 20
     assert record["ms_per_step"] == 10_000
+
+
+def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
+    # Begun; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
+    clock = iter([0.0, 0.0, 0.0, 2.0, 3.0, 7.0])
+    monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [], peak_flops=0.8e9)
+    tracker.start(step=0, tokens=0, seconds=0.0)
+    for step in (1, 2, 3):
+        log(tracker, step)
+        tracker.commit(step)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    # 0.5, 1 and 0.25 GFLOP/s; the second is the new peak.
+    assert [json.loads(line)["mfu"] for line in lines] == [0.5 / 0.8, 1.0, 0.25]
 
 
 def test_another_rank_writes_nothing(tmp_path):
