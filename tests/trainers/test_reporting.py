@@ -3,6 +3,7 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
+from llm.trainers.gpt import results
 from tests.support.training import Bench
 from tests.trainers.test_exactness import weights_hash, without_times
 
