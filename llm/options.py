@@ -309,8 +309,8 @@ def to_toml(config: Any) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's as well.
-    return json.dumps(value)
+    # JSON's strings, numbers and booleans are TOML's as well, but for surrogate pairs and DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def to_markdown(cls: type) -> str:

@@ -10,7 +10,7 @@ from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.layout_rules import layout_problems
 from llm.model_rules import model_problems, named_problems, shape_problems
-from llm.options import fields
+from llm.options import fields, paths
 
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
@@ -213,6 +213,11 @@ def _run_problems(config: GPTConfig) -> list[str]:
         )
     if "none" in config.report_to and len(config.report_to) > 1:
         problems.append("--report_to none stands alone.")
+    problems += [
+        f"--{name} {text!a} is not UTF-8, as config.toml has to be; rename it."
+        for name, text in paths(config)
+        if text.encode(errors="replace") != text.encode(errors="surrogatepass")
+    ]
     known = {field.name for field in fields(GPTConfig)}
     for name in config.change_on_resume:
         if name not in known:

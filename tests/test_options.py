@@ -121,7 +121,8 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_is_expected(tmp_path, tex
 
 
 def test_what_is_written_as_toml_reads_back_as_the_same_settings(tmp_path: Path):
-    settings = Settings(name='a "quoted" \\ name', betas=(0.5,), save_every="epoch", resume=True)
+    name = 'a "quoted" \\ name\n\x7f of a \N{FOX FACE}'
+    settings = Settings(name=name, betas=(0.5,), save_every="epoch", resume=True)
     file = tmp_path / "run.toml"
     file.write_text(to_toml(settings))
     assert read("--config", str(file)) == settings

@@ -315,6 +315,14 @@ def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch
     assert steps(tmp_path) == [3]
 
 
+def test_a_save_clears_what_others_left_behind_and_nothing_of_the_users(tmp_path):
+    for name in (".step_00000001.tmp", ".survivors_1.tmp", ".mine.tmp", "mine"):
+        (tmp_path / name).mkdir()
+    save(tmp_path, 2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".mine.tmp", "mine", "step_00000002"]
+
+
 def test_the_best_is_kept_and_its_link_moves_by_a_rename(tmp_path, monkeypatch):
     targets = []
     replace = Path.replace

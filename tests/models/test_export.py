@@ -114,7 +114,8 @@ def test_a_large_model_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_second_export_replaces_the_first_and_leaves_other_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}")
+    for name in ("metrics.jsonl", "model-before.safetensors"):
+        (tmp_path / name).write_text("mine")
     with monkeypatch.context() as patch:
         patch.setattr(export, "_SHARD_SIZE", "60KB")
         export_to(tmp_path, tiny_model(tiny_config("gpt2")))
@@ -122,9 +123,12 @@ def test_a_second_export_replaces_the_first_and_leaves_other_files_alone(
     export_to(tmp_path, newer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
 
-    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert {file.name for file in tmp_path.glob("model*")} == {
+        "model.safetensors", "model-before.safetensors"
+    }  # fmt: skip
     assert torch.equal(loaded.transformer.wte.weight, newer.transformer.wte.weight)
-    assert (tmp_path / "metrics.jsonl").read_text() == "{}"
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+    assert (tmp_path / "model-before.safetensors").read_text() == "mine"
 
 
 def test_an_export_that_dies_leaves_the_older_one_whole(

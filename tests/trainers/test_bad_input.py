@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from tests.support.training import Bench
+from llm.config import GPTConfig
+from llm.options import read_toml
+from tests.support.training import Bench, Run
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +196,64 @@ def test_a_folder_that_holds_another_run_is_left_as_it_is(bench):
     assert {p.name: p.read_bytes() for p in second.folder.iterdir() if p.is_file()} == before
 
 
-def test_overwriting_starts_anew(bench):
-    bench.train_well("again", max_train_steps=2, checkpointing_steps=1)
-    second = bench.train_well("again", max_train_steps=3, overwrite_output_dir=True)
-    assert len(second.losses) == 3
-    assert not (second.folder / "checkpoints").exists()
+@pytest.fixture(scope="module")
+def twice(bench) -> Run:
+    """A run that another one has overwritten, beside files of the user's own."""
+    first = bench.train_well("again", max_train_steps=2, checkpointing_steps=1)
+    (first.folder / "checkpoints" / "mine.txt").write_bytes(bench.text.read_bytes())
+    return bench.train_well("again", max_train_steps=3, overwrite_output_dir=True)
+
+
+def test_overwriting_starts_anew_and_leaves_the_users_files(twice):
+    assert len(twice.losses) == 3
+    assert [path.name for path in (twice.folder / "checkpoints").iterdir()] == ["mine.txt"]
+
+
+def test_the_written_configuration_overwrites_no_other_run(bench, twice):
+    taken = bench.train_well("taken-too", max_train_steps=1)
+    recorded = dict.fromkeys(read_toml(GPTConfig, twice.folder / "config.toml"))
+    again = {**recorded, "config": twice.folder / "config.toml", "output_dir": taken.folder}
+
+    run = bench.train("taken-too", **again)
+
+    assert run.codes == [2]
+    assert "holds a run already" in run.output
+    assert len(taken.losses) == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["train_file", "validation_file", "data_path", "tokenizer_name", "config"]
+)
+def test_an_input_in_the_run_that_is_overwritten_is_refused(bench, twice, option):
+    named = {
+        "data_path": twice.folder / "checkpoints" / "tokens",
+        "tokenizer_name": twice.folder / "tokenizer.json",
+        "config": twice.folder / "config.toml",
+    }.get(option, twice.folder / "checkpoints" / "mine.txt")
+    if option == "data_path":
+        named.with_suffix(".bin").write_text("")
+    options = {option: named, "overwrite_output_dir": True}
+
+    run = bench.train(
+        "again", **{"train_file": None if option == "data_path" else bench.text, **options}
+    )
+
+    assert run.codes == [2]
+    assert f"--{option} {named} lies in --output_dir {twice.folder}" in run.output
+    assert (twice.folder / "checkpoints" / "mine.txt").read_bytes() == bench.text.read_bytes()
+    assert len(twice.losses) == 3
+
+
+@pytest.mark.parametrize("how", [{}, {"overwrite_output_dir": True}])
+def test_a_model_that_lies_in_the_folder_is_left_as_it_is(bench, twice, how):
+    folder = bench.folder / "exported"
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (folder / name).write_text("mine")
+
+    run = bench.train("exported", **how)
+
+    assert run.codes == [2]
+    assert "holds no run, but files that this one would replace" in run.output
+    assert "(README.md, config.json, model.safetensors)" in run.output
+    assert {path.read_text() for path in folder.iterdir()} == {"mine"}

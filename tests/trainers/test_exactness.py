@@ -266,15 +266,3 @@ def test_other_data_under_the_same_name_are_refused_on_resume(plain, tmp_path):
 
     assert again.codes == [2]
     assert "The training data are no longer those" in again.output
-
-
-def test_a_run_is_not_written_over_what_it_starts_from(plain):
-    run = plain.train_well("source", max_train_steps=1, checkpointing_steps=1)
-
-    again = plain.train(
-        "source", init_from=run.folder, overwrite_output_dir=True, max_train_steps=1
-    )
-
-    assert again.codes == [2]
-    assert "which this run would replace" in again.output
-    assert (run.folder / "checkpoints/step_00000001/manifest.json").exists()

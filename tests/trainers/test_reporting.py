@@ -3,6 +3,7 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
+from llm.trainers.gpt import results
 from tests.support.training import Bench
 from tests.trainers.test_exactness import weights_hash, without_times
 
@@ -34,3 +35,16 @@ def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
 def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
     run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_every=2, ranks=2)
     assert run.output.count("a sample at step 2:") == 1
+
+
+def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
+    monkeypatch.setattr(results, "_python", lambda: "my env/bin/python")
+    words = ("--config", "runs/with späces/config.toml")
+    trainer = "-m llm.trainers.gpt --config 'runs/with späces/config.toml'"
+    assert results.start_command(1, *words) == f"'my env/bin/python' {trainer}"
+    monkeypatch.setattr(results, "_python", lambda: "python")
+    local = f"torchrun --standalone --nproc_per_node 8 {trainer}"
+    assert results.start_command(8, *words) == local
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
+    assert results.start_command(8, *words) == f"{nodes} {trainer}"

@@ -1,5 +1,7 @@
 """Where a run starts from, how far it may go, and when it saves and ends by the clock."""
 
+import re
+import shlex
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from llm.config import GPTConfig
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
+from llm.options import read_toml
 from llm.trainers.gpt import build
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times
@@ -104,6 +108,29 @@ def test_init_from_a_place_without_a_checkpoint_is_refused_in_one_sentence(bench
     assert Path(path).name in errors[0] or "step_00000007" in errors[0]
     assert "Traceback" not in run.output
     assert not (bench.folder / "wrong").exists()
+
+
+@pytest.mark.parametrize("how", ["origin", "origin/3", "origin/best"])
+def test_a_run_is_not_written_over_what_it_starts_from(bench, origin, how):
+    run = bench.train("origin", init_from=bench.folder / how, overwrite_output_dir=True)
+
+    assert run.codes == [2]
+    assert "which this run would replace" in run.output
+    assert checkpoint_steps(origin) == [3, 6]
+
+
+def test_a_checkpoint_of_another_run_is_no_reason_to_go_on_over_a_run(bench, origin):
+    other = bench.train_well("other", max_train_steps=1)
+    before = other.metrics
+
+    run = bench.train(
+        "other", resume_from_checkpoint=origin.folder / "checkpoints" / "step_00000003",
+        max_train_steps=6,
+    )  # fmt: skip
+
+    assert run.codes == [2]
+    assert "other holds a run already" in run.output
+    assert other.metrics == before
 
 
 def test_init_from_another_model_is_refused_in_one_sentence(bench, origin, tmp_path):
@@ -228,18 +255,26 @@ def test_two_ranks_save_by_the_clock_of_the_first(bench):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exit_after_ends_with_code_75_and_the_run_goes_on_to_the_same_bits(bench, ranks):
-    name = f"exit-{ranks}"
+    name = f"exit with späces {ranks}"
     options = {"ranks": ranks, "max_train_steps": 20}
     slow = Fault(at=STEP, what="wait", call=0, amount=0.1)
 
-    run = bench.train(name, exit_after=1 / 60, faults=[slow], **options)
+    run = bench.train(name, exit_after=1 / 60, overwrite_output_dir=True, faults=[slow], **options)
 
     assert run.codes == [75] * ranks
     status = run.read_json("status.json")
     assert (status["status"], status["reason"]) == ("preempted", "--exit_after")
     assert checkpoint_steps(run) == [status["step"]]
     assert 0 < status["step"] < 20
-    resumed = bench.train_well(name, resume_from_checkpoint=True, **options)
+    config = run.folder / "config.toml"
+    command = shlex.split(re.search("To go on: (.*)", run.output)[1])
+    launcher = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
+    printed = ["-m", "llm.trainers.gpt", "--config", str(config), "--resume_from_checkpoint"]
+    assert command[-len([*launcher, *printed]) :] == [*launcher, *printed]
+    recorded = dict.fromkeys(read_toml(GPTConfig, config))
+    resumed = bench.train_well(
+        name, ranks=ranks, **recorded, config=config, resume_from_checkpoint=True
+    )
     assert f"at step {status['step']}" in resumed.output
     straight = bench.train_well(f"{name}-straight", **options)
     assert without_times(resumed) == without_times(straight)
