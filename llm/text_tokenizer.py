@@ -1,14 +1,14 @@
 """What turns text into ids when data is prepared: loaded without transformers where it can be.
 
 Most tokenizers are a file that the `tokenizers` library reads by itself, in a tenth of the time
-that `import transformers` takes. Where transformers would add or change anything, it is asked.
+that `import transformers` takes. Where transformers could add or change anything, it is asked.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm.errors import ConfigError
 from llm.sentencepiece_model import convert_sentencepiece
@@ -26,14 +26,19 @@ from llm.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take a tokenizer.json as it is."""
+_PLAIN_KEYS = {
+    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces"),
+    *("bos_token", "eos_token", "unk_token", "pad_token"),
+}
+"""Keys of a tokenizer_config.json that change no id."""
+_OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files by which transformers may choose another class or add tokens."""
 _END_OF_TEXT = "<|endoftext|>"
-_Found = tuple["Tokenizer", str | None, str | None]
-"""A backend with the tokens that begin and end a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +128,11 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
 
 def _direct(place: Place, name: str) -> TextTokenizer | None:
     """The tokenizer without transformers; None where only transformers knows, or can explain."""
-    found: _Found | None
     try:
-        match place:
-            case PairPlace():
-                found = _read_pair(place)
-            case FilePlace():
-                found = _read_file(place.file)
-            case ModelPlace():
-                found = _read_model(place.file)
-            case NamedPlace():
-                found = _read_folder(Path(place.name))
+        found = _read(place)
     except ConfigError:
         raise
-    except Exception:
-        # A broken file: load_tokenizer says so in a sentence.
+    except Exception:  # a broken file: load_tokenizer says so in a sentence
         return None
     if found is None:
         return None
@@ -159,97 +154,43 @@ def _direct(place: Place, name: str) -> TextTokenizer | None:
     )
 
 
-def _read_pair(place: PairPlace) -> _Found:
+def _read(place: Place) -> "tuple[Tokenizer, str | None, str | None] | None":
+    """A backend with the tokens that begin and end a text."""
+    from tokenizers import Tokenizer
+
+    if isinstance(place, PairPlace):
+        return _gpt2(place), _END_OF_TEXT, _END_OF_TEXT
+    if isinstance(place, ModelPlace):
+        model = convert_sentencepiece(place.file)
+        special = model.special_tokens
+        return model.backend, special.get("bos_token"), special.get("eos_token")
+    config: dict[str, str] = {}
+    if isinstance(place, NamedPlace):
+        folder = Path(place.name)
+        if any((folder / file).exists() for file in _OTHER_FILES):
+            return None
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
+            return None
+    file = place.file if isinstance(place, FilePlace) else folder / "tokenizer.json"
+    backend = Tokenizer.from_file(str(file))
+    added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+    named = [token for key, token in config.items() if key.endswith("_token")]
+    padding = [backend.padding["pad_token"]] if backend.padding else []
+    if not {*named, *padding} <= added.keys():  # transformers would add them
+        return None
+    eos = end_of_text(added) if isinstance(place, FilePlace) else config.get("eos_token")
+    return backend, config.get("bos_token"), eos
+
+
+def _gpt2(place: PairPlace) -> "Tokenizer":
     """What transformers' GPT2Tokenizer makes of the two files."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    model = models.BPE.from_file(
-        str(place.vocab_file),
-        str(place.merges_file),
-        continuing_subword_prefix="",
-        end_of_word_suffix="",
-    )
-    backend = Tokenizer(model)
+    files = str(place.vocab_file), str(place.merges_file)
+    names = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    backend = Tokenizer(models.BPE.from_file(*files, **names))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
-    return backend, _END_OF_TEXT, _END_OF_TEXT
-
-
-def _read_file(file: Path) -> _Found | None:
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_file(str(file))
-    added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-    if _fills_with_unknown(backend, added):
-        return None
-    return backend, None, end_of_text(added)
-
-
-def _read_model(file: Path) -> _Found:
-    model = convert_sentencepiece(file)
-    special = model.special_tokens
-    return model.backend, special.get("bos_token"), special.get("eos_token")
-
-
-def _read_folder(folder: Path) -> _Found | None:
-    from tokenizers import Tokenizer
-
-    files = {name: folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "config")}
-    if not files["tokenizer"].is_file() or not files["tokenizer_config"].is_file():
-        return None
-    # A model's type may decide on the tokenizer's class, which may build the backend anew.
-    if files["config"].exists():
-        return None
-    config = json.loads(files["tokenizer_config"].read_text(encoding="utf-8"))
-    unclear = ("auto_map", "fast_tokenizer_files")
-    if config.get("tokenizer_class") not in _PLAIN_CLASSES or any(key in config for key in unclear):
-        return None
-    legacy = ("special_tokens_map.json", "added_tokens.json")
-    if "added_tokens_decoder" not in config and any((folder / name).exists() for name in legacy):
-        return None
-    backend = Tokenizer.from_file(str(files["tokenizer"]))
-    by_id = backend.get_added_tokens_decoder()
-    added = {token.content: id for id, token in by_id.items()}
-    if _fills_with_unknown(backend, added) or not _all_there(config, by_id):
-        return None
-    return backend, _content(config.get("bos_token")), _content(config.get("eos_token"))
-
-
-def _fills_with_unknown(backend: "Tokenizer", added: dict[str, int]) -> bool:
-    """Whether transformers would add a token because the file's padding names it."""
-    return backend.padding is not None and backend.padding["pad_token"] not in added
-
-
-def _all_there(config: dict[str, Any], by_id: "dict[int, AddedToken]") -> bool:
-    """Whether all tokens of a tokenizer_config.json stand in the tokenizer.json just so.
-
-    If one does not, transformers adds it.
-    """
-    known = {token.content for token in by_id.values()}
-    if any(name not in known for name in _named_tokens(config)):
-        return False
-    for id, described in config.get("added_tokens_decoder", {}).items():
-        token = by_id.get(int(id))
-        if token is None or not isinstance(described, dict):
-            return False
-        facts = {key: value for key, value in described.items() if key != "__type"}
-        if {**token.__getstate__(), **facts} != token.__getstate__():
-            return False
-    return True
-
-
-def _named_tokens(config: dict[str, Any]) -> Iterator[str | None]:
-    """The tokens that a tokenizer_config.json names: `eos_token`, extra ones, ..."""
-    for key, value in config.items():
-        if key.endswith("_token") and not (value is None or isinstance(value, bool)):
-            yield _content(value)
-        if key in ("extra_special_tokens", "additional_special_tokens") and value:
-            for token in value.values() if isinstance(value, dict) else value:
-                yield _content(token)
-
-
-def _content(token: Any) -> str | None:
-    """The text of a token, which is written as such or as a table of its properties."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    return backend

@@ -181,12 +181,12 @@ DIRECT = [
     lone_file,
     saved_folder,
     file_in_a_described_folder,
-    folder_of_version_4,
     sentencepiece_model,
     folder_of_a_sentencepiece_model,
     saved_sentencepiece_model,
 ]
 ASKED = [
+    folder_of_version_4,
     lone_file_that_truncates_and_pads,
     folder_of_another_pad_token,
     folder_of_other_properties,
