@@ -1,9 +1,9 @@
-"""The commands whose results are recorded, run in a folder that has a copy of `inputs/`."""
+"""The commands whose results are recorded, run in a folder that has `inputs/`."""
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +34,8 @@ PREPARED = {
 
 def run(folder: Path, module: str, *argv: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a folder, with `inputs/` in it."""
-    if not (folder / "inputs").exists():
-        shutil.copytree(FOLDER / "inputs", folder / "inputs")
+    with contextlib.suppress(FileExistsError):
+        (folder / "inputs").symlink_to(FOLDER / "inputs")
     return subprocess.run(
         [sys.executable, "-m", module, *argv],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
