@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from llm.command_line import parse
 from llm.data.sources import text_sources
@@ -33,11 +33,9 @@ from llm.runtime import set_up_logging
 from llm.sentencepiece_model import convert_sentencepiece
 from llm.text_tokenizer import load_text_tokenizer
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
-_COVERAGE = 0.9995
+_COMMON = ("model_type", "vocab_size", "split_digits", "normalization")
+_SENTENCEPIECE = ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id")
 _THREADS = 16
 """Taken on any machine, so that a unigram model does not depend on its cores."""
 _MOST_TOKENS = 10_000_000
@@ -85,6 +83,7 @@ class TrainTokenizerOptions:
         32768,
         "Number of tokens, with all special ones.",
         group=_TOKENIZER,
+        at_least=1,
         at_most=_MOST_TOKENS,
     )
     split_digits: bool = option(
@@ -110,16 +109,28 @@ class TrainTokenizerOptions:
         at_most=1.0,
     )
     pad_id: int | None = option(
-        None, "Id of <pad>; -1, the default, leaves it out (sentencepiece).", group=_TOKENIZER
+        None,
+        "Id of <pad>; -1, the default, leaves it out (sentencepiece).",
+        group=_TOKENIZER,
+        at_least=-1,
     )
     unk_id: int | None = option(
-        None, "Id of <unk>, by default 0 (sentencepiece).", group=_TOKENIZER
+        None,
+        "Id of <unk>, by default 0 (sentencepiece).",
+        group=_TOKENIZER,
+        at_least=0,
     )
     bos_id: int | None = option(
-        None, "Id of <s>, by default 1; -1 leaves it out (sentencepiece).", group=_TOKENIZER
+        None,
+        "Id of <s>, by default 1; -1 leaves it out (sentencepiece).",
+        group=_TOKENIZER,
+        at_least=-1,
     )
     eos_id: int | None = option(
-        None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", group=_TOKENIZER
+        None,
+        "Id of </s>, by default 2; -1 leaves it out (sentencepiece).",
+        group=_TOKENIZER,
+        at_least=-1,
     )
     output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT, path=True)
     overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)
@@ -177,7 +188,12 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     unfinished = output.parent / f".{output.name}.{os.getpid()}.unfinished"
     try:
         unfinished.mkdir(parents=True)
-        _train(options, texts, num_threads, unfinished)
+        try:
+            _train(options, texts, num_threads, unfinished)
+        except Exception:
+            if texts.failure is not None:  # which the libraries hide
+                raise texts.failure from None
+            raise
         report = _report(unfinished, texts)
         _put_in_place(unfinished, output)
     except OSError as error:
@@ -207,17 +223,20 @@ def check_options(options: TrainTokenizerOptions) -> None:
             "see --help for those that it has."
         )
     if options.library == "sentencepiece":
-        _check_special_ids(options)
         return
-    for name in ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id"):
-        value = getattr(options, name)
-        if value is not None and value is not False:
-            raise ConfigError(f"--{name} is for --library sentencepiece alone; leave it out.")
+    for name in _given(options, _SENTENCEPIECE):
+        raise ConfigError(f"--{name} is for --library sentencepiece alone; leave it out.")
     if options.vocab_size <= NUM_BYTES:
         raise ConfigError(
             f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
             f"{END_OF_TEXT} need {NUM_BYTES + 1}."
         )
+
+
+def _given(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
+    """The options that are set, by name."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: v for name, v in values.items() if v is not None and v is not False}
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -234,69 +253,18 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
 
 
-def _special_ids(options: TrainTokenizerOptions) -> dict[str, int]:
-    defaults = {"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2}
-    given = {name: getattr(options, name) for name in defaults}
-    return {name: defaults[name] if given[name] is None else given[name] for name in defaults}
-
-
-def _check_special_ids(options: TrainTokenizerOptions) -> None:
-    taken: dict[int, str] = {}
-    for name, id in _special_ids(options).items():
-        if not -1 <= id < options.vocab_size:
-            raise ConfigError(
-                f"--{name} {id} is no id of a vocabulary of {options.vocab_size}: give 0 to "
-                f"{options.vocab_size - 1}, or -1 for none."
-            )
-        if id in taken:
-            raise ConfigError(
-                f"--{name} and --{taken[id]} are both {id}: give each its own id, or -1 for none."
-            )
-        if id >= 0:
-            taken[id] = name
-        elif name == "unk_id":
-            raise ConfigError("--unk_id -1 cannot work: SentencePiece needs an unknown token.")
-    smallest = len(taken) + (NUM_BYTES if options.byte_fallback else 0) + 1
-    if options.vocab_size < smallest:
-        raise ConfigError(
-            f"--vocab_size {options.vocab_size} is too small: the special tokens"
-            f"{', the bytes of --byte_fallback' if options.byte_fallback else ''} and the letters "
-            f"need more than {smallest - 1}."
-        )
-
-
 def _train(
     options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
 ) -> None:
+    flags = {**_given(options, (*_COMMON, *_SENTENCEPIECE)), "num_threads": num_threads}
     if options.library == "huggingface":
-        backend = train_huggingface(
-            texts,
-            model_type=options.model_type,
-            vocab_size=options.vocab_size,
-            split_digits=options.split_digits,
-            normalization=options.normalization,
-            num_threads=num_threads,
-        )
-        _write(backend, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}, folder)
-        return
-    model = train_sentencepiece(
-        texts,
-        model_type=options.model_type,
-        vocab_size=options.vocab_size,
-        byte_fallback=options.byte_fallback,
-        split_digits=options.split_digits,
-        normalization=options.normalization,
-        character_coverage=options.character_coverage or _COVERAGE,
-        special_ids=_special_ids(options),
-        num_threads=num_threads,
-    )
-    file = folder / "tokenizer.model"
-    file.write_bytes(model)
-    converted = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
-    _write(converted.backend, converted.special_tokens, folder)
-
-
-def _write(backend: "Tokenizer", special_tokens: dict[str, str], folder: Path) -> None:
+        backend = train_huggingface(texts, **flags)
+        special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    else:
+        file = folder / "tokenizer.model"
+        file.write_bytes(train_sentencepiece(texts, **flags))
+        model = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
+        backend, special_tokens = model.backend, model.special_tokens
     # The library's own way to save hides why a file cannot be written.
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     # The class by its name in all versions of transformers.

@@ -29,6 +29,7 @@ class TrainingTexts:
         num_documents: Documents read so far.
         num_bytes: Their bytes in UTF-8.
         sample: Parts of some of them, drawn evenly.
+        failure: What was raised while a text was read.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TrainingTexts:
         self.num_documents = 0
         self.num_bytes = 0
         self.sample: list[str] = []
+        self.failure: BaseException | None = None
         self._sources = sources
         self._lines = lines
         self._max_sentences = max_sentences
@@ -48,14 +50,19 @@ class TrainingTexts:
         Raises:
             DataError: A source cannot be read, or there is no text at all.
         """
-        texts = _lines_of(self._read()) if self._lines else self._read()
-        if self._max_sentences is None:
-            return texts
-        drawn: list[str] = []
-        generator = random.Random(self._seed)
-        for number, text in enumerate(texts, 1):
-            _keep(drawn, text, number, size=self._max_sentences, generator=generator)
-        return iter(drawn)
+        try:
+            texts = _lines_of(self._read()) if self._lines else self._read()
+            if self._max_sentences is None:
+                yield from texts
+                return
+            drawn: list[str] = []
+            generator = random.Random(self._seed)
+            for number, text in enumerate(texts, 1):
+                _keep(drawn, text, number, size=self._max_sentences, generator=generator)
+            yield from drawn
+        except (Exception, KeyboardInterrupt) as error:
+            self.failure = error
+            raise
 
     def _read(self) -> Iterator[str]:
         generator = random.Random(self._seed)
