@@ -45,7 +45,7 @@ class NotFiniteError(CheckpointError):
 
 
 class DivergedError(LLMError):
-    """A training that has no finite loss or gradient any more."""
+    """A training without a finite loss or gradient, or a model without finite logits."""
 
 
 class ParallelError(LLMError):

@@ -2,10 +2,11 @@
 
 The text goes to the standard output token by token, everything else to the standard error.
 
-Exit codes: 0 written, 2 an option or file that cannot be read.
+Exit codes: 0 written, 2 an option or file that cannot be read, or a model that has diverged.
 """
 
 import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm import checkpoint
 from llm.command_line import parse
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError, DivergedError, LLMError
 from llm.options import option
 from llm.runtime import (
     calm_threads,
@@ -104,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             positional="run",
         )
         _generate(options)
+    except DivergedError as error:
+        sys.stderr.write(f"error: {error} {_remedy(options)}\n")
+        return 2
     except LLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -136,6 +140,40 @@ def _generate(options: GenerateOptions) -> None:
             streamer=make_printer(tokenizer),
             **_sampling(options),
         )
+
+
+def _remedy(options: GenerateOptions) -> str:
+    """Since when the run of a model has had no finite loss, and which checkpoint is of before."""
+    run = Path(options.run)
+    if (run / checkpoint.MANIFEST).is_file():
+        run = run.resolve().parent.parent
+    finite, since = _end_of_finite_losses(run / "metrics.jsonl")
+    if since is None:
+        return "Its training has diverged; take another model."
+    # The step of the last finite loss may be the one that has spoilt the weights.
+    before = [one.path for one in checkpoint.found(run / "checkpoints") if one.step < finite]
+    remedy = (
+        f"take an earlier checkpoint, such as {before[-1]}."
+        if before
+        else "there is no earlier checkpoint, so train again with a lower --learning_rate."
+    )
+    return f"No loss of {run} has been finite since step {since}; {remedy}"
+
+
+def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
+    """Step of the last finite training loss, and the first one reported after it that is not."""
+    finite, since = 0, None
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # a last line that was cut short
+            break
+        if row.get("loss") is not None:
+            finite, since = row["step"], None
+        if since is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
+            since = row["step"]
+    return finite, since
 
 
 def _read_prompt() -> str:
@@ -251,7 +289,10 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
             self._written = 0
 
         def put(self, value: Any) -> None:
+            is_prompt = not self._ids
             self._ids += value.flatten().tolist()
+            if is_prompt:  # it waits for the first token, for there may be none
+                return
             text = tokenizer.decode(self._ids, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # else a character of several tokens has only begun
                 self._write(text)

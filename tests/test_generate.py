@@ -1,11 +1,13 @@
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.generate import main, make_printer
@@ -142,7 +144,7 @@ def test_a_character_of_several_tokens_is_written_once_it_is_whole(monkeypatch):
     printer.end()
 
     assert "".join(pieces) == text + "\n"
-    assert pieces[:5] == ["th", "e", " ", "c", "a"]
+    assert pieces[:4] == ["the", " ", "c", "a"]  # the first are the prompt, which waits
     assert {"\u00e9", "\u72d0"} <= set(pieces)
 
 
@@ -183,6 +185,55 @@ def test_damaged_weights_of_an_export_are_said(trained, tmp_path, capsys):
     (folder / "model.safetensors").write_bytes(b"no weights")
     assert main([str(folder)]) == 2
     assert f"The model in {folder} cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.fixture
+def diverged(trained, tmp_path):
+    """A copy of the run as if its loss had not been finite from step 5 on."""
+    folder = tmp_path / "diverged"
+    shutil.copytree(trained, folder, symlinks=True)
+    losses = [2.0, 1.5, 1.25, 1.0, None, None]
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    rows[-1]["eval_loss"] = None
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def overwrite_weights(run, value: float) -> None:
+    weights = load_file(run / "model.safetensors")
+    weights["transformer.wte.weight"][:] = value
+    save_file(weights, run / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("words", [[], ["--temperature", "0"]], ids=["drawn", "likeliest"])
+def test_a_model_that_is_not_finite_names_the_step_and_a_checkpoint_of_before(
+    diverged, capsys, words
+):
+    overwrite_weights(diverged, math.nan)
+    assert main([str(diverged), "--prompt", "The king", "--seed", "1", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    checkpoint = diverged / "checkpoints" / "step_00000002"
+    assert captured.err.endswith(
+        "error: The model cannot write: its weights are not finite. "
+        f"No loss of {diverged} has been finite since step 5; take an earlier checkpoint, such as "
+        f"{checkpoint}.\n"
+    )
+    assert main([str(checkpoint), "--max_new_tokens", "3"]) == 0
+
+    shutil.rmtree(diverged / "checkpoints")
+    assert main([str(diverged), *words]) == 2
+    assert "there is no earlier checkpoint, so train again" in capsys.readouterr().err
+
+
+def test_finite_weights_may_have_logits_that_are_not(diverged, capsys):
+    overwrite_weights(diverged, 1e30)
+    (diverged / "metrics.jsonl").unlink()
+    assert main([str(diverged), "--temperature", "0"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "error: The model cannot write: its logits are not finite, although its weights are. "
+        "Its training has diverged; take another model.\n"
+    )
 
 
 def test_help_needs_no_torch():

@@ -7,6 +7,7 @@ it shows in the model's configuration: that one always describes the model that 
 import copy
 import itertools
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llm.errors import ConfigError
+from llm.errors import ConfigError, DivergedError
 from llm.models.configuration import max_positions, one_line
 from llm.models.fused_gelu import fuse_gelu
 from llm.models.initialize import keyed_generator, materialize
@@ -178,6 +179,9 @@ def sample_text(
 
     Returns:
         The prompt and its continuation.
+
+    Raises:
+        DivergedError: The model's logits are not finite.
     """
     start = tokenizer(prompt)["input_ids"] if prompt else []
     end = tokenizer.eos_token_id
@@ -202,12 +206,23 @@ def sample_text(
                 pad_token_id=end if end is not None else 0,
                 eos_token_id=end,
                 suppress_tokens=nameless or None,
+                logits_processor=[partial(_check_logits, model)],
                 **{"do_sample": True, **generation},
             )
     finally:
         model.train(training)
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text
+
+
+def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Give the logits back, if a token can be drawn from them."""
+    # A model may rule tokens out by -inf; NaN and inf are passed on by the maximum.
+    if bool(logits.amax(dim=-1).isfinite().all()):
+        return logits
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    what = "logits are not finite, although its weights are" if finite else "weights are not finite"
+    raise DivergedError(f"The model cannot write: its {what}.")
 
 
 def _fresh_model(

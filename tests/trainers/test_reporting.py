@@ -1,9 +1,18 @@
 """What a run tells while it trains: samples of what it writes, TensorBoard's table of runs."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
+from llm.config import GPTConfig
 from llm.trainers.gpt import results
+from llm.trainers.gpt.reporting import write_sample
+from tests.support.models import tiny_config, tiny_model
+from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench
 from tests.trainers.test_exactness import weights_hash, without_times
 
@@ -30,6 +39,19 @@ def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
     options = parse_session_start_info_plugin_data(content).hparams
     assert options["learning_rate"].number_value == 0.003
     assert options["lr_scheduler_type"].string_value == "constant"
+
+
+def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
+    model = tiny_model(tiny_config("gpt2"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.nan)
+    inputs: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), seed=1)
+
+    assert write_sample(GPTConfig(sample_prompt="The king"), inputs, model) is None
+    assert caplog.messages == [
+        "There is no sample. The model cannot write: its weights are not finite."
+    ]
+    assert model.training
 
 
 def test_a_sample_without_a_prompt_begins_a_text(tmp_path):

@@ -13,6 +13,7 @@ from llm import options
 from llm.checkpoint_folder import set_aside
 from llm.config import GPTConfig
 from llm.device_peak import device_peak_flops, memory_in_use
+from llm.errors import DivergedError
 from llm.models.flops import flops_per_token
 from llm.models.gpt import sample_text
 from llm.parallel.accelerated import AcceleratedStrategy
@@ -87,6 +88,21 @@ def _tell_hyperparameters(writer: Any, config: GPTConfig) -> None:
         writer.file_writer.add_summary(summary)
 
 
+def write_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> str | None:
+    """What the model writes behind `sample_prompt`; None, with a warning, where it has diverged."""
+    try:
+        return sample_text(
+            model,
+            inputs.tokenizer,
+            prompt=config.sample_prompt or "",
+            max_new_tokens=SAMPLE_TOKENS,
+            seed=inputs.seed,
+        )
+    except DivergedError as error:
+        logger.warning(f"There is no sample. {error}")
+        return None
+
+
 def make_sample(
     config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Callable[[int], None] | None:
@@ -101,13 +117,9 @@ def make_sample(
         with strategy.averaged():
             if strategy.rank != 0:
                 return
-            text = sample_text(
-                model,
-                inputs.tokenizer,
-                prompt=config.sample_prompt or "",
-                max_new_tokens=SAMPLE_TOKENS,
-                seed=inputs.seed,
-            )
+            text = write_sample(config, inputs, model)
+        if text is None:
+            return
         logger.info(f"a sample at step {step}:\n\n{text}\n")
         for tracker in strategy.accelerator.trackers:
             if tracker.name == "tensorboard":

@@ -19,11 +19,11 @@ from llm.data.corpus import CorpusPart
 from llm.events import event
 from llm.files import write_whole
 from llm.models.export import export_model, write_model_card
-from llm.models.gpt import parameter_counts, sample_text
+from llm.models.gpt import parameter_counts
 from llm.strategy import Strategy
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.reporting import SAMPLE_TOKENS
+from llm.trainers.gpt.reporting import write_sample
 
 logger = logging.getLogger("llm")
 
@@ -188,13 +188,9 @@ def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> Non
             + shlex.join([_python(), "-m", "llm.generate", str(inputs.run.path)])
         )
         return
-    text = sample_text(
-        model,
-        inputs.tokenizer,
-        prompt=config.sample_prompt,
-        max_new_tokens=SAMPLE_TOKENS,
-        seed=inputs.seed,
-    )
+    text = write_sample(config, inputs, model)
+    if text is None:
+        return
     logger.info(f"a sample that the model wrote:\n\n{text}\n")
 
 
