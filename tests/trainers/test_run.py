@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.config import GPTConfig
 from llm.options import read_toml
+from llm.run_folder import RunFolder
 from tests.support.ranks import run_ranks
 from tests.support.training import Bench, Run
 
@@ -290,6 +291,7 @@ def test_both_launchers_start_two_ranks_that_train_together(bench, launcher):
 def test_a_run_that_fails_says_why_in_one_sentence_and_in_its_status(bench):
     folder = bench.folder / "fails"
     folder.mkdir()
+    RunFolder(folder).say("failed")
     (folder / "checkpoints").write_text("a file where a folder must be")
     run = bench.train(
         "fails", max_train_steps=4, checkpointing_steps=2, resume_from_checkpoint=True
