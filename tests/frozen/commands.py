@@ -1,12 +1,15 @@
 """The commands whose results are recorded, run in a folder that has `inputs/`."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.ranks import run_ranks
 
 FOLDER = Path(__file__).parent
 
@@ -32,24 +35,33 @@ PREPARED = {
 """Preparations of token files, by name."""
 
 
-def run(folder: Path, module: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder, with `inputs/` in it."""
+@dataclass
+class Done:
+    """A program that has ended: its exit code and what it printed."""
+
+    code: int
+    output: str
+
+
+def run(folder: Path, program: str, *argv: str) -> Done:
+    """Run a program's `main` in a process of its own, in a folder that has `inputs/`."""
     with contextlib.suppress(FileExistsError):
         (folder / "inputs").symlink_to(FOLDER / "inputs")
-    return subprocess.run(
-        [sys.executable, "-m", module, *argv],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        timeout=240,
-        # From a folder of its own the package is found by its path.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent.parent)},
-    )  # fmt: skip
+    (outcome,) = run_ranks(_main, 1, folder, program, argv, timeout=240)
+    assert outcome.error is None, f"{outcome.error}\n{outcome.output}"
+    return Done(outcome.value, outcome.output)
 
 
-def train(folder: Path, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
+def _main(folder: Path, program: str, argv: Sequence[str]) -> int:
+    os.chdir(folder)
+    return importlib.import_module(program).main(argv)
+
+
+def train(folder: Path, name: str, *argv: str) -> Done:
     """Run the trainer with a recorded run's options; it must end well."""
     command = [*_TRAIN.split(), *RUNS[name], "--output_dir", f"runs/{name}", *argv]
-    done = run(folder, "llm.trainers.gpt", *command)
-    assert done.returncode == 0, done.stdout
+    done = run(folder, "llm.trainers.gpt.main", *command)
+    assert done.code == 0, done.output
     return done
 
 
@@ -62,6 +74,6 @@ def losses(folder: Path) -> dict[int, float]:
 
 def refusal(argv: list[str], folder: Path) -> dict[str, object]:
     """How the trainer refuses a command: its exit code, and the options that it speaks of."""
-    done = run(folder, "llm.trainers.gpt", *argv)
-    assert "Traceback" not in done.stdout, done.stdout
-    return {"code": done.returncode, "options": sorted(set(re.findall(r"--\w+", done.stdout)))}
+    done = run(folder, "llm.trainers.gpt.main", *argv)
+    assert "Traceback" not in done.output, done.output
+    return {"code": done.code, "options": sorted(set(re.findall(r"--\w+", done.output)))}

@@ -29,7 +29,7 @@ def main() -> None:
             train(folder, key, "--max_train_steps", str(STEPS))
             shutil.copytree(folder / "runs" / key, RECORDED / "runs" / key, ignore=_not_recorded)
             exported = run(folder, "llm.checkpoints", f"runs/{key}", "--export", "latest", "model")
-            assert exported.returncode == 0, exported.stdout
+            assert exported.code == 0, exported.output
             digest = digest_of(folder / "model" / "model.safetensors")
             shutil.rmtree(folder / "model")
             train(folder, key, "--max_train_steps", str(2 * STEPS), "--resume_from_checkpoint")
@@ -41,7 +41,7 @@ def prepared(folder: Path, options: str) -> dict[str, str]:
     """Checksums of the token files that a preparation writes."""
     folder.mkdir()
     done = run(folder, "llm.data.prepare", *options.split(), "--tokenizer_name", "inputs/tokenizer")
-    assert done.returncode == 0, done.stdout
+    assert done.code == 0, done.output
     files = (path for path in (folder / "out").rglob("*") if path.suffix in (".bin", ".idx"))
     return {str(path.relative_to(folder / "out")): digest_of(path) for path in sorted(files)}
 
