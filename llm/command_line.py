@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm.errors import ConfigError
-from llm.options import Field, check_ranges, fields, nearest, read_toml, shown
+from llm.files import is_too_long
+from llm.options import Field, check_ranges, fields, nearest, paths, read_toml, shown
 
 ConfigT = TypeVar("ConfigT")
 
@@ -74,7 +75,20 @@ def parse(
     values.update({name: _value(name, value) for name, value in given.items()})
     config = cls(**values)
     check_ranges(config)
+    for name, text in paths(config):
+        if is_too_long(text):
+            raise ConfigError(
+                f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "
+                "that is; choose a shorter one."
+            )
     return config
+
+
+def config_file_of(argv: Sequence[str]) -> Path | None:
+    """The TOML file that arguments name."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", type=Path)
+    return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
 
 
 def _value(name: str, value: Any) -> Any:

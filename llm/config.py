@@ -36,6 +36,7 @@ class GPTConfig:
         "Hub name or local folder that gives the model's configuration, tokenizer and weights. "
         "A folder without weights is trained from scratch.",
         group=MODEL,
+        path=True,
         resume="fixed",
     )
     config_name: str | None = option(
@@ -43,6 +44,7 @@ class GPTConfig:
         "Hub name, folder or config.json of the model's configuration, if it differs from "
         "model_name_or_path. Without model_name_or_path the model is trained from scratch.",
         group=MODEL,
+        path=True,
         resume="fixed",
     )
     model_type: str | None = option(
@@ -136,18 +138,21 @@ class GPTConfig:
         "Hub name, folder or tokenizer.json of the tokenizer, if it differs from "
         "model_name_or_path.",
         group=TOKENIZER,
+        path=True,
         resume="fixed",
     )
     vocab_file: str | None = option(
         None,
         "GPT-2 style vocab.json; goes with merges_file.",
         group=TOKENIZER,
+        path=True,
         resume="fixed",
     )
     merges_file: str | None = option(
         None,
         "GPT-2 style merges.txt; goes with vocab_file.",
         group=TOKENIZER,
+        path=True,
         aliases=("merge_file",),
         resume="fixed",
     )
@@ -162,6 +167,7 @@ class GPTConfig:
         None,
         "Data set on the Hub, or a local folder that the datasets library can load.",
         group=DATA,
+        path=True,
         resume="fixed",
     )
     dataset_config_name: str | None = option(
@@ -171,12 +177,14 @@ class GPTConfig:
         None,
         "Training text: a txt, json, jsonl, csv or parquet file.",
         group=DATA,
+        path=True,
         resume="fixed",
     )
     validation_file: str | None = option(
         None,
         "Validation text: a txt, json, jsonl, csv or parquet file.",
         group=DATA,
+        path=True,
         resume="fixed",
     )
     data_path: tuple[float | str, ...] = option(
@@ -185,16 +193,18 @@ class GPTConfig:
         "file with its .bin), alone or each after its weight. Without weights, each counts by its "
         "tokens.",
         group=DATA,
+        path=True,
         resume="fixed",
     )
     train_data_path: tuple[float | str, ...] = option(
         (),
         "Token files to train on, taken whole, in place of data_path.",
         group=DATA,
+        path=True,
         resume="fixed",
     )
     valid_data_path: tuple[float | str, ...] = option(
-        (), "Token files to evaluate on, taken whole.", group=DATA, resume="fixed"
+        (), "Token files to evaluate on, taken whole.", group=DATA, path=True, resume="fixed"
     )
     split: str | None = option(
         None,
@@ -263,12 +273,13 @@ class GPTConfig:
         None, "Threads that tokenise; by default all cores.", group=DATA, at_least=1
     )
     overwrite_cache: bool = option(
-        False, "Tokenise again even when the cache holds the result.", group=DATA
+        False, "Tokenise again even when the cache holds the result.", group=DATA, one_shot=True
     )
     data_cache_dir: str | None = option(
         None,
         "Folder for tokenised data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
         group=DATA,
+        path=True,
     )
 
     per_device_train_batch_size: int = option(
@@ -452,6 +463,7 @@ class GPTConfig:
         "START:STOP profiles these steps: a trace and a table of where their time went in the "
         "run's folder.",
         group=SPEED,
+        one_shot=True,
     )
 
     eval_steps: int | None = option(
@@ -477,15 +489,20 @@ class GPTConfig:
         False,
         "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",
         group=EVALUATION,
+        one_shot=True,
     )
 
     output_dir: str | None = option(
         None,
         "Folder of the run; by default runs/MODEL-DATA.",
         group=CHECKPOINTS,
+        path=True,
     )
     overwrite_output_dir: bool = option(
-        False, "Remove the run that output_dir holds and start anew.", group=CHECKPOINTS
+        False,
+        "Remove the run that output_dir holds and start anew.",
+        group=CHECKPOINTS,
+        one_shot=True,
     )
     checkpointing_steps: int | Literal["epoch"] | None = option(
         None,
@@ -523,31 +540,37 @@ class GPTConfig:
         "Go on from the newest valid checkpoint of output_dir, or from the one at this path. "
         "Where there is none yet, the run starts afresh.",
         group=CHECKPOINTS,
+        one_shot=True,
+        path=True,
     )
     change_on_resume: tuple[str, ...] = option(
         (),
         "Options that may differ from those of the run that is resumed although they are fixed.",
         group=CHECKPOINTS,
+        one_shot=True,
     )
     init_from: str | None = option(
         None,
         "Start with the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
         "RUN/best. Optimizer, schedule and data begin anew.",
         group=CHECKPOINTS,
+        path=True,
         resume="fixed",
     )
     push_to_hub: bool = option(
         False,
         "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
         group=CHECKPOINTS,
+        one_shot=True,
     )
     hub_model_id: str | None = option(
         None,
         "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
         group=CHECKPOINTS,
+        one_shot=True,
     )
     hub_private: bool = option(
-        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS
+        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS, one_shot=True
     )
 
     exit_after: float | None = option(
@@ -555,6 +578,7 @@ class GPTConfig:
         "Minutes after which the run saves a checkpoint and ends with exit code 75, as at a "
         "signal.",
         group=FAULTS,
+        one_shot=True,
         above=0,
     )
     max_skipped_steps: int = option(

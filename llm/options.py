@@ -33,6 +33,8 @@ class Option:
     below: float | None = None
     resume: Literal["fixed", "free"] = "free"
     by_step: bool = False
+    one_shot: bool = False
+    path: bool = False
 
 
 def option(
@@ -47,6 +49,8 @@ def option(
     below: float | None = None,
     resume: Literal["fixed", "free"] = "free",
     by_step: bool = False,
+    one_shot: bool = False,
+    path: bool = False,
 ) -> Any:
     """Declare a field of an option dataclass.
 
@@ -62,6 +66,8 @@ def option(
         resume: `fixed` when a resumed run must keep the value of the run it continues.
         by_step: Whether a number may be a text with numbers by step; see `read_by_step`. The
             field's type is a number or str.
+        one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.
+        path: Whether a text names a file or folder, or may do so.
     """
     described = Option(
         help=help,
@@ -73,6 +79,8 @@ def option(
         below=below,
         resume=resume,
         by_step=by_step,
+        one_shot=one_shot,
+        path=path,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -276,7 +284,7 @@ def shown(value: Any) -> str:
 
 
 def to_toml(config: Any) -> str:
-    """Write every option that has a value as TOML, group by group.
+    """Write every option that has a value as TOML, group by group, but for one-shot options.
 
     Reading the text back with `read_toml` gives the same options.
     """
@@ -284,6 +292,8 @@ def to_toml(config: Any) -> str:
     group = ""
     for field in fields(type(config)):
         value = getattr(config, field.name)
+        if field.option.one_shot:
+            continue
         if field.option.group != group:
             group = field.option.group
             lines.append(f"\n# {group}")
@@ -318,5 +328,17 @@ def to_markdown(cls: type) -> str:
             text += " May be given by step."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
+        if field.option.one_shot:
+            text += " *Not recorded.*"
         lines.append(f"| {names} | {default} | {text} |")
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def paths(config: Any) -> list[tuple[str, str]]:
+    """The files and folders that options name, or may name: option and path."""
+    found = []
+    for field in fields(type(config)):
+        value = getattr(config, field.name)
+        words = value if isinstance(value, tuple) else (value,)
+        found += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
+    return found

@@ -1,7 +1,9 @@
 """The folder of a run: whose it is, what state the run is in, how to repeat it."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -9,20 +11,27 @@ from pathlib import Path
 from typing import Literal
 
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.files import try_lock, write_whole
+from llm.files import is_too_long, try_lock, write_whole
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
-RUN_FILES = (
-    "config.toml",
-    "status.json",
-    "log.txt",
-    "metrics.jsonl",
-    "all_results.json",
-    "tensorboard",
-    "profile",
-    "checkpoints",
+_FILES = ("config.toml", "status.json", "log.txt", "metrics.jsonl", "all_results.json")
+_FOLDERS = {
+    "checkpoints": (
+        r"step_\d+(\.replaced|\.superseded)?|\.(step|survivors)_.*\.tmp|best|\.best\.link"
+    ),
+    "tensorboard": r"events\.out\.tfevents\..*",
+    "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
+}
+"""What a run writes to each of its folders."""
+_MODEL = (
+    r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
+    r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|[\w.-]+\.model"
+    r"|chat_template\.(jinja|json)|(configuration|modeling|tokenization)_\w+\.py"
 )
+"""What an exported model and its tokenizer consist of."""
+_LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
 
 
 class RunFolder:
@@ -39,23 +48,80 @@ class RunFolder:
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that holds another run or cannot be written to; writes nothing.
+        """Refuse a folder that is taken or cannot be written to; writes nothing.
+
+        Args:
+            resume: Go on with the run that it holds.
+            overwrite: Remove the run that it holds.
 
         Raises:
-            ConfigError: The folder is taken, read-only, or its path is a file.
+            ConfigError: The folder holds another run, or files of no run that this one would
+                replace; it is read-only, or its path is a file.
         """
+        if is_too_long(str(self.path)):  # the default one: others were looked at before
+            raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--output_dir {self.path} is a file; name a folder.")
         there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if not os.access(there, os.W_OK):
             raise ConfigError(f"--output_dir {self.path}: {there} is not writable for you.")
-        taken = [name for name in RUN_FILES if (self.path / name).exists()]
-        if taken and not (resume or overwrite):
+        try:
+            trained, exported = self._of_training(), self._of_model()
+        except OSError as error:
             raise ConfigError(
-                f"--output_dir {self.path} holds a run already ({', '.join(taken)}): go on with "
+                f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
+            ) from error
+        if trained + exported and not self._holds_run():
+            names = [str(path.relative_to(self.path)) for path in trained + exported]
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise ConfigError(
+                f"--output_dir {self.path} holds no run, but files that this one would replace "
+                f"({', '.join(names[:8])}{more}); move them away, or name another folder."
+            )
+        if trained and not (resume or overwrite):
+            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in trained))
+            raise ConfigError(
+                f"--output_dir {self.path} holds a run already ({', '.join(names)}): go on with "
                 "it by --resume_from_checkpoint, remove it by --overwrite_output_dir, or name "
                 "another folder."
             )
+        link = next((p.parent for p in trained if p.parent.is_symlink()), self.path)
+        if overwrite and link != self.path:
+            raise ConfigError(
+                f"{link} is a link, and --overwrite_output_dir removes nothing through a link: "
+                "remove it or what it leads to, or name another --output_dir."
+            )
+
+    def _holds_run(self) -> bool:
+        return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
+
+    def _of_training(self) -> list[Path]:
+        """What there is of what a run writes before it exports its model."""
+        found = [self.path / name for name in _FILES]
+        for name, written in _FOLDERS.items():
+            folder = self.path / name
+            if folder.is_dir():
+                found += [p for p in sorted(folder.iterdir()) if re.fullmatch(written, p.name)]
+            else:
+                found.append(folder)
+        return [path for path in found if os.path.lexists(path)]
+
+    def _of_model(self) -> list[Path]:
+        """What there is of what the export of a model replaces."""
+        there = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        return [path for path in there if re.fullmatch(_MODEL, path.name)]
+
+    def endangers(self, source: Path) -> bool:
+        """Whether a run that starts anew in this folder may remove or replace an input.
+
+        Args:
+            source: A file or folder; it, and what lies in it, may be a link.
+        """
+        folders = map(self.path.joinpath, _FOLDERS)
+        own = _places(*folders, *self._of_training(), *self._of_model())
+        read = _places(source, *_links(source))
+        inside = any(place in own or not own.isdisjoint(place.parents) for place in read)
+        return inside or source.resolve() == self.path.resolve()
 
     def check_unfinished(self) -> None:
         """Refuse to start afresh over a run that has ended, in the name of resuming it.
@@ -63,16 +129,20 @@ class RunFolder:
         Raises:
             ConfigError: The run is finished, and left no checkpoint to go on from.
         """
-        try:
-            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))["status"]
-        except (OSError, ValueError, KeyError):
-            return
-        if status == "finished":
+        if self._status().get("status") == "finished":
             raise ConfigError(
                 f"--resume_from_checkpoint: {self.path} holds a finished run without checkpoints, "
                 "so there is nothing to go on from; remove it by --overwrite_output_dir, or name "
                 "another folder."
             )
+
+    def _status(self) -> dict[str, object]:
+        """What `status.json` says; empty where there is none."""
+        try:
+            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, however it ends.
@@ -97,21 +167,24 @@ class RunFolder:
         return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
 
     def open(self, *, overwrite: bool, config: str) -> None:
-        """Clear the folder of a former run, and note the configuration.
+        """Clear the folder of a former run, say that this one runs, and note the configuration.
 
         Raises:
             DataError: It cannot be written to.
         """
         try:
             if overwrite:
-                for name in RUN_FILES:
-                    item = self.path / name
-                    if item.is_dir() and not item.is_symlink():
-                        shutil.rmtree(item)
-                    else:
-                        item.unlink(missing_ok=True)
+                # The status shows whose folder it is, even if this is killed half-way.
+                for path in self._of_training():
+                    if path.name != "status.json":
+                        _remove(path)
+                for name in _FOLDERS:
+                    with contextlib.suppress(OSError):  # absent, or the user's files are in it
+                        (self.path / name).rmdir()
             for leftover in self.path.glob(".*.tmp"):  # of a start that was killed
-                leftover.unlink()
+                if re.fullmatch(_LEFTOVERS, leftover.name):
+                    leftover.unlink()
+            self.say("running")
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -143,6 +216,31 @@ class RunFolder:
             except ValueError:
                 break
         write_whole(self.metrics, "".join(kept))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _places(*paths: Path) -> set[Path]:
+    """Where paths lie: as they are written, and with links followed, but for the last or all."""
+    found = set()
+    for path in paths:
+        found |= {Path(os.path.abspath(path)), path.parent.resolve() / path.name, path.resolve()}
+    return found
+
+
+def _links(folder: Path) -> list[Path]:
+    """The links in a folder and the folders below it."""
+    return [
+        path
+        for parent, folders, files in os.walk(folder)
+        for path in (Path(parent, name) for name in (*folders, *files))
+        if path.is_symlink()
+    ]
 
 
 def check_unchanged(

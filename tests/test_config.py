@@ -8,10 +8,11 @@ import pytest
 from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import ConfigError
-from llm.options import fields, to_markdown, to_toml
+from llm.options import fields, read_toml, to_markdown, to_toml
 from llm.rules import check, kfac_method, recomputation
 from llm.trainers.gpt.main import parse_args
 
+PATHS = [field for field in fields(GPTConfig) if field.option.path]
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
 
 GUIDE = """--low_cpu_mem_usage
@@ -234,6 +235,34 @@ def test_the_documentations_configuration_page_is_generated_from_the_options():
     text = page.read_text(encoding="utf-8")
     start = text.index("\n## ") + 1
     assert text[start:] == to_markdown(GPTConfig), "run: make configuration-page"
+
+
+ORDERS = {
+    "overwrite_output_dir": True,
+    "resume_from_checkpoint": "runs/old/checkpoints/step_00000100",
+    "change_on_resume": ("learning_rate",),
+    "overwrite_cache": True,
+    "eval_only": True,
+    "profile": "10:13",
+    "push_to_hub": True,
+    "hub_model_id": "me/mine",
+    "hub_private": True,
+    "exit_after": 5.0,
+}
+
+
+def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_path):
+    given = GPTConfig(train_file="a.txt", init_from="runs/old", force=True, **ORDERS)
+    (tmp_path / "config.toml").write_text(to_toml(given))
+    again = GPTConfig(**read_toml(GPTConfig, tmp_path / "config.toml"))
+    defaults = {name: getattr(GPTConfig(), name) for name in ORDERS}
+    assert again == dataclasses.replace(given, **defaults)
+
+
+def test_every_option_that_names_files_is_declared_as_a_path():
+    named = [f.name for f in fields(GPTConfig) if f.name.endswith(("_file", "_path", "_dir"))]
+    assert set(named) - {"overwrite_output_dir"} <= {f.name for f in PATHS}
+    assert all(str in field.members for field in PATHS)
 
 
 def test_every_option_is_read_somewhere():

@@ -22,6 +22,8 @@ class Settings:
     no_bias: bool = option(False, "No bias.", group="Switches")
     damping: float | str | None = option(None, "D.", group="By step", above=0, by_step=True)
     every: int | str | None = option(None, "E.", group="By step", at_least=1, by_step=True)
+    remove: bool = option(False, "Remove.", group="Orders", one_shot=True)
+    text: tuple[float | str, ...] = option((), "Text.", group="Orders", path=True)
 
 
 def read(*argv: str) -> Settings:
@@ -123,6 +125,22 @@ def test_what_is_written_as_toml_reads_back_as_the_same_settings(tmp_path: Path)
     file = tmp_path / "run.toml"
     file.write_text(to_toml(settings))
     assert read("--config", str(file)) == settings
+
+
+def test_an_order_for_one_start_is_not_recorded_and_the_page_says_so():
+    assert "remove" not in to_toml(Settings(remove=True))
+    assert "| `remove` | `false` | Remove. *Not recorded.* |" in to_markdown(Settings)
+
+
+@pytest.mark.parametrize("text", ["a" * 256, "b/" + "\N{FOX FACE}" * 64, "c/" * 2048])
+def test_a_path_beyond_the_systems_limits_is_refused_in_one_sentence(text):
+    with pytest.raises(ConfigError) as caught:
+        read("--text", "0.5", text)
+    assert str(caught.value) == (
+        f"--text {text[:40]}... is longer than the system allows, or has a name in it that is; "
+        "choose a shorter one."
+    )
+    assert read("--text", "0.5", "a" * 255, "--name", text).name == text
 
 
 def test_help_names_every_option_and_its_default(capsys):

@@ -14,10 +14,47 @@ def test_an_empty_or_missing_folder_is_free(tmp_path):
 
 def test_a_folder_that_holds_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"holds a run already \(metrics.jsonl\)"):
+    RunFolder(tmp_path).say("running")
+    with pytest.raises(ConfigError, match=r"holds a run already \(status.json, metrics.jsonl\)"):
         RunFolder(tmp_path).check(resume=False, overwrite=False)
     RunFolder(tmp_path).check(resume=True, overwrite=False)
     RunFolder(tmp_path).check(resume=False, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md", "config.json", "model.safetensors", "model-00001-of-00002.safetensors",
+        "tokenizer.json", "config.toml", "log.txt", "checkpoints", "checkpoints/step_00000001",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
+def test_files_that_no_run_has_written_are_never_replaced(tmp_path, name, how):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
+    assert f"holds no run, but files that this one would replace ({name})" in str(caught.value)
+
+
+def test_a_folder_with_files_of_the_users_own_is_free(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("notes.txt", "model-old.safetensors", "train.py", "checkpoints/mine.txt"):
+        (tmp_path / name).write_text("mine")
+    RunFolder(tmp_path).check(resume=False, overwrite=False)
+
+
+def test_checkpoints_that_were_moved_to_another_folder_are_a_run(tmp_path):
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
+    RunFolder(tmp_path).check(resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match=r"holds a run already \(checkpoints\)"):
+        RunFolder(tmp_path).check(resume=False, overwrite=False)
+
+
+def test_a_name_that_was_made_up_and_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has too long a name; give an --output_dir"):
+        RunFolder(tmp_path / ("a" * 300)).check(resume=False, overwrite=False)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
@@ -26,14 +63,77 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         RunFolder(tmp_path / "file").check(resume=False, overwrite=False)
 
 
-def test_overwriting_removes_the_run_and_leaves_other_files_alone(tmp_path):
-    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    (tmp_path / "notes.txt").write_text("mine")
+def test_overwriting_removes_what_a_run_has_written_and_nothing_else(tmp_path):
+    run = RunFolder(tmp_path)
+    written = (
+        "metrics.jsonl", ".metrics.jsonl.12.tmp", "tensorboard/events.out.tfevents.1.host.2.0",
+        "profile/rank0.trace.json.gz", "profile/profile.txt",
+        "checkpoints/step_00000001/manifest.json", "checkpoints/.step_00000002.tmp/state.json",
+        "checkpoints/step_00000003.superseded/manifest.json",
+    )  # fmt: skip
+    mine = (
+        "notes.txt", ".notes.tmp", "profile/mine/table", "tensorboard/.mine",
+        "checkpoints/mine.txt", "checkpoints/.mine.tmp",
+    )  # fmt: skip
+    for name in (*written, *mine):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "checkpoints" / "best").symlink_to("step_00000001")
+    run.say("finished")
 
-    RunFolder(tmp_path).open(overwrite=True, config="seed = 1\n")
+    run.open(overwrite=True, config="seed = 1\n")
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "notes.txt"]
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not p.is_dir()}
+    assert left == {"config.toml", "status.json", *mine}
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "running"
+
+
+def test_overwriting_removes_nothing_through_a_link(tmp_path):
+    run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    (elsewhere / "step_00000001").mkdir(parents=True)
+    run.path.mkdir()
+    run.checkpoints.symlink_to(elsewhere)
+    run.say("finished")
+    run.check(resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match="checkpoints is a link, and --overwrite_output_dir"):
+        run.check(resume=False, overwrite=True)
+
+
+@pytest.fixture
+def finished(tmp_path) -> RunFolder:
+    """A finished run beside a text of its user's, and links both ways."""
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step_00000001").mkdir(parents=True)
+    run.say("finished")
+    (tmp_path / "linked").symlink_to(run.path)
+    (tmp_path / "model").mkdir()
+    for name in ("text.txt", "run/model.safetensors", "run/text.txt", "run/checkpoints/text.txt"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "model" / "model.safetensors").symlink_to(run.path / "model.safetensors")
+    (tmp_path / "text-link.txt").symlink_to(run.checkpoints / "text.txt")
+    run.log.symlink_to(tmp_path / "text.txt")
+    return run
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "run", "linked", "run/checkpoints", "run/checkpoints/text.txt", "text-link.txt", "model",
+        "linked/checkpoints/step_00000001", "run/../run/model.safetensors", "text.txt",
+    ],
+)  # fmt: skip
+def test_what_a_run_would_replace_is_no_input_of_it_not_through_links_either(finished, source):
+    assert finished.endangers(finished.path.parent / source)
+    assert RunFolder(finished.path.parent / "linked").endangers(finished.path.parent / source)
+
+
+def test_what_lies_beside_the_files_of_a_run_is_safe_from_it(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.say("finished")
+    (run.path / "text.txt").write_text("text")
+    (tmp_path / "link.txt").symlink_to(run.path / "text.txt")
+    assert not any(run.endangers(path) for path in (tmp_path, tmp_path / "link.txt"))
 
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path):

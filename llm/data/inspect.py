@@ -51,11 +51,15 @@ class InspectOptions:
         "Show them as text, too: a Hub name, a folder, or a tokenizer.json file. By default the "
         "tokenizer that the files were made with, if they name it and it is on this machine.",
         group="Contents",
+        path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2's vocab.json, with --merges_file instead of a name.", group="Contents"
+        None,
+        "GPT-2's vocab.json, with --merges_file instead of a name.",
+        group="Contents",
+        path=True,
     )
-    merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Contents")
+    merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Contents", path=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ class PrepareConfig:
         "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
         "parquet also packed as gz, xz, zst or bz2.",
         group=INPUT,
+        path=True,
     )
     text_column: str | None = option(
         None,
@@ -46,7 +47,7 @@ class PrepareConfig:
         "file", "What of a txt file is a document; blank lines part paragraphs.", group=INPUT
     )
     dataset_name: str | None = option(
-        None, "Data set on the Hub or a local folder, in place of input.", group=INPUT
+        None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
     )
     dataset_config_name: str | None = option(
         None, "Configuration (subset) of the data set.", group=INPUT
@@ -68,14 +69,16 @@ class PrepareConfig:
         None,
         "Hub name, folder, tokenizer.json or SentencePiece .model of the tokenizer.",
         group=TOKENIZER,
+        path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2 style vocab.json; goes with merges_file.", group=TOKENIZER
+        None, "GPT-2 style vocab.json; goes with merges_file.", group=TOKENIZER, path=True
     )
     merges_file: str | None = option(
         None,
         "GPT-2 style merges.txt; goes with vocab_file.",
         group=TOKENIZER,
+        path=True,
         aliases=("merge_file",),
     )
     use_slow_tokenizer: bool = option(
@@ -99,6 +102,7 @@ class PrepareConfig:
         "Path of the files: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
         "the folder PREFIX of nanoGPT's.",
         group=OUTPUT,
+        path=True,
     )
     format: Literal["megatron", "nanogpt"] = option(
         "megatron",
@@ -287,6 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare(config)
     except LLMError as error:
         logger.error(f"error: {error}")
+        return 2
+    except OSError as error:
+        logger.error(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.")
         return 2
     except KeyboardInterrupt:
         logger.error("Interrupted. What is done is kept: the same command goes on from there.")

@@ -51,6 +51,7 @@ class TrainTokenizerOptions:
         "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt, also packed "
         "as .gz, .xz, .zst or .bz2.",
         group=_INPUT,
+        path=True,
     )
     text_column: str | None = option(
         None,
@@ -110,7 +111,7 @@ class TrainTokenizerOptions:
     eos_id: int | None = option(
         None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", group=_TOKENIZER
     )
-    output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT)
+    output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT, path=True)
     overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)
     num_workers: int = option(
         16,

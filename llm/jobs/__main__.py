@@ -67,7 +67,9 @@ class JobOptions:
         None, "OPTION=A,B,C: an array with one job for each value of a trainer's option (Slurm).",
         group="Job",
     )  # fmt: skip
-    output: str | None = option(None, "File to write; by default standard output.", group="Job")
+    output: str | None = option(
+        None, "File to write; by default standard output.", group="Job", path=True
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from llm.tokenizer import load_tokenizer
 from llm.trainers.gpt.corpora import document_ends, hold_corpus_in_memory, open_corpus_of
 from llm.trainers.gpt.replicas import Replicas, plan_replicas
 from llm.trainers.gpt.start import (
-    check_apart,
+    check_folder,
     check_same_data,
     choose_seed,
     find_init,
@@ -87,8 +87,13 @@ class Inputs:
     replicas: Replicas
 
 
-def read_inputs(config: GPTConfig, world: World) -> Inputs:
+def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = None) -> Inputs:
     """Read everything that a run needs, and refuse what cannot work; writes only the data cache.
+
+    Args:
+        config: The options.
+        world: Which rank this is.
+        config_file: The TOML file that some of them are from.
 
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
@@ -98,8 +103,7 @@ def read_inputs(config: GPTConfig, world: World) -> Inputs:
     run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
     resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
     if not config.eval_only:
-        check_apart(config, run, resumed=resume_from is not None)
-        run.check(resume=bool(config.resume_from_checkpoint), overwrite=config.overwrite_output_dir)
+        check_folder(config, run, resume_from, config_file=config_file)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)

@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm import options
 from llm.allocator import restart_with_kept_memory
-from llm.command_line import parse
+from llm.command_line import config_file_of, parse
 from llm.config import GPTConfig
-from llm.errors import LLMError
+from llm.errors import ConfigError, LLMError
 from llm.files import write_whole
 from llm.launcher import adopt_launcher
 from llm.rules import check
@@ -58,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = world_from_environment()
     set_up_logging(rank=world.rank)
     try:
-        config = parse_args(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
+        config = parse_args(words)
         if config.fast_malloc and argv is None:
             restart_with_kept_memory()
-        return run(config, world, restarts=argv is None)
+        return run(config, world, config_file=config_file_of(words), restarts=argv is None)
     except LLMError as error:
         _refuse(error, world)
         return 2
@@ -69,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("Interrupted before training began.")
         return 130
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            _refuse(ConfigError(f"{error.filename} has too long a name; choose another."), world)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             logger.exception("The run failed.")
             return 1
@@ -113,12 +118,15 @@ def _refuse(error: LLMError, world: World) -> None:
             logger.error(f"error: {error}")
 
 
-def run(config: GPTConfig, world: World, *, restarts: bool = False) -> int:
+def run(
+    config: GPTConfig, world: World, *, config_file: Path | None, restarts: bool = False
+) -> int:
     """Train or evaluate as configured; returns the exit code.
 
     Args:
         config: The options.
         world: Which rank this is.
+        config_file: The TOML file that some of them are from.
         restarts: Whether this process is a program of its own, which can begin anew.
     """
     adopt_launcher()
@@ -131,7 +139,7 @@ def run(config: GPTConfig, world: World, *, restarts: bool = False) -> int:
 
     repository = None
     quiet_libraries()
-    inputs = read_inputs(config, world)
+    inputs = read_inputs(config, world, config_file=config_file)
     model = make_model(config, inputs, world)
     if world.is_main and not config.eval_only:
         inputs.run.lock()
@@ -171,9 +179,10 @@ def _train_and_tell(
     watchdog = _make_watchdog(config, strategy, on_loss=tell)
     try:
         if strategy.rank == 0:
-            resolved = options.to_toml(dataclasses.replace(config, seed=inputs.seed))
-            inputs.run.open(overwrite=config.overwrite_output_dir, config=resolved)
-            inputs.run.say("running")
+            folder = str(inputs.run.path)
+            resolved = dataclasses.replace(config, seed=inputs.seed, output_dir=folder)
+            toml = options.to_toml(resolved)
+            inputs.run.open(overwrite=config.overwrite_output_dir, config=toml)
             log_to_file(inputs.run.log)
         code = _train(config, inputs, model, strategy, watchdog, restarts=restarts)
         watchdog.close()

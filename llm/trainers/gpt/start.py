@@ -1,6 +1,7 @@
 """Where a run starts from: a checkpoint of its own, the weights of another run, or a seed."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llm.models.configuration import has_weights
 from llm.run_folder import RunFolder, check_unchanged
 from llm.runtime import draw_seed
 
+NOT_READ = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
 LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 
@@ -44,26 +46,39 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     return found
 
 
-def check_apart(config: GPTConfig, run: RunFolder, *, resumed: bool) -> None:
-    """Refuse to write a run over what it is made from, unless it goes on.
+def check_folder(
+    config: GPTConfig, run: RunFolder, resume_from: Checkpoint | None, *, config_file: Path | None
+) -> None:
+    """Refuse to write a run over another one, over other files, or over what it is made from.
+
+    Args:
+        config: The options.
+        run: The run's folder.
+        resume_from: The checkpoint that the run goes on from.
+        config_file: The TOML file that options are from.
 
     Raises:
-        ConfigError: An input lies in the run's folder, or is that folder.
+        ConfigError: The folder is taken, or an input lies in it where the run would replace it.
     """
-    if resumed:
+    own = {run.path.resolve(), run.checkpoints.resolve()}
+    if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
+        run.check(resume=True, overwrite=False)
         return
-    target = run.path.resolve()
-    for name in ("init_from", "tokenizer_name", "config_name", "model_name_or_path"):
-        value = getattr(config, name)
-        if value is None or not Path(value).exists():
-            continue
-        source = Path(value).resolve()
-        inside = name == "init_from" and target in source.parents
-        if source == target or inside:
+    read = [(name, text) for name, text in options.paths(config) if name not in NOT_READ]
+    if config_file is not None and config.overwrite_output_dir:
+        read.append(("config", str(config_file)))
+    for name, text in read:
+        sources = [text, f"{text}.bin", f"{text}.idx"]  # a prefix names two files
+        if name == "init_from" and not os.path.exists(text):
+            sources = [str(Path(text).parent)]  # RUN/STEP
+        if any(run.endangers(Path(source)) for source in sources if os.path.exists(source)):
             raise ConfigError(
-                f"--{name} {value} lies in --output_dir {run.path}, which this run would replace; "
-                "name another --output_dir."
+                f"--{name} {text} lies in --output_dir {run.path}, which this run would replace; "
+                "name another --output_dir, or move it."
             )
+    # A checkpoint of another run is no reason to go on with the one that this folder holds.
+    resume = config.resume_from_checkpoint is True
+    run.check(resume=resume, overwrite=config.overwrite_output_dir)
 
 
 def check_same_data(config: GPTConfig, found: Checkpoint | None, digest: str) -> None:
