@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from llm.errors import ConfigError
 from llm.files import is_too_long
-from llm.options import Field, check_ranges, fields, nearest, paths, read_toml, shown
+from llm.options import Field, check_ranges, fields, nearest, paths, read_toml, refusal, shown
 
 ConfigT = TypeVar("ConfigT")
 
@@ -155,8 +155,7 @@ def _add(group: Any, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    text = "VALUE@STEP,..." if field.option.by_step else "TEXT"
-    words = {int: "N", float: "X", str: "|".join(field.choices) or text}
+    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
     return "|".join(words[member] for member in field.members if member in words)
 
 
@@ -175,7 +174,7 @@ def _converter(field: Field) -> Callable[[str], Any]:
                     continue
             if member is str and (not field.choices or text in field.choices):
                 return text
-        raise argparse.ArgumentTypeError(f"expects {field.kind}, not '{text}'")
+        raise argparse.ArgumentTypeError(refusal(field, text))
 
     return convert
 

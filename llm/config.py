@@ -750,24 +750,22 @@ class GPTConfig:
         group=KFAC,
         resume="fixed",
     )
-    kfac_factor_update_steps: int | str | None = option(
+    kfac_factor_update_steps: int | None = option(
         None,
         "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
         group=KFAC,
         at_least=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_inv_update_steps: int | str | None = option(
+    kfac_inv_update_steps: int | None = option(
         None,
         "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
         "ekfac, else 10.",
         group=KFAC,
         at_least=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_factor_decay: float | str | None = option(
+    kfac_factor_decay: float | None = option(
         None,
         "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
         "since the last one for ekfac, else 0.95.",
@@ -775,24 +773,21 @@ class GPTConfig:
         above=0,
         below=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_damping: float | str | None = option(
+    kfac_damping: float | None = option(
         None,
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
         "kfac_compat and the library.",
         group=KFAC,
         above=0,
         resume="fixed",
-        by_step=True,
     )
-    kfac_kl_clip: float | str | None = option(
+    kfac_kl_clip: float | None = option(
         None,
         "Bound on the update's length in the curvature's own measure; 0.001 if not given.",
         group=KFAC,
         above=0,
         resume="fixed",
-        by_step=True,
     )
     kfac_skip_layers: tuple[str, ...] = option(
         (),

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import operator
+import re
 import tomllib
 import types
 import typing
@@ -32,7 +33,6 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     resume: Literal["fixed", "free"] = "free"
-    by_step: bool = False
     one_shot: bool = False
     path: bool = False
 
@@ -48,7 +48,6 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     resume: Literal["fixed", "free"] = "free",
-    by_step: bool = False,
     one_shot: bool = False,
     path: bool = False,
 ) -> Any:
@@ -64,8 +63,6 @@ def option(
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
         resume: `fixed` when a resumed run must keep the value of the run it continues.
-        by_step: Whether a number may be a text with numbers by step; see `read_by_step`. The
-            field's type is a number or str.
         one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.
         path: Whether a text names a file or folder, or may do so.
     """
@@ -78,7 +75,6 @@ def option(
         at_most=at_most,
         below=below,
         resume=resume,
-        by_step=by_step,
         one_shot=one_shot,
         path=path,
     )
@@ -118,8 +114,6 @@ class Field:
     def kind(self) -> str:
         """What a value looks like, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        if self.option.by_step:
-            words[str] = "such by step, as VALUE@STEP,VALUE@STEP"
         kinds = [words[member] for member in self.members if member is not str or not self.choices]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
@@ -204,45 +198,18 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
             member is not str or not field.choices or value in field.choices
         ):
             return value
-    raise ConfigError(f"{where} expects {field.kind}, not {value!r}.")
+    raise ConfigError(f"{where} {refusal(field, value)}")
 
 
-def read_by_step(name: str, text: str, number: type[int] | type[float]) -> dict[int, float]:
-    """Read numbers by step, such as 0.003@0,0.001@5000: from step 5000 on it is 0.001.
+def refusal(field: Field, value: Any) -> str:
+    """What an option expects in place of a value that does not fit."""
+    hint = " A schedule VALUE@STEP is no longer read; give one value." if _by_step(value) else ""
+    return f"expects {field.kind}, not {value!r}.{hint}"
 
-    Steps are counted from 0, which comes first.
 
-    Args:
-        name: The option.
-        text: Its value.
-        number: int where the numbers must be integers.
-
-    Returns:
-        The numbers by the first step that they are for, steps growing.
-
-    Raises:
-        ConfigError: The text is none of this kind.
-    """
-    found: dict[int, float] = {}
-    for part in text.split(","):
-        value, _, step = part.strip().partition("@")
-        try:
-            first, parsed = int(step), number(value)
-        except ValueError:
-            kind = "an integer" if number is int else "a number"
-            raise ConfigError(
-                f"--{name} {text}: '{part.strip()}' is not VALUE@STEP; give {kind}, or such by "
-                "step, VALUE@0,VALUE@STEP and so on."
-            ) from None
-        before = max(found, default=None)
-        if before is None and first != 0:
-            raise ConfigError(f"--{name} {text} begins at step {first}; say its value at step 0.")
-        if before is not None and first <= before:
-            raise ConfigError(
-                f"--{name} {text} has step {first} after step {before}; steps must grow."
-            )
-        found[first] = parsed
-    return found
+def _by_step(value: Any) -> bool:
+    """Whether a value is a schedule, which some options of K-FAC had in earlier versions."""
+    return isinstance(value, str) and re.match(r"[^@]+@0(,|$)", value) is not None
 
 
 def check_ranges(config: Any) -> None:
@@ -254,9 +221,6 @@ def check_ranges(config: Any) -> None:
     for field in fields(type(config)):
         value = getattr(config, field.name)
         rule = field.option
-        if rule.by_step and isinstance(value, str):
-            kind = int if int in field.members else float
-            value = tuple(read_by_step(field.name, value, kind).values())
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
@@ -324,8 +288,6 @@ def to_markdown(cls: type) -> str:
         text = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
-        if field.option.by_step:
-            text += " May be given by step."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         if field.option.one_shot:
