@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from llm.errors import ConfigError
 from llm.files import is_too_long
-from llm.options import Field, check_ranges, fields, nearest, paths, read_toml, refusal, shown
+from llm.options import Field, after_unknown, check_ranges, fields, paths, read_toml, refusal, shown
 
 ConfigT = TypeVar("ConfigT")
 
@@ -69,7 +69,7 @@ def parse(
             given |= vars(parser.parse_args([f"--{positional}", *bare]))
             unknown = [word for word in unknown if word not in bare]
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0], declared))
+        raise ConfigError(_unknown_option(unknown[0], cls))
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
     values.update({name: _value(name, value) for name, value in given.items()})
@@ -179,9 +179,9 @@ def _converter(field: Field) -> Callable[[str], Any]:
     return convert
 
 
-def _unknown_option(word: str, declared: list[Field]) -> str:
+def _unknown_option(word: str, cls: type) -> str:
     if not word.startswith("-"):
         return f"'{word}' stands without an option before it. See --help."
     name = word.lstrip("-").partition("=")[0]
-    flags = ["config", *(n for field in declared for n in (*field.names, *field.opposites))]
-    return f"There is no option --{name}{nearest(name, flags)} See --help."
+    flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
+    return f"There is no option --{name}{after_unknown(name, flags, cls)} See --help."

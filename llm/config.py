@@ -6,9 +6,9 @@ options together are in `llm/rules.py`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from llm.options import option
+from llm.options import Removed, option
 
 MODEL = "Model"
 TOKENIZER = "Tokenizer"
@@ -30,6 +30,19 @@ KFAC = "K-FAC"
 @dataclass(kw_only=True)
 class GPTConfig:
     """Options of `python -m llm.trainers.gpt`."""
+
+    REMOVED: ClassVar[dict[str, Removed]] = {
+        "hub_private": Removed(
+            False,
+            "--push_to_hub makes a new repository private; its settings on the Hub publish it",
+        ),
+        "kfac_grad_worker_fraction": Removed(
+            None, "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5, mem-opt for 0"
+        ),
+        "max_failed_saves": Removed(
+            3, "training stops when four checkpoints in a row cannot be written"
+        ),
+    }
 
     model_name_or_path: str | None = option(
         None,
@@ -559,7 +572,8 @@ class GPTConfig:
     )
     push_to_hub: bool = option(
         False,
-        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
+        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "
+        "new repository is private.",
         group=CHECKPOINTS,
         one_shot=True,
     )
@@ -568,9 +582,6 @@ class GPTConfig:
         "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
         group=CHECKPOINTS,
         one_shot=True,
-    )
-    hub_private: bool = option(
-        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS, one_shot=True
     )
 
     exit_after: float | None = option(
@@ -587,12 +598,6 @@ class GPTConfig:
         "training stops.",
         group=FAULTS,
         at_least=1,
-    )
-    max_failed_saves: int = option(
-        3,
-        "Checkpoints in a row that may fail to be written before training stops.",
-        group=FAULTS,
-        at_least=0,
     )
     start_timeout: float = option(
         1800.0,
@@ -807,13 +812,6 @@ class GPTConfig:
         None,
         "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
         group=KFAC,
-    )
-    kfac_grad_worker_fraction: float | None = option(
-        None,
-        "The same as a share of the ranks: 1 is comm-opt, 1 / ranks (or 0) mem-opt.",
-        group=KFAC,
-        at_least=0,
-        at_most=1,
     )
     kfac_library: Literal["native", "kfac-pytorch"] | None = option(
         None,

@@ -155,18 +155,51 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
     )
 
 
-def nearest(name: str, names: list[str]) -> str:
-    """The option whose name is most like a wrong one, as "; did you mean x?", or nothing."""
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """An option of an earlier version; a program lists its own in a class variable REMOVED.
+
+    Attributes:
+        default: Its value in the files of runs that left it alone.
+        instead: What to do without it, the end of a sentence.
+    """
+
+    default: Any
+    instead: str
+
+
+def removed(cls: type) -> dict[str, Removed]:
+    """The options that a program no longer has, by name."""
+    return getattr(cls, "REMOVED", {})
+
+
+def after_unknown(name: str, names: list[str], cls: type) -> str:
+    """The rest of a sentence about a name that is no option: what to use, or did you mean.
+
+    Args:
+        name: The name.
+        names: Those that could have been meant.
+        cls: Option dataclass.
+    """
+    gone = removed(cls).get(name.removeprefix("no_"))
+    if gone is not None:
+        return f" any more: {gone.instead}."
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def read_toml(cls: type, path: Path) -> dict[str, Any]:
+def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any]:
     """Read a TOML file whose top-level keys are options.
+
+    Args:
+        cls: Option dataclass.
+        path: The file. Options that are gone may stand in it with their default.
+        recorded: Whether it describes a run that is over, maybe one of an earlier version: what
+            no longer has a meaning is left out.
 
     Raises:
         ConfigError: The file is absent or no TOML, a key is unknown (its nearest
-            neighbour is named), or a value has the wrong type.
+            neighbour is named) or gone, or a value has the wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -179,9 +212,15 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        gone = removed(cls).get(name)
+        if gone is not None and (recorded or value == gone.default):
+            continue
         if name not in by_name:
-            raise ConfigError(f"{path} sets '{key}', which is no option{nearest(name, [*by_name])}")
+            rest = after_unknown(name, [*by_name], cls)
+            raise ConfigError(f"{path} sets '{key}', which is no option{rest}")
         field = by_name[name]
+        if recorded and _by_step(value) and str not in field.members:
+            continue
         values[field.name] = _checked(field, value, where=f"{path}: {key}")
     return values
 

@@ -256,12 +256,8 @@ def _kfac_problems(config: GPTConfig) -> list[str]:
             f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
             for name in preconditioner_options(config)
         ]
-    if config.kfac_strategy is not None and config.kfac_grad_worker_fraction is not None:
-        problems.append(
-            "--kfac_strategy and --kfac_grad_worker_fraction say the same; give one of them."
-        )
     if config.kfac_library == "kfac-pytorch":
-        native = ("kfac_strategy", "kfac_grad_worker_fraction", "kfac_max_dim", "kfac_compat")
+        native = ("kfac_strategy", "kfac_max_dim", "kfac_compat")
         problems += [
             f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
             for name in native
@@ -273,11 +269,9 @@ def _kfac_problems(config: GPTConfig) -> list[str]:
 def _hub_problems(config: GPTConfig) -> list[str]:
     if config.push_to_hub:
         return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
-    return [
-        f"--{name} belongs to --push_to_hub; give that too."
-        for name in ("hub_model_id", "hub_private")
-        if getattr(config, name)
-    ]
+    if config.hub_model_id is None:
+        return []
+    return ["--hub_model_id belongs to --push_to_hub; give that too."]
 
 
 def ties_gradients(config: GPTConfig) -> bool:

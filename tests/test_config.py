@@ -11,6 +11,7 @@ from llm.errors import ConfigError
 from llm.options import fields, read_toml, to_markdown, to_toml
 from llm.rules import check, kfac_method, recomputation
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.trained_model import read_config
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
@@ -161,10 +162,6 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--kfac_damping is not for --kfac_method ekfac", "--kfac_kl_clip is not"],
         ),
         (
-            {"kfac": True, "kfac_strategy": "mem-opt", "kfac_grad_worker_fraction": 0.5},
-            ["--kfac_strategy and --kfac_grad_worker_fraction say the same"],
-        ),
-        (
             {"kfac": True, "kfac_library": "kfac-pytorch", "kfac_max_dim": 64},
             ["--kfac_max_dim is for --kfac_library native"],
         ),
@@ -246,7 +243,6 @@ ORDERS = {
     "profile": "10:13",
     "push_to_hub": True,
     "hub_model_id": "me/mine",
-    "hub_private": True,
     "exit_after": 5.0,
 }
 
@@ -257,6 +253,52 @@ def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_pat
     again = GPTConfig(**read_toml(GPTConfig, tmp_path / "config.toml"))
     defaults = {name: getattr(GPTConfig(), name) for name in ORDERS}
     assert again == dataclasses.replace(given, **defaults)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "instead"),
+    [
+        (["--hub_private"], "hub_private = true", "--push_to_hub makes a new repository private"),
+        (
+            ["--no-hub-private"],
+            "hub-private = true",
+            "--push_to_hub makes a new repository private",
+        ),
+        (
+            ["--max_failed_saves", "9"],
+            "max_failed_saves = 9",
+            "training stops when four checkpoints in a row",
+        ),
+        (
+            ["--kfac-grad-worker-fraction=0.5"],
+            "kfac_grad_worker_fraction = 0.5",
+            "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5",
+        ),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_refused_with_what_to_use(
+    tmp_path, flags, line, instead
+):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{line}\n")
+    for words in (flags, ["--config", str(file)]):
+        with pytest.raises(ConfigError) as caught:
+            parse_args([*ENOUGH, *words])
+        assert "no option" in str(caught.value)
+        assert f"any more: {instead}" in str(caught.value)
+
+
+def test_files_of_earlier_runs_are_read_where_they_left_such_an_option_alone(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("hub_private = false\nmax_failed_saves = 3\nlearning_rate = 0.1\n")
+    assert read_toml(GPTConfig, file) == {"learning_rate": 0.1}
+
+
+def test_a_trained_model_is_found_whatever_its_run_had_of_them(tmp_path):
+    (tmp_path / "config.toml").write_text(
+        'model_type = "gpt2"\nmax_failed_saves = 9\nkfac_damping = "0.003@0,0.001@5000"\n'
+    )
+    assert read_config(tmp_path) == GPTConfig(model_type="gpt2")
 
 
 def test_every_option_that_names_files_is_declared_as_a_path():

@@ -33,9 +33,8 @@ def hub(monkeypatch):
     return calls
 
 
-def test_the_repository_is_opened_before_training_and_named_after_the_run(hub, tmp_path):
-    config = GPTConfig(push_to_hub=True, hub_private=True)
-    assert open_repository(config, tmp_path / "tiny") == "someone/tiny"
+def test_a_private_repository_is_opened_before_training_and_named_after_the_run(hub, tmp_path):
+    assert open_repository(GPTConfig(push_to_hub=True), tmp_path / "tiny") == "someone/tiny"
     assert hub.asked == [("tiny", {"private": True, "exist_ok": True})]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.optim.kfac.assignment import assign
+from llm.optim.kfac.assignment import KFACStrategy, assign
 from llm.optim.kfac.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
 from llm.optim.kfac.exchange import Exchange
 from llm.optim.kfac.factors import Factor
@@ -52,7 +52,7 @@ class Curvature:
             mean product over the layer, split between A and G as their sizes are (the pi of
             Martens & Grosse 2015).
         max_dim: Wider factors are kept in diagonal blocks.
-        grad_worker_fraction: Share of the ranks that keep each layer's bases.
+        strategy: Which ranks keep a layer's bases; see `assign`.
         spread: Let the factors take turns, so that no step has all the work. A compiled model
             runs uncompiled where anything is recorded, and so is better off without.
         compat: The arithmetic of the kfac-pytorch library: averages begin with the identity, G
@@ -74,7 +74,7 @@ class Curvature:
         factor_decay: float = 0.6,
         damping: float = 0.001,
         max_dim: int = 8192,
-        grad_worker_fraction: float = 1.0,
+        strategy: KFACStrategy = "comm-opt",
         spread: bool = True,
         compat: bool = False,
     ) -> None:
@@ -92,7 +92,7 @@ class Curvature:
         self._scale: Tensor | float = 1.0
         self._recorded = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
-        self._assign(grad_worker_fraction, max_dim)
+        self._assign(strategy, max_dim)
         self._times = UpdateTimes()
         self._statistics = Statistics(
             self.layers,
@@ -101,7 +101,7 @@ class Curvature:
             times=self._times,
         )
 
-    def _assign(self, grad_worker_fraction: float, max_dim: int) -> None:
+    def _assign(self, strategy: KFACStrategy, max_dim: int) -> None:
         """Spread the layers over the ranks and make what this one keeps."""
         sizes = {f"{layer.input_name}.A": layer.columns for layer in self.layers}
         sizes |= {f"{layer.name}.G": layer.rows for layer in self.layers}
@@ -115,7 +115,7 @@ class Curvature:
         self.assignment = assign(
             {group: list(costs.items()) for group, costs in groups.items()},
             world_size=dist.get_world_size() if distributed else 1,
-            grad_worker_fraction=grad_worker_fraction,
+            strategy=strategy,
         )
         self.exchange = Exchange(self.assignment, rank=rank)
         self._column = rank % self.assignment.num_columns

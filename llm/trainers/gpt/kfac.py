@@ -158,7 +158,7 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
         method=method,
         **settings,
         max_dim=max_dim(config, model),
-        grad_worker_fraction=_grad_worker_fraction(config),
+        strategy=config.kfac_strategy or "comm-opt",
         spread=not config.torch_compile,
         compat=config.kfac_compat,
     )
@@ -223,13 +223,6 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         "factor_decay": config.kfac_factor_decay or (EKFAC_STEP_DECAY**every if ekfac else 0.95),
         "damping": config.kfac_damping or DAMPING,
     }
-
-
-def _grad_worker_fraction(config: GPTConfig) -> float:
-    if config.kfac_grad_worker_fraction is not None:
-        return config.kfac_grad_worker_fraction
-    fractions = {"comm-opt": 1.0, "hybrid-opt": 0.5, "mem-opt": 0.0}
-    return fractions[config.kfac_strategy or "comm-opt"]
 
 
 def _course(config: GPTConfig, settings: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def read_config(run: Path) -> GPTConfig:
     """
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
-    return GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
 
 
 def follow_best(folder: Path) -> tuple[Path | None, str]:
