@@ -1,21 +1,17 @@
-"""Options as a flat dataclass: declaration, TOML file, Markdown page.
+"""Options as a flat dataclass: declaration, checks, Markdown page.
 
 A program declares its settings once, as a dataclass whose fields are made by
 [option][llm.options.option]. The rest follows from the declaration: the flags
-(`llm/command_line.py`), the TOML file, the page of the documentation.
-
+(`llm/command_line.py`), the TOML file (`llm/toml.py`), the page of the documentation.
 """
 
 import dataclasses
 import difflib
-import json
 import math
 import operator
 import re
-import tomllib
 import types
 import typing
-from pathlib import Path
 from typing import Any, Literal
 
 from llm.errors import ConfigError
@@ -35,6 +31,7 @@ class Option:
     resume: Literal["fixed", "free"] = "free"
     one_shot: bool = False
     path: bool = False
+    requires: tuple[str, ...] = ()
 
 
 def option(
@@ -50,6 +47,7 @@ def option(
     resume: Literal["fixed", "free"] = "free",
     one_shot: bool = False,
     path: bool = False,
+    requires: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field of an option dataclass.
 
@@ -65,6 +63,8 @@ def option(
         resume: `fixed` when a resumed run must keep the value of the run it continues.
         one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.
         path: Whether a text names a file or folder, or may do so.
+        requires: What the option is for, as NAME or NAME=VALUE: it is refused unless one of these
+            is given, or has that value.
     """
     described = Option(
         help=help,
@@ -77,6 +77,7 @@ def option(
         resume=resume,
         one_shot=one_shot,
         path=path,
+        requires=requires,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -188,65 +189,13 @@ def after_unknown(name: str, names: list[str], cls: type) -> str:
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any]:
-    """Read a TOML file whose top-level keys are options.
-
-    Args:
-        cls: Option dataclass.
-        path: The file. Options that are gone may stand in it with their default.
-        recorded: Whether it describes a run that is over, maybe one of an earlier version: what
-            no longer has a meaning is left out.
-
-    Raises:
-        ConfigError: The file is absent or no TOML, a key is unknown (its nearest
-            neighbour is named) or gone, or a value has the wrong type.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
-    declared = fields(cls)
-    by_name = {name: field for field in declared for name in field.names}
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        gone = removed(cls).get(name)
-        if gone is not None and (recorded or value == gone.default):
-            continue
-        if name not in by_name:
-            rest = after_unknown(name, [*by_name], cls)
-            raise ConfigError(f"{path} sets '{key}', which is no option{rest}")
-        field = by_name[name]
-        if recorded and _by_step(value) and str not in field.members:
-            continue
-        values[field.name] = _checked(field, value, where=f"{path}: {key}")
-    return values
-
-
-def _checked(field: Field, value: Any, *, where: str) -> Any:
-    if field.many:
-        items = value if isinstance(value, list) else [value]
-        single = dataclasses.replace(field, many=False)
-        return tuple(_checked(single, item, where=where) for item in items)
-    for member in field.members:
-        if member is float and type(value) is int:
-            return float(value)
-        if type(value) is member and (
-            member is not str or not field.choices or value in field.choices
-        ):
-            return value
-    raise ConfigError(f"{where} {refusal(field, value)}")
-
-
 def refusal(field: Field, value: Any) -> str:
     """What an option expects in place of a value that does not fit."""
-    hint = " A schedule VALUE@STEP is no longer read; give one value." if _by_step(value) else ""
+    hint = " A schedule VALUE@STEP is no longer read; give one value." if is_by_step(value) else ""
     return f"expects {field.kind}, not {value!r}.{hint}"
 
 
-def _by_step(value: Any) -> bool:
+def is_by_step(value: Any) -> bool:
     """Whether a value is a schedule, which some options of K-FAC had in earlier versions."""
     return isinstance(value, str) and re.match(r"[^@]+@0(,|$)", value) is not None
 
@@ -279,39 +228,30 @@ def check_ranges(config: Any) -> None:
                 raise ConfigError(f"--{field.name} must be {broken[0]}, not {number}.")
 
 
+def given(config: Any) -> dict[str, Any]:
+    """The options that have another value than their default, and their values."""
+    values = [(field, getattr(config, field.name)) for field in fields(type(config))]
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def lacking(config: Any) -> list[str]:
+    """A sentence for each option that is given without any of those that it requires."""
+    values = given(config)
+    problems = []
+    for field in fields(type(config)):
+        required = [need.partition("=")[::2] for need in field.option.requires]
+        met = [name in values and value in ("", values[name]) for name, value in required]
+        if field.name in values and required and not any(met):
+            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
+            problems.append(f"--{field.name} needs {flags}; give that too, or leave it out.")
+    return problems
+
+
 def shown(value: Any) -> str:
     """A default as a user would type it."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def to_toml(config: Any) -> str:
-    """Write every option that has a value as TOML, group by group, but for one-shot options.
-
-    Reading the text back with `read_toml` gives the same options.
-    """
-    lines: list[str] = []
-    group = ""
-    for field in fields(type(config)):
-        value = getattr(config, field.name)
-        if field.option.one_shot:
-            continue
-        if field.option.group != group:
-            group = field.option.group
-            lines.append(f"\n# {group}")
-        if value is None:
-            lines.append(f"# {field.name} is not set")
-        else:
-            lines.append(f"{field.name} = {_toml(value)}")
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's as well.
-    return json.dumps(value)
 
 
 def to_markdown(cls: type) -> str:
@@ -327,6 +267,9 @@ def to_markdown(cls: type) -> str:
         text = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+        needs = [need.replace("=", " ") for need in field.option.requires]
+        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
+            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         if field.option.one_shot:

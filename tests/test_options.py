@@ -1,3 +1,4 @@
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -6,7 +7,8 @@ import pytest
 
 from llm.command_line import parse
 from llm.errors import ConfigError
-from llm.options import option, read_toml, to_markdown, to_toml
+from llm.options import lacking, option, to_markdown
+from llm.toml import read_toml, to_toml
 
 
 @dataclass(kw_only=True)
@@ -22,6 +24,9 @@ class Settings:
     no_bias: bool = option(False, "No bias.", group="Switches")
     remove: bool = option(False, "Remove.", group="Orders", one_shot=True)
     text: tuple[float | str, ...] = option((), "Text.", group="Orders", path=True)
+    corners: int = option(
+        4, "Corners.", group="Needs", requires=("shape=square", "name"), resume="fixed"
+    )
 
 
 def read(*argv: str) -> Settings:
@@ -165,6 +170,27 @@ def test_the_markdown_page_has_a_row_for_every_option():
     assert "## Numbers" in page
     assert "| `name`, `title` |  | Name. |" in page
     assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page
+
+
+def test_an_option_without_what_it_requires_is_refused_in_a_sentence():
+    without = "--corners needs --shape square or --name; give that too, or leave it out."
+    assert lacking(Settings(corners=5)) == [without]
+    assert lacking(Settings(corners=5, shape="square")) == []
+    assert lacking(Settings(corners=5, name="star")) == []
+    assert lacking(Settings()) == lacking(Settings(corners=4)) == []
+
+
+def test_the_markdown_page_says_what_an_option_requires_unless_its_help_does():
+    page = to_markdown(Settings)
+    assert "| Corners. Needs `shape square` or `name`. *Fixed on resume.* |" in page
+    told = dataclasses.make_dataclass(
+        "Told",
+        [
+            ("on", bool, option(False, "On.", group="G")),
+            ("level", int, option(1, "Level of what is on.", group="G", requires=("on",))),
+        ],
+    )
+    assert "| Level of what is on. |" in to_markdown(told)
 
 
 def test_the_name_of_one_option_can_be_left_out():

@@ -73,5 +73,5 @@ def test_a_push_that_fails_leaves_the_model_and_says_how_to_try_again(hub, tmp_p
 
 
 def test_a_name_without_push_to_hub_is_refused():
-    with pytest.raises(ConfigError, match="--hub_model_id belongs to --push_to_hub"):
+    with pytest.raises(ConfigError, match="--hub_model_id needs --push_to_hub"):
         check(GPTConfig(model_type="gpt2", train_file="a.txt", hub_model_id="mine"))

@@ -11,7 +11,7 @@ from llm.checkpoint import Checkpoint
 from llm.checkpoint_folder import BEST
 from llm.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
-from llm.options import read_toml
+from llm.toml import read_toml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
