@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from llm.errors import ConfigError
 from llm.files import is_too_long
-from llm.options import Field, check_ranges, fields, nearest, paths, read_toml, shown
+from llm.options import Field, after_unknown, check_ranges, fields, paths, refusal, shown
+from llm.toml import read_toml
 
 ConfigT = TypeVar("ConfigT")
 
@@ -69,7 +70,7 @@ def parse(
             given |= vars(parser.parse_args([f"--{positional}", *bare]))
             unknown = [word for word in unknown if word not in bare]
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0], declared))
+        raise ConfigError(_unknown_option(unknown[0], cls))
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
     values.update({name: _value(name, value) for name, value in given.items()})
@@ -155,8 +156,7 @@ def _add(group: Any, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    text = "VALUE@STEP,..." if field.option.by_step else "TEXT"
-    words = {int: "N", float: "X", str: "|".join(field.choices) or text}
+    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
     return "|".join(words[member] for member in field.members if member in words)
 
 
@@ -175,14 +175,14 @@ def _converter(field: Field) -> Callable[[str], Any]:
                     continue
             if member is str and (not field.choices or text in field.choices):
                 return text
-        raise argparse.ArgumentTypeError(f"expects {field.kind}, not '{text}'")
+        raise argparse.ArgumentTypeError(refusal(field, text))
 
     return convert
 
 
-def _unknown_option(word: str, declared: list[Field]) -> str:
+def _unknown_option(word: str, cls: type) -> str:
     if not word.startswith("-"):
         return f"'{word}' stands without an option before it. See --help."
     name = word.lstrip("-").partition("=")[0]
-    flags = ["config", *(n for field in declared for n in (*field.names, *field.opposites))]
-    return f"There is no option --{name}{nearest(name, flags)} See --help."
+    flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
+    return f"There is no option --{name}{after_unknown(name, flags, cls)} See --help."

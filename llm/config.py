@@ -6,9 +6,9 @@ options together are in `llm/rules.py`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from llm.options import option
+from llm.options import Removed, option
 
 MODEL = "Model"
 TOKENIZER = "Tokenizer"
@@ -30,6 +30,19 @@ KFAC = "K-FAC"
 @dataclass(kw_only=True)
 class GPTConfig:
     """Options of `python -m llm.trainers.gpt`."""
+
+    REMOVED: ClassVar[dict[str, Removed]] = {
+        "hub_private": Removed(
+            False,
+            "--push_to_hub makes a new repository private; its settings on the Hub publish it",
+        ),
+        "kfac_grad_worker_fraction": Removed(
+            None, "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5, mem-opt for 0"
+        ),
+        "max_failed_saves": Removed(
+            3, "training stops when four checkpoints in a row cannot be written"
+        ),
+    }
 
     model_name_or_path: str | None = option(
         None,
@@ -146,6 +159,7 @@ class GPTConfig:
         None,
         "GPT-2 style vocab.json; goes with merges_file.",
         group=TOKENIZER,
+        requires=("merges_file",),
         path=True,
         resume="fixed",
     )
@@ -153,6 +167,7 @@ class GPTConfig:
         None,
         "GPT-2 style merges.txt; goes with vocab_file.",
         group=TOKENIZER,
+        requires=("vocab_file",),
         path=True,
         aliases=("merge_file",),
         resume="fixed",
@@ -172,7 +187,11 @@ class GPTConfig:
         resume="fixed",
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", group=DATA, resume="fixed"
+        None,
+        "Configuration (subset) of the data set.",
+        group=DATA,
+        requires=("dataset_name",),
+        resume="fixed",
     )
     train_file: str | None = option(
         None,
@@ -213,6 +232,7 @@ class GPTConfig:
         "testing (which is left aside), such as 980,10,10; 100,0,0 trains only. By default "
         "969,30,1.",
         group=DATA,
+        requires=("data_path",),
         resume="fixed",
     )
     in_memory: bool = option(
@@ -334,6 +354,7 @@ class GPTConfig:
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
         group=OPTIMIZER,
+        requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
         resume="fixed",
@@ -342,6 +363,7 @@ class GPTConfig:
         None,
         "Steps between two updates of soap's eigenbases; 10 if not given.",
         group=OPTIMIZER,
+        requires=("optimizer=soap",),
         at_least=1,
         resume="fixed",
     )
@@ -385,6 +407,7 @@ class GPTConfig:
         None,
         "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
         group=OPTIMIZER,
+        requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
         resume="fixed",
     )
@@ -530,6 +553,7 @@ class GPTConfig:
         None,
         "Keep this many of the newest checkpoints; by default all.",
         group=CHECKPOINTS,
+        requires=("checkpointing_steps", "checkpointing_minutes"),
         at_least=1,
     )
     save_top_k: int = option(
@@ -537,6 +561,7 @@ class GPTConfig:
         "Keep also this many checkpoints of the lowest validation loss, with a link `best`; each "
         "checkpoint is then evaluated before it is saved.",
         group=CHECKPOINTS,
+        requires=("checkpointing_steps", "checkpointing_minutes"),
         at_least=0,
     )
     async_checkpoint: bool = option(
@@ -569,7 +594,8 @@ class GPTConfig:
     )
     push_to_hub: bool = option(
         False,
-        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end.",
+        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "
+        "new repository is private.",
         group=CHECKPOINTS,
         one_shot=True,
     )
@@ -577,10 +603,8 @@ class GPTConfig:
         None,
         "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
         group=CHECKPOINTS,
+        requires=("push_to_hub",),
         one_shot=True,
-    )
-    hub_private: bool = option(
-        False, "Make the repository private, if it is a new one.", group=CHECKPOINTS, one_shot=True
     )
 
     exit_after: float | None = option(
@@ -597,12 +621,6 @@ class GPTConfig:
         "training stops.",
         group=FAULTS,
         at_least=1,
-    )
-    max_failed_saves: int = option(
-        3,
-        "Checkpoints in a row that may fail to be written before training stops.",
-        group=FAULTS,
-        at_least=0,
     )
     start_timeout: float = option(
         1800.0,
@@ -694,6 +712,7 @@ class GPTConfig:
         1,
         "Stages of each rank, for interleaved-1f1b.",
         group=PARALLEL,
+        requires=("pipeline_parallel_size",),
         at_least=1,
     )
 
@@ -709,12 +728,14 @@ class GPTConfig:
         "ring",
         "Which ranks average in which step of gossip; `python -m llm.parallel.topology` shows it.",
         group=DECENTRALIZED,
+        requires=("data_parallel=gossip",),
         resume="fixed",
     )
     gossip_order: Literal["overlap", "blocking"] = option(
         "overlap",
         "Whether weights travel while the next gradient is computed, or each step waits for them.",
         group=DECENTRALIZED,
+        requires=("data_parallel=gossip",),
         resume="fixed",
     )
     gossip_group: Literal["world", "nodes"] = option(
@@ -722,6 +743,7 @@ class GPTConfig:
         "What has weights of its own in gossip: each rank, or each node, whose ranks share their "
         "gradients.",
         group=DECENTRALIZED,
+        requires=("data_parallel=gossip",),
         resume="fixed",
     )
     on_peer_loss: Literal["stop", "continue"] = option(
@@ -730,21 +752,29 @@ class GPTConfig:
         "newest checkpoint, or save what they have and go on as a smaller job, which changes the "
         "run.",
         group=DECENTRALIZED,
+        requires=("data_parallel=gossip", "data_parallel=diloco"),
     )
     sync_every: int = option(
         500,
         "Steps that ranks train alone between two common steps of diloco.",
         group=DECENTRALIZED,
+        requires=("data_parallel=diloco",),
         at_least=1,
         resume="fixed",
     )
     outer_learning_rate: float = option(
-        0.7, "Rate of diloco's common step.", group=DECENTRALIZED, above=0, resume="fixed"
+        0.7,
+        "Rate of diloco's common step.",
+        group=DECENTRALIZED,
+        requires=("data_parallel=diloco",),
+        above=0,
+        resume="fixed",
     )
     outer_momentum: float = option(
         0.9,
         "Nesterov momentum of diloco's common step.",
         group=DECENTRALIZED,
+        requires=("data_parallel=diloco",),
         at_least=0,
         below=1,
         resume="fixed",
@@ -762,56 +792,58 @@ class GPTConfig:
         "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
         "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
         group=KFAC,
+        requires=("kfac",),
         resume="fixed",
     )
-    kfac_factor_update_steps: int | str | None = option(
+    kfac_factor_update_steps: int | None = option(
         None,
         "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
         group=KFAC,
+        requires=("kfac",),
         at_least=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_inv_update_steps: int | str | None = option(
+    kfac_inv_update_steps: int | None = option(
         None,
         "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
         "ekfac, else 10.",
         group=KFAC,
+        requires=("kfac",),
         at_least=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_factor_decay: float | str | None = option(
+    kfac_factor_decay: float | None = option(
         None,
         "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
         "since the last one for ekfac, else 0.95.",
         group=KFAC,
+        requires=("kfac",),
         above=0,
         below=1,
         resume="fixed",
-        by_step=True,
     )
-    kfac_damping: float | str | None = option(
+    kfac_damping: float | None = option(
         None,
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
         "kfac_compat and the library.",
         group=KFAC,
+        requires=("kfac",),
         above=0,
         resume="fixed",
-        by_step=True,
     )
-    kfac_kl_clip: float | str | None = option(
+    kfac_kl_clip: float | None = option(
         None,
         "Bound on the update's length in the curvature's own measure; 0.001 if not given.",
         group=KFAC,
+        requires=("kfac",),
         above=0,
         resume="fixed",
-        by_step=True,
     )
     kfac_skip_layers: tuple[str, ...] = option(
         (),
         "Regular expressions: layers in whose name one is found are left to AdamW.",
         group=KFAC,
+        requires=("kfac",),
         resume="fixed",
     )
     kfac_max_dim: int | None = option(
@@ -819,6 +851,7 @@ class GPTConfig:
         "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
         "model's width with ekfac and 8192 with the other methods.",
         group=KFAC,
+        requires=("kfac",),
         at_least=1,
         resume="fixed",
     )
@@ -826,18 +859,13 @@ class GPTConfig:
         None,
         "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
         group=KFAC,
-    )
-    kfac_grad_worker_fraction: float | None = option(
-        None,
-        "The same as a share of the ranks: 1 is comm-opt, 1 / ranks (or 0) mem-opt.",
-        group=KFAC,
-        at_least=0,
-        at_most=1,
+        requires=("kfac",),
     )
     kfac_library: Literal["native", "kfac-pytorch"] | None = option(
         None,
         "native, this package's own, if not given; or kfac-pytorch, which must be installed.",
         group=KFAC,
+        requires=("kfac",),
         resume="fixed",
     )
     kfac_compat: bool = option(
@@ -845,5 +873,6 @@ class GPTConfig:
         "Do the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
         "damping, all layers due at once.",
         group=KFAC,
+        requires=("kfac",),
         resume="fixed",
     )

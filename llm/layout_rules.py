@@ -1,12 +1,7 @@
 """Rules for how ranks share the work: which ways of dividing a model go together, and with what."""
 
 from llm.config import GPTConfig
-from llm.options import fields
 
-_OF_MODE = {
-    "gossip": ("topology", "gossip_order", "gossip_group"),
-    "diloco": ("sync_every", "outer_learning_rate", "outer_momentum"),
-}
 _SIZES = (
     "data_parallel_shard_size",
     "tensor_parallel_size",
@@ -26,22 +21,7 @@ def layout_problems(config: GPTConfig) -> list[str]:
 
 def _decentralized_problems(config: GPTConfig) -> list[str]:
     mode = config.data_parallel
-    defaults = {field.name: field.default for field in fields(GPTConfig)}
-    problems = [
-        f"--{name} belongs to --data_parallel {owner}, and this run has {mode}; leave it out."
-        for owner, names in _OF_MODE.items()
-        for name in names
-        if mode != owner and getattr(config, name) != defaults[name]
-    ]
-    uses_blocks = config.optimizer == "accumadamw" or (config.optimizer, mode) == (None, "gossip")
-    if config.accum_steps is not None and not uses_blocks:
-        problems.append("--accum_steps belongs to --optimizer accumadamw; leave it out.")
-    if config.on_peer_loss == "continue" and mode == "allreduce":
-        problems.append(
-            "--on_peer_loss continue needs ranks with weights of their own, by --data_parallel "
-            "gossip or diloco; leave it out, or let a launcher start the run again with "
-            "--resume_from_checkpoint."
-        )
+    problems = []
     if config.on_peer_loss == "continue" and config.gossip_group == "nodes":
         problems.append(
             "--on_peer_loss continue takes ranks that each have weights of their own, not "
@@ -99,16 +79,14 @@ def _size_problems(config: GPTConfig) -> list[str]:
 
 def _pipeline_problems(config: GPTConfig) -> list[str]:
     interleaved = config.pipeline_schedule == "interleaved-1f1b"
-    if config.pipeline_parallel_size == 1:
-        given = ["pipeline_schedule interleaved-1f1b"] if interleaved else []
-        given += ["virtual_stages"] if config.virtual_stages > 1 else []
-        return [f"--{name} needs --pipeline_parallel_size of 2 or more." for name in given]
     problems = []
     if interleaved != (config.virtual_stages > 1):
         problems.append(
             "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
             "give both or neither."
         )
+    if config.pipeline_parallel_size == 1:
+        return problems
     if config.torch_compile:
         problems.append(
             "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "

@@ -1,20 +1,17 @@
-"""Options as a flat dataclass: declaration, TOML file, Markdown page.
+"""Options as a flat dataclass: declaration, checks, Markdown page.
 
 A program declares its settings once, as a dataclass whose fields are made by
 [option][llm.options.option]. The rest follows from the declaration: the flags
-(`llm/command_line.py`), the TOML file, the page of the documentation.
-
+(`llm/command_line.py`), the TOML file (`llm/toml.py`), the page of the documentation.
 """
 
 import dataclasses
 import difflib
-import json
 import math
 import operator
-import tomllib
+import re
 import types
 import typing
-from pathlib import Path
 from typing import Any, Literal
 
 from llm.errors import ConfigError
@@ -32,9 +29,9 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     resume: Literal["fixed", "told", "free"] = "free"
-    by_step: bool = False
     one_shot: bool = False
     path: bool = False
+    requires: tuple[str, ...] = ()
 
 
 def option(
@@ -48,9 +45,9 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     resume: Literal["fixed", "told", "free"] = "free",
-    by_step: bool = False,
     one_shot: bool = False,
     path: bool = False,
+    requires: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field of an option dataclass.
 
@@ -65,10 +62,10 @@ def option(
         below: Numbers must be smaller than this.
         resume: `fixed` when a resumed run must keep the value of the run it continues; `told` when
             the log names a change, which is one of rounding or of what is compared.
-        by_step: Whether a number may be a text with numbers by step; see `read_by_step`. The
-            field's type is a number or str.
         one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.
         path: Whether a text names a file or folder, or may do so.
+        requires: What the option is for, as NAME or NAME=VALUE: it is refused unless one of these
+            is given, or has that value.
     """
     described = Option(
         help=help,
@@ -79,9 +76,9 @@ def option(
         at_most=at_most,
         below=below,
         resume=resume,
-        by_step=by_step,
         one_shot=one_shot,
         path=path,
+        requires=requires,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -119,8 +116,6 @@ class Field:
     def kind(self) -> str:
         """What a value looks like, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        if self.option.by_step:
-            words[str] = "such by step, as VALUE@STEP,VALUE@STEP"
         kinds = [words[member] for member in self.members if member is not str or not self.choices]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
@@ -162,88 +157,48 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
     )
 
 
-def nearest(name: str, names: list[str]) -> str:
-    """The option whose name is most like a wrong one, as "; did you mean x?", or nothing."""
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """An option of an earlier version; a program lists its own in a class variable REMOVED.
+
+    Attributes:
+        default: Its value in the files of runs that left it alone.
+        instead: What to do without it, the end of a sentence.
+    """
+
+    default: Any
+    instead: str
+
+
+def removed(cls: type) -> dict[str, Removed]:
+    """The options that a program no longer has, by name."""
+    return getattr(cls, "REMOVED", {})
+
+
+def after_unknown(name: str, names: list[str], cls: type) -> str:
+    """The rest of a sentence about a name that is no option: what to use, or did you mean.
+
+    Args:
+        name: The name.
+        names: Those that could have been meant.
+        cls: Option dataclass.
+    """
+    gone = removed(cls).get(name.removeprefix("no_"))
+    if gone is not None:
+        return f" any more: {gone.instead}."
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def read_toml(cls: type, path: Path) -> dict[str, Any]:
-    """Read a TOML file whose top-level keys are options.
-
-    Raises:
-        ConfigError: The file is absent or no TOML, a key is unknown (its nearest
-            neighbour is named), or a value has the wrong type.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
-    declared = fields(cls)
-    by_name = {name: field for field in declared for name in field.names}
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in by_name:
-            raise ConfigError(f"{path} sets '{key}', which is no option{nearest(name, [*by_name])}")
-        field = by_name[name]
-        values[field.name] = _checked(field, value, where=f"{path}: {key}")
-    return values
+def refusal(field: Field, value: Any) -> str:
+    """What an option expects in place of a value that does not fit."""
+    hint = " A schedule VALUE@STEP is no longer read; give one value." if is_by_step(value) else ""
+    return f"expects {field.kind}, not {value!r}.{hint}"
 
 
-def _checked(field: Field, value: Any, *, where: str) -> Any:
-    if field.many:
-        items = value if isinstance(value, list) else [value]
-        single = dataclasses.replace(field, many=False)
-        return tuple(_checked(single, item, where=where) for item in items)
-    for member in field.members:
-        if member is float and type(value) is int:
-            return float(value)
-        if type(value) is member and (
-            member is not str or not field.choices or value in field.choices
-        ):
-            return value
-    raise ConfigError(f"{where} expects {field.kind}, not {value!r}.")
-
-
-def read_by_step(name: str, text: str, number: type[int] | type[float]) -> dict[int, float]:
-    """Read numbers by step, such as 0.003@0,0.001@5000: from step 5000 on it is 0.001.
-
-    Steps are counted from 0, which comes first.
-
-    Args:
-        name: The option.
-        text: Its value.
-        number: int where the numbers must be integers.
-
-    Returns:
-        The numbers by the first step that they are for, steps growing.
-
-    Raises:
-        ConfigError: The text is none of this kind.
-    """
-    found: dict[int, float] = {}
-    for part in text.split(","):
-        value, _, step = part.strip().partition("@")
-        try:
-            first, parsed = int(step), number(value)
-        except ValueError:
-            kind = "an integer" if number is int else "a number"
-            raise ConfigError(
-                f"--{name} {text}: '{part.strip()}' is not VALUE@STEP; give {kind}, or such by "
-                "step, VALUE@0,VALUE@STEP and so on."
-            ) from None
-        before = max(found, default=None)
-        if before is None and first != 0:
-            raise ConfigError(f"--{name} {text} begins at step {first}; say its value at step 0.")
-        if before is not None and first <= before:
-            raise ConfigError(
-                f"--{name} {text} has step {first} after step {before}; steps must grow."
-            )
-        found[first] = parsed
-    return found
+def is_by_step(value: Any) -> bool:
+    """Whether a value is a schedule, which some options of K-FAC had in earlier versions."""
+    return isinstance(value, str) and re.match(r"[^@]+@0(,|$)", value) is not None
 
 
 def check_ranges(config: Any) -> None:
@@ -255,9 +210,6 @@ def check_ranges(config: Any) -> None:
     for field in fields(type(config)):
         value = getattr(config, field.name)
         rule = field.option
-        if rule.by_step and isinstance(value, str):
-            kind = int if int in field.members else float
-            value = tuple(read_by_step(field.name, value, kind).values())
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
@@ -278,39 +230,30 @@ def check_ranges(config: Any) -> None:
                 raise ConfigError(f"--{field.name} must be {broken[0]}, not {number}.")
 
 
+def given(config: Any) -> dict[str, Any]:
+    """The options that have another value than their default, and their values."""
+    values = [(field, getattr(config, field.name)) for field in fields(type(config))]
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def lacking(config: Any) -> list[str]:
+    """A sentence for each option that is given without any of those that it requires."""
+    values = given(config)
+    problems = []
+    for field in fields(type(config)):
+        required = [need.partition("=")[::2] for need in field.option.requires]
+        met = [name in values and value in ("", values[name]) for name, value in required]
+        if field.name in values and required and not any(met):
+            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
+            problems.append(f"--{field.name} needs {flags}; give that too, or leave it out.")
+    return problems
+
+
 def shown(value: Any) -> str:
     """A default as a user would type it."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def to_toml(config: Any) -> str:
-    """Write every option that has a value as TOML, group by group, but for one-shot options.
-
-    Reading the text back with `read_toml` gives the same options.
-    """
-    lines: list[str] = []
-    group = ""
-    for field in fields(type(config)):
-        value = getattr(config, field.name)
-        if field.option.one_shot:
-            continue
-        if field.option.group != group:
-            group = field.option.group
-            lines.append(f"\n# {group}")
-        if value is None:
-            lines.append(f"# {field.name} is not set")
-        else:
-            lines.append(f"{field.name} = {_toml(value)}")
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's as well, but for surrogate pairs and DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def to_markdown(cls: type) -> str:
@@ -326,8 +269,9 @@ def to_markdown(cls: type) -> str:
         text = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
-        if field.option.by_step:
-            text += " May be given by step."
+        needs = [need.replace("=", " ") for need in field.option.requires]
+        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
+            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         if field.option.one_shot:

@@ -1,7 +1,7 @@
-"""Rules that tie several options of the trainer together.
+"""Combinations of options that cannot work, by subject.
 
-They run before anything heavy is imported, so that a command that cannot work
-is refused at once.
+That an option needs another one is said where it is declared (`requires`). The rules run before
+anything heavy is imported, so that a command that cannot work is refused at once.
 """
 
 from typing import Literal
@@ -9,10 +9,11 @@ from typing import Literal
 from llm.config import GPTConfig
 from llm.errors import ConfigError
 from llm.layout_rules import layout_problems
-from llm.model_rules import model_problems, named_problems, shape_problems
-from llm.options import fields, paths
+from llm.options import fields, given, lacking, paths
 
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
+SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")
+"""Options that set a model's layers, width and heads."""
 
 
 def check(config: GPTConfig) -> None:
@@ -23,15 +24,12 @@ def check(config: GPTConfig) -> None:
     """
     problems = [
         *_data_problems(config),
-        *model_problems(config),
-        *_length_problems(config),
+        *_token_file_problems(config),
+        *_document_problems(config),
+        *_tokenizer_problems(config),
         *_schedule_problems(config),
-        *_optimizer_problems(config),
-        *_memory_problems(config),
         *_run_problems(config),
-        *_kfac_problems(config),
-        *layout_problems(config),
-        *_hub_problems(config),
+        *check_planned(config),
     ]
     if problems:
         raise ConfigError(" ".join(problems))
@@ -40,29 +38,31 @@ def check(config: GPTConfig) -> None:
 def check_planned(config: GPTConfig) -> list[str]:
     """Complaints about a run that is only planned, which needs no data and no tokenizer."""
     return [
-        *named_problems(config),
-        *shape_problems(config),
+        *_named_problems(config),
+        *_shape_problems(config),
         *_length_problems(config),
+        *_optimizer_problems(config),
         *_kfac_problems(config),
         *_memory_problems(config),
         *layout_problems(config),
+        *lacking(config),
     ]
 
 
 def _data_problems(config: GPTConfig) -> list[str]:
     problems = []
-    given = [name for name in _SOURCES if getattr(config, name)]
-    if len(given) > 1:
+    sources = [name for name in _SOURCES if getattr(config, name)]
+    if len(sources) > 1:
         problems.append(
-            f"{' and '.join(f'--{name}' for name in given)} are "
-            f"{('two', 'three', 'four')[len(given) - 2]} sources of data; give one of them."
+            f"{' and '.join(f'--{name}' for name in sources)} are "
+            f"{('two', 'three', 'four')[len(sources) - 2]} sources of data; give one of them."
         )
-    if not given and not config.eval_only:
+    if not sources and not config.eval_only:
         problems.append(
             "Name the training data with --dataset_name or --train_file, or token files with "
             "--data_path or --train_data_path."
         )
-    if not given and config.eval_only and not (config.validation_file or config.valid_data_path):
+    if not sources and config.eval_only and not (config.validation_file or config.valid_data_path):
         problems.append(
             "--eval_only needs data: --validation_file, --train_file, --dataset_name, "
             "--data_path or --valid_data_path."
@@ -71,9 +71,7 @@ def _data_problems(config: GPTConfig) -> list[str]:
         problems.append(
             "--dataset_name and --validation_file are two sources of data; give one of them."
         )
-    if config.dataset_config_name is not None and config.dataset_name is None:
-        problems.append("--dataset_config_name belongs to a --dataset_name; give that too.")
-    return [*problems, *_token_file_problems(config), *_document_problems(config)]
+    return problems
 
 
 def _token_file_problems(config: GPTConfig) -> list[str]:
@@ -90,8 +88,6 @@ def _token_file_problems(config: GPTConfig) -> list[str]:
             "--validation_file is text and does not go with token files; name token files to "
             "evaluate on with --valid_data_path."
         )
-    if config.split is not None and not config.data_path:
-        problems.append("--split cuts the token files of --data_path; give that too.")
     if config.force and not token_files:
         problems.append("--force is for token files, and none are given.")
     if token_files:
@@ -100,8 +96,7 @@ def _token_file_problems(config: GPTConfig) -> list[str]:
             for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
             if getattr(config, name)
         ]
-    default = next(f.default for f in fields(GPTConfig) if f.name == "validation_split_percentage")
-    if token_files and config.validation_split_percentage != default:
+    if token_files and "validation_split_percentage" in given(config):
         problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
     return problems
 
@@ -113,6 +108,52 @@ def _document_problems(config: GPTConfig) -> list[str]:
         for name in ("reset_position_ids", "reset_attention_mask")
         if getattr(config, name) and text and not config.append_eos
     ]
+
+
+def _named_problems(config: GPTConfig) -> list[str]:
+    named = config.model_name_or_path or config.config_name or config.model_type
+    if not named and not shape_options(config):
+        return [
+            "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
+        ]
+    if config.model_name_or_path is not None and config.model_type is not None:
+        return [
+            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
+            "model; give one of them."
+        ]
+    return []
+
+
+def _shape_problems(config: GPTConfig) -> list[str]:
+    changed = [name for name in SHAPE[1:] if getattr(config, name) is not None]
+    named = config.model_name_or_path or config.config_name or config.model_type
+    if config.model_size is not None and changed:
+        return [
+            f"--model_size {config.model_size} sets --{changed[0]} already; leave one of them out."
+        ]
+    if changed and not named and len(changed) < 3:
+        missing = " and ".join(f"--{name}" for name in SHAPE[1:] if name not in changed)
+        return [
+            f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
+            f"or --model_type; without one, give {missing} too."
+        ]
+    return []
+
+
+def shape_options(config: GPTConfig) -> list[str]:
+    """The options given that set a model's layers, width and heads."""
+    return [name for name in SHAPE if getattr(config, name) is not None]
+
+
+def _tokenizer_problems(config: GPTConfig) -> list[str]:
+    if config.vocab_file is not None and config.tokenizer_name is not None:
+        return ["--tokenizer_name and --vocab_file name two tokenizers; give one."]
+    if (config.tokenizer_name or config.vocab_file or config.model_name_or_path) is None:
+        return [
+            "There is no tokenizer: name one with --tokenizer_name, or with --vocab_file and "
+            "--merges_file."
+        ]
+    return []
 
 
 def _length_problems(config: GPTConfig) -> list[str]:
@@ -141,8 +182,6 @@ def _schedule_problems(config: GPTConfig) -> list[str]:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if config.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
-    if config.num_decay_steps is not None and kind != "warmup_stable_decay":
-        problems.append("--num_decay_steps goes with --lr_scheduler_type warmup_stable_decay only.")
     if kind == "constant" and (config.num_warmup_steps or config.num_warmup_samples):
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
     if len(config.betas) != 2:
@@ -153,17 +192,17 @@ def _schedule_problems(config: GPTConfig) -> list[str]:
 def _optimizer_problems(config: GPTConfig) -> list[str]:
     kind = config.optimizer
     problems = []
-    if config.momentum is not None and kind not in ("sgd", "muon"):
-        problems.append("--momentum belongs to --optimizer sgd or muon; leave it out.")
-    if config.soap_update_steps is not None and kind != "soap":
-        problems.append("--soap_update_steps belongs to --optimizer soap; leave it out.")
     if kind == "sgd":
-        defaults = {field.name: field.default for field in fields(GPTConfig)}
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
             for name in ("betas", "eps")
-            if getattr(config, name) != defaults[name]
+            if name in given(config)
         ]
+    uses_blocks = kind == "accumadamw" or (kind is None and config.data_parallel == "gossip")
+    if config.accum_steps is not None and not uses_blocks:
+        problems.append(
+            "--accum_steps needs --optimizer accumadamw; give that too, or leave it out."
+        )
     if config.kfac and kind not in (None, "adamw"):
         problems.append(
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
@@ -177,9 +216,35 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def recomputation(config: GPTConfig) -> Literal["none", "full", "selective"]:
-    """The activations to compute once more, by either of the option's two names."""
-    return config.activation_checkpointing or ("full" if config.gradient_checkpointing else "none")
+def _kfac_problems(config: GPTConfig) -> list[str]:
+    problems = []
+    if config.kfac_method == "ekfac":
+        problems += [
+            f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
+            for name in preconditioner_options(config)
+        ]
+    if config.kfac_library == "kfac-pytorch":
+        problems += [
+            f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
+            for name in ("kfac_strategy", "kfac_max_dim", "kfac_compat")
+            if name in given(config)
+        ]
+    return problems
+
+
+def kfac_method(config: GPTConfig) -> Literal["ekfac", "eigen", "cholesky"]:
+    """The K-FAC method that is asked for by name, or by options that only some have."""
+    if config.kfac_method is not None:
+        return config.kfac_method
+    return "eigen" if preconditioner_options(config) else "ekfac"
+
+
+def preconditioner_options(config: GPTConfig) -> list[str]:
+    """The K-FAC options given that ekfac, which takes AdamW's place, has no use for."""
+    names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(config, n) is not None]
+    names += ["kfac_compat"] if config.kfac_compat else []
+    names += ["kfac_library kfac-pytorch"] if config.kfac_library == "kfac-pytorch" else []
+    return names
 
 
 def _memory_problems(config: GPTConfig) -> list[str]:
@@ -192,6 +257,18 @@ def _memory_problems(config: GPTConfig) -> list[str]:
     return []
 
 
+def recomputation(config: GPTConfig) -> Literal["none", "full", "selective"]:
+    """The activations to compute once more, by either of the option's two names."""
+    return config.activation_checkpointing or ("full" if config.gradient_checkpointing else "none")
+
+
+def ties_gradients(config: GPTConfig) -> bool:
+    """Whether an embedding that is also the output head makes one gradient of the two."""
+    # torch.compile traces no such detour, and divided rows are looked up in another way.
+    whole = config.tensor_parallel_size == 1 and not config.torch_compile
+    return config.tied_gradients and whole
+
+
 def _run_problems(config: GPTConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint and config.overwrite_output_dir:
@@ -199,18 +276,13 @@ def _run_problems(config: GPTConfig) -> list[str]:
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "
             "give one of them."
         )
-    saves = config.checkpointing_steps is not None or config.checkpointing_minutes is not None
-    for name in ("save_top_k", "keep_checkpoints"):
-        if getattr(config, name) and not saves:
-            problems.append(
-                f"--{name} needs checkpoints; give --checkpointing_steps or "
-                "--checkpointing_minutes."
-            )
     if config.init_from is not None and config.eval_only:
         problems.append(
             "--init_from starts a training; to evaluate a checkpoint, name it with "
             "--resume_from_checkpoint."
         )
+    if config.push_to_hub and config.eval_only:
+        problems.append("--push_to_hub has nothing to push with --eval_only.")
     if "none" in config.report_to and len(config.report_to) > 1:
         problems.append("--report_to none stands alone.")
     problems += [
@@ -233,63 +305,6 @@ def _run_problems(config: GPTConfig) -> list[str]:
                 f"--profile {config.profile} ends after the last of --max_train_steps {steps}."
             )
     return problems
-
-
-def kfac_method(config: GPTConfig) -> Literal["ekfac", "eigen", "cholesky"]:
-    """The K-FAC method that is asked for by name, or by options that only some have."""
-    if config.kfac_method is not None:
-        return config.kfac_method
-    return "eigen" if preconditioner_options(config) else "ekfac"
-
-
-def preconditioner_options(config: GPTConfig) -> list[str]:
-    """The K-FAC options given that ekfac, which takes AdamW's place, has no use for."""
-    given = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(config, n) is not None]
-    given += ["kfac_compat"] if config.kfac_compat else []
-    given += ["kfac_library kfac-pytorch"] if config.kfac_library == "kfac-pytorch" else []
-    return given
-
-
-def _kfac_problems(config: GPTConfig) -> list[str]:
-    names = [field.name for field in fields(GPTConfig) if field.name.startswith("kfac_")]
-    given = [name for name in names if getattr(config, name) not in (None, (), False)]
-    if not config.kfac:
-        return [f"--{name} belongs to K-FAC; give --kfac too." for name in given]
-    problems = []
-    if config.kfac_method == "ekfac":
-        problems += [
-            f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
-            for name in preconditioner_options(config)
-        ]
-    if config.kfac_strategy is not None and config.kfac_grad_worker_fraction is not None:
-        problems.append(
-            "--kfac_strategy and --kfac_grad_worker_fraction say the same; give one of them."
-        )
-    if config.kfac_library == "kfac-pytorch":
-        native = ("kfac_strategy", "kfac_grad_worker_fraction", "kfac_max_dim", "kfac_compat")
-        problems += [
-            f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
-            for name in native
-            if name in given
-        ]
-    return problems
-
-
-def _hub_problems(config: GPTConfig) -> list[str]:
-    if config.push_to_hub:
-        return ["--push_to_hub has nothing to push with --eval_only."] if config.eval_only else []
-    return [
-        f"--{name} belongs to --push_to_hub; give that too."
-        for name in ("hub_model_id", "hub_private")
-        if getattr(config, name)
-    ]
-
-
-def ties_gradients(config: GPTConfig) -> bool:
-    """Whether an embedding that is also the output head makes one gradient of the two."""
-    # torch.compile traces no such detour, and divided rows are looked up in another way.
-    whole = config.tensor_parallel_size == 1 and not config.torch_compile
-    return config.tied_gradients and whole
 
 
 def profiled_steps(config: GPTConfig) -> tuple[int, int] | None:

@@ -38,6 +38,8 @@ from llm.files import sync_folder
 from llm.snapshot import Holders, HostCopies, share_out
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
+_MAX_FAILED_SAVES = 3
+"""Checkpoints in a row that may fail to be written before training stops."""
 
 logger = logging.getLogger("llm")
 
@@ -76,7 +78,6 @@ class Saver:
         background: Write while training goes on.
         keep_newest: How many of the newest to keep; None keeps all.
         keep_best: How many of the lowest validation loss to keep besides.
-        max_failures: Saves in a row that may fail before training stops.
         holders: Which ranks hold a tensor; all of them unless given.
     """
 
@@ -91,7 +92,6 @@ class Saver:
         background: bool = True,
         keep_newest: int | None = None,
         keep_best: int = 0,
-        max_failures: int = 3,
         holders: Holders | None = None,
     ) -> None:
         self.held_up = 0.0
@@ -103,7 +103,6 @@ class Saver:
         self._background = background
         self._keep_newest = keep_newest
         self._keep_best = keep_best
-        self._max_failures = max_failures
         self._holders = holders or (lambda path: range(world_size))
         self._failures = 0
         self._error: CheckpointError | None = None
@@ -161,7 +160,7 @@ class Saver:
         if error is None:
             return
         self._failures += 1
-        if last or isinstance(error, NotFiniteError) or self._failures > self._max_failures:
+        if last or isinstance(error, NotFiniteError) or self._failures > _MAX_FAILED_SAVES:
             raise error
         logger.warning(f"{error} Training goes on.")
 

@@ -8,9 +8,11 @@ import pytest
 from llm.command_line import parse
 from llm.config import GPTConfig
 from llm.errors import ConfigError
-from llm.options import fields, read_toml, to_markdown, to_toml
+from llm.options import fields, to_markdown
 from llm.rules import check, kfac_method, recomputation
+from llm.toml import read_toml, to_toml
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.trained_model import read_config
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
@@ -131,7 +133,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"train_file": "a.txt"}, ["two sources of data"]),
         ({"dataset_name": None, "train_file": "a", "dataset_config_name": "b"}, ["--dataset_name"]),
         ({"model_name_or_path": None}, ["--model_name_or_path", "--tokenizer_name"]),
-        ({"vocab_file": "vocab.json"}, ["--vocab_file and --merges_file go together"]),
+        ({"vocab_file": "vocab.json"}, ["--vocab_file needs --merges_file"]),
         (
             {"vocab_file": "v", "merges_file": "m", "tokenizer_name": "gpt2"},
             ["two tokenizers"],
@@ -146,24 +148,23 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"min_learning_rate": 1.0}, ["--min_learning_rate 1 is above"]),
         ({"lr_scheduler_type": "constant", "num_warmup_steps": 5}, ["constant_with_warmup"]),
         ({"lr_scheduler_type": "polynomial", "num_constant_steps": 5}, ["--num_constant_steps"]),
-        ({"num_decay_steps": 5}, ["warmup_stable_decay only"]),
+        (
+            {"num_decay_steps": 5},
+            ["--num_decay_steps needs --lr_scheduler_type warmup_stable_decay"],
+        ),
         ({"betas": (0.9,)}, ["--betas takes two numbers"]),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, ["give one of them"]),
         ({"train_file": "a\udcff", "dataset_name": None}, ["--train_file 'a\\udcff' is not UTF-8"]),
-        ({"save_top_k": 3}, ["--checkpointing_steps"]),
+        ({"save_top_k": 3}, ["needs --checkpointing_steps or --checkpointing_minutes;"]),
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
-        ({"kfac_damping": 0.001}, ["--kfac_damping belongs to K-FAC; give --kfac too."]),
-        ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers belongs to K-FAC"]),
-        ({"kfac_compat": True}, ["--kfac_compat belongs to K-FAC"]),
+        ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),
+        ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers needs --kfac"]),
+        ({"kfac_compat": True}, ["--kfac_compat needs --kfac"]),
         (
             {"kfac": True, "kfac_method": "ekfac", "kfac_damping": 0.01, "kfac_kl_clip": 0.01},
             ["--kfac_damping is not for --kfac_method ekfac", "--kfac_kl_clip is not"],
-        ),
-        (
-            {"kfac": True, "kfac_strategy": "mem-opt", "kfac_grad_worker_fraction": 0.5},
-            ["--kfac_strategy and --kfac_grad_worker_fraction say the same"],
         ),
         (
             {"kfac": True, "kfac_library": "kfac-pytorch", "kfac_max_dim": 64},
@@ -178,7 +179,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({**TOKENS, "no_keep_linebreaks": True}, ["--no_keep_linebreaks is for text"]),
         ({**TOKENS, "overwrite_cache": True}, ["--overwrite_cache is for text"]),
         ({**TOKENS, "validation_split_percentage": 3}, ["token files are cut by --split"]),
-        ({"split": "9,1,0"}, ["--split cuts the token files of --data_path"]),
+        ({"split": "9,1,0"}, ["--split needs --data_path"]),
         ({"force": True}, ["--force is for token files, and none are given"]),
         ({"eval_only": True, "dataset_name": None}, ["--eval_only needs data"]),
         ({"append_eos": False, "reset_position_ids": True}, ["leave --no_append_eos out"]),
@@ -247,7 +248,6 @@ ORDERS = {
     "profile": "10:13",
     "push_to_hub": True,
     "hub_model_id": "me/mine",
-    "hub_private": True,
     "exit_after": 5.0,
 }
 
@@ -258,6 +258,61 @@ def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_pat
     again = GPTConfig(**read_toml(GPTConfig, tmp_path / "config.toml"))
     defaults = {name: getattr(GPTConfig(), name) for name in ORDERS}
     assert again == dataclasses.replace(given, **defaults)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "instead"),
+    [
+        (["--hub_private"], "hub_private = true", "--push_to_hub makes a new repository private"),
+        (
+            ["--no-hub-private"],
+            "hub-private = true",
+            "--push_to_hub makes a new repository private",
+        ),
+        (
+            ["--max_failed_saves", "9"],
+            "max_failed_saves = 9",
+            "training stops when four checkpoints in a row",
+        ),
+        (
+            ["--kfac-grad-worker-fraction=0.5"],
+            "kfac_grad_worker_fraction = 0.5",
+            "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5",
+        ),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_refused_with_what_to_use(
+    tmp_path, flags, line, instead
+):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{line}\n")
+    for words in (flags, ["--config", str(file)]):
+        with pytest.raises(ConfigError) as caught:
+            parse_args([*ENOUGH, *words])
+        assert "no option" in str(caught.value)
+        assert f"any more: {instead}" in str(caught.value)
+
+
+def test_files_of_earlier_runs_are_read_where_they_left_such_an_option_alone(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("hub_private = false\nmax_failed_saves = 3\nlearning_rate = 0.1\n")
+    assert read_toml(GPTConfig, file) == {"learning_rate": 0.1}
+
+
+def test_a_trained_model_is_found_whatever_its_run_had_of_them(tmp_path):
+    (tmp_path / "config.toml").write_text(
+        'model_type = "gpt2"\nmax_failed_saves = 9\nkfac_damping = "0.003@0,0.001@5000"\n'
+    )
+    assert read_config(tmp_path) == GPTConfig(model_type="gpt2")
+
+
+def test_what_an_option_requires_is_an_option_that_can_be_given():
+    declared = {field.name: field for field in fields(GPTConfig)}
+    for field in declared.values():
+        for need in field.option.requires:
+            name, _, value = need.partition("=")
+            assert value == "" or value in declared[name].choices
+            assert value != declared[name].default
 
 
 def test_every_option_that_names_files_is_declared_as_a_path():

@@ -1,3 +1,4 @@
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -6,7 +7,8 @@ import pytest
 
 from llm.command_line import parse
 from llm.errors import ConfigError
-from llm.options import option, read_by_step, read_toml, to_markdown, to_toml
+from llm.options import lacking, option, to_markdown
+from llm.toml import read_toml, to_toml
 
 
 @dataclass(kw_only=True)
@@ -20,10 +22,11 @@ class Settings:
     resume: bool | str = option(False, "Resume.", group="Switches")
     shuffle: bool = option(True, "Shuffle.", group="Switches", aliases=("mix",))
     no_bias: bool = option(False, "No bias.", group="Switches")
-    damping: float | str | None = option(None, "D.", group="By step", above=0, by_step=True)
-    every: int | str | None = option(None, "E.", group="By step", at_least=1, by_step=True)
     remove: bool = option(False, "Remove.", group="Orders", one_shot=True)
     text: tuple[float | str, ...] = option((), "Text.", group="Orders", path=True)
+    corners: int = option(
+        4, "Corners.", group="Needs", requires=("shape=square", "name"), resume="fixed"
+    )
 
 
 def read(*argv: str) -> Settings:
@@ -84,6 +87,7 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--learning_rate", "0"], ["--learning_rate", "greater than 0"]),
         (["--num_steps", "0"], ["--num_steps", "at least 1", "not 0"]),
         (["--num_steps", "1.5"], ["--num_steps", "an integer", "'1.5'"]),
+        (["--num_steps", "5@0,9@7"], ["not '5@0,9@7'. A schedule VALUE@STEP is no longer read"]),
         (["--betas", "0.9", "1"], ["--betas", "smaller than 1"]),
         (["--shape", "oval"], ["--shape", "one of round, square", "'oval'"]),
         (["--save_every", "day"], ["--save_every", "an integer or epoch", "'day'"]),
@@ -106,6 +110,7 @@ def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, wo
         ("lerning_rate = 1", ["lerning_rate", "did you mean learning_rate"]),
         ("learning_rate = 'fast'", ["learning_rate", "a number", "'fast'"]),
         ("shuffle = 1", ["shuffle", "true or false"]),
+        ("learning_rate = '0.1@0'", ["a number", "A schedule VALUE@STEP is no longer read"]),
         ("[numbers]\nlearning_rate = 1", ["numbers", "no option"]),
         ("learning_rate", ["no valid TOML"]),
         ("no_shuffle = true", ["no_shuffle", "did you mean shuffle"]),
@@ -168,6 +173,27 @@ def test_the_markdown_page_has_a_row_for_every_option():
     assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page
 
 
+def test_an_option_without_what_it_requires_is_refused_in_a_sentence():
+    without = "--corners needs --shape square or --name; give that too, or leave it out."
+    assert lacking(Settings(corners=5)) == [without]
+    assert lacking(Settings(corners=5, shape="square")) == []
+    assert lacking(Settings(corners=5, name="star")) == []
+    assert lacking(Settings()) == lacking(Settings(corners=4)) == []
+
+
+def test_the_markdown_page_says_what_an_option_requires_unless_its_help_does():
+    page = to_markdown(Settings)
+    assert "| Corners. Needs `shape square` or `name`. *Fixed on resume.* |" in page
+    told = dataclasses.make_dataclass(
+        "Told",
+        [
+            ("on", bool, option(False, "On.", group="G")),
+            ("level", int, option(1, "Level of what is on.", group="G", requires=("on",))),
+        ],
+    )
+    assert "| Level of what is on. |" in to_markdown(told)
+
+
 def test_the_name_of_one_option_can_be_left_out():
     def named(*argv: str) -> str | None:
         return parse(Settings, argv, prog="program", description="", positional="name").name
@@ -175,42 +201,3 @@ def test_the_name_of_one_option_can_be_left_out():
     assert named("wiki") == named("--no_bias", "wiki") == named("--name", "wiki") == "wiki"
     with pytest.raises(ConfigError, match="'two' stands without an option before it"):
         named("--name", "one", "two")
-
-
-def test_a_number_by_step_is_a_number_or_a_text_on_the_command_line_and_in_a_file(tmp_path: Path):
-    assert read("--damping", "0.01").damping == 0.01
-    assert read("--damping", "0.003@0,0.001@5000").damping == "0.003@0,0.001@5000"
-    assert read("--every", "7").every == 7
-    file = tmp_path / "run.toml"
-    file.write_text('damping = "0.003@0, 0.001@5000"\nevery = 7\n')
-    settings = read("--config", str(file))
-    assert (settings.damping, settings.every) == ("0.003@0, 0.001@5000", 7)
-    again = tmp_path / "again.toml"
-    again.write_text(to_toml(settings))
-    assert read("--config", str(again)) == settings
-
-
-def test_numbers_by_step_are_read_in_their_type():
-    assert read_by_step("damping", "0.003@0, 1e-3@5000", float) == {0: 0.003, 5000: 0.001}
-    assert read_by_step("every", "5@0,50@100", int) == {0: 5, 100: 50}
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (("--damping", "much"), "--damping much: 'much' is not VALUE@STEP; give a number, or"),
-        (("--damping", "0.1@0,0.2"), "--damping 0.1@0,0.2: '0.2' is not VALUE@STEP"),
-        (("--damping", "0.1@0,"), "--damping 0.1@0,: '' is not VALUE@STEP"),
-        (("--every", "1.5@0"), "--every 1.5@0: '1.5@0' is not VALUE@STEP; give an integer, or"),
-        (("--damping", "0.1@10"), "--damping 0.1@10 begins at step 10; say its value at step 0."),
-        (("--damping", "1@0,2@9,3@5"), "has step 5 after step 9; steps must grow."),
-        (("--damping", "1@0,2@9,3@9"), "has step 9 after step 9; steps must grow."),
-        (("--damping", "0.1@0,-1@5"), "--damping must be greater than 0, not -1.0."),
-        (("--damping", "0.1@0,nan@5"), "--damping must be a finite number, not nan."),
-        (("--every", "5@0,0@5"), "--every must be at least 1, not 0."),
-    ],
-)
-def test_numbers_by_step_that_cannot_be_are_refused(flags, complaint):
-    with pytest.raises(ConfigError) as error:
-        read(*flags)
-    assert complaint in str(error.value)

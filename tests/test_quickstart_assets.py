@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from llm.config import GPTConfig
-from llm.options import read_toml
 from llm.rules import check
+from llm.toml import read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

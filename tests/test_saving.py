@@ -229,7 +229,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(
     tmp_path, monkeypatch, caplog, no_pauses, background
 ):
     save(tmp_path, 1)
-    saver = saver_of(tmp_path, filled(2.0), background=background, max_failures=1)
+    saver = saver_of(tmp_path, filled(2.0), background=background)
     monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
     saver.save(step=2, eval_loss=None)
     saver.finish()
@@ -248,24 +248,24 @@ def test_a_failed_save_is_reported_and_training_goes_on(
 
 
 def test_training_stops_after_too_many_failures_in_a_row(tmp_path, monkeypatch, no_pauses):
-    saver = saver_of(tmp_path, filled(1.0), max_failures=2)
+    saver = saver_of(tmp_path, filled(1.0))
     full = FailsAt(*range(1000))
     monkeypatch.setattr(os, "fsync", full)
-    saver.save(step=1, eval_loss=None)
-    saver.save(step=2, eval_loss=None)
+    for step in (1, 2, 3):
+        saver.save(step=step, eval_loss=None)
     full.calls = set()
-    saver.save(step=3, eval_loss=None)  # so that they are no longer in a row
+    saver.save(step=4, eval_loss=None)  # so that they are no longer in a row
     full.calls = set(range(1000))
-    saver.save(step=4, eval_loss=None)
-    saver.save(step=5, eval_loss=None)
-    with pytest.raises(CheckpointError, match="step 6 could not be written"):
-        saver.save(step=6, eval_loss=None)
-    assert steps(tmp_path) == [3]
+    for step in (5, 6, 7):
+        saver.save(step=step, eval_loss=None)
+    with pytest.raises(CheckpointError, match="step 8 could not be written"):
+        saver.save(step=8, eval_loss=None)
+    assert steps(tmp_path) == [4]
 
 
 def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch, no_pauses):
     monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
-    saver = saver_of(tmp_path, filled(1.0), background=True, max_failures=9)
+    saver = saver_of(tmp_path, filled(1.0), background=True)
     saver.save(step=1, eval_loss=None)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
         saver.finish(last=True)
@@ -278,11 +278,12 @@ def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypa
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(checkpoint_folder, "remove", refuse)
-    saver_of(tmp_path, filled(2.0), keep_newest=1, max_failures=0).save(step=2, eval_loss=None)
+    saver_of(tmp_path, filled(2.0), keep_newest=1).save(step=2, eval_loss=None)
 
     assert steps(tmp_path) == [1, 2]
     assert "Old checkpoints in" in caplog.text
     assert "trying again" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -293,7 +294,7 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
     part.state["weight"][3] = bad
 
     with pytest.raises(NotFiniteError, match="step 2 is not saved, since part/weight is not fin"):
-        saver_of(tmp_path, part, max_failures=9).save(step=2, eval_loss=None)
+        saver_of(tmp_path, part).save(step=2, eval_loss=None)
     assert os.listdir(tmp_path) == ["step_00000001"]
 
 
@@ -457,6 +458,7 @@ def test_killed_at_any_moment_of_a_save_no_partial_state_counts_and_none_is_lost
 def refuse_on_one_rank(folder: Path) -> list[str]:
     """What is said on this rank while the disk of rank 1 is full, then writable again."""
     rank, world_size = join()
+    saving._MAX_FAILED_SAVES = 1
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -469,7 +471,6 @@ def refuse_on_one_rank(folder: Path) -> list[str]:
         facts={},
         rank=rank,
         world_size=world_size,
-        max_failures=1,
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     saver.save(step=1, eval_loss=None)

@@ -5,7 +5,7 @@ The shapes agree with those of `transformers.get_scheduler` where it has the nam
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from llm.errors import ConfigError
@@ -101,13 +101,3 @@ def stable_then_decay(step: float, *, start: float, end: float) -> float:
     The decay phase of warmup-stable-decay (Hu et al. 2024; Haegele et al. 2024).
     """
     return 1.0 if step < start else linear(step, start=start, end=end)
-
-
-def piecewise_constant(step: float, *, pieces: Mapping[int, float]) -> float:
-    """The value of the last piece that has begun.
-
-    Args:
-        step: The step.
-        pieces: Values by the first step that they are for: growing steps, the first one 0.
-    """
-    return pieces[max(first for first in pieces if first <= step)]

@@ -48,7 +48,9 @@ class PlanOptions(GPTConfig):
         10.0, "GB/s at which all ranks together write a checkpoint.", group=PLAN, above=0
     )
     search: bool = option(False, "Rank the layouts of so many devices.", group=PLAN)
-    top: int = option(10, "Layouts that --search shows.", group=PLAN, at_least=1)
+    top: int = option(
+        10, "Layouts that --search shows.", group=PLAN, at_least=1, requires=("search",)
+    )
     json: bool = option(False, "Print JSON for scripts.", group=PLAN)
     plot: str | None = option(
         None, "Draw the memory by kind into this PNG, PDF or SVG file.", group=PLAN
@@ -73,7 +75,5 @@ def check(options: PlanOptions) -> None:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."
         )
-    if options.top != 10 and not options.search:
-        problems.append("--top belongs to --search; give that too.")
     if problems:
         raise ConfigError(" ".join(problems))

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from llm.config import GPTConfig
-from llm.options import read_toml
+from llm.toml import read_toml
 from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 
 pytestmark = pytest.mark.cluster

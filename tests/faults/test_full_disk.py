@@ -90,11 +90,11 @@ def test_where_there_is_never_room_again_the_run_ends_with_a_sentence_and_goes_o
     assert last_hash(resumed) == last_hash(straight)
 
 
-def test_training_stops_after_max_failed_saves_in_a_row(bench):
+def test_training_stops_after_four_failed_saves_in_a_row(bench):
     full = Fault(at="llm.saving:Saver._save", what="small files", call=1, amount=ROOM)
 
-    run = train(bench, "impatient", [full], max_failed_saves=1, checkpointing_steps=2)
+    run = train(bench, "impatient", [full], checkpointing_steps=2)
 
     assert run.codes == [2, 2]
-    assert "error: The checkpoint of step 4 could not be written" in run.output
+    assert "error: The checkpoint of step 8 could not be written" in run.output
     assert run.metrics[-1]["step"] < 16

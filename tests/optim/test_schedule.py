@@ -3,7 +3,7 @@ import torch
 from transformers import get_scheduler
 
 from llm.errors import ConfigError
-from llm.optim.schedule import make_schedule, piecewise_constant
+from llm.optim.schedule import make_schedule
 
 
 def schedule(kind: str, **changes):
@@ -78,9 +78,3 @@ def test_phases_that_do_not_fit_into_the_run_are_refused():
         schedule("warmup_stable_decay", warmup_steps=60, decay_steps=60)
     with pytest.raises(ConfigError, match="leave nothing of the 100 steps"):
         schedule("cosine", warmup_steps=60, constant_steps=40)
-
-
-def test_a_piecewise_constant_value_changes_at_its_steps():
-    pieces = {0: 0.003, 10: 0.001, 20: 0.002}
-    values = [piecewise_constant(step, pieces=pieces) for step in (0, 9, 10, 19, 20, 10**9)]
-    assert values == [0.003, 0.003, 0.001, 0.001, 0.002, 0.002]

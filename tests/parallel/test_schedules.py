@@ -58,7 +58,10 @@ def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
         ({"mixed_precision": "fp8"}, "--mixed_precision fp8 does not go with"),
         ({"virtual_stages": 2}, "and --virtual_stages of 2 or more go together"),
         ({"pipeline_schedule": "interleaved-1f1b"}, "and --virtual_stages of 2 or more go"),
-        ({"pipeline_parallel_size": 1, "virtual_stages": 2}, "--virtual_stages needs --pipeline"),
+        (
+            {"pipeline_parallel_size": 1, "virtual_stages": 2},
+            "--virtual_stages needs --pipeline_parallel_size",
+        ),
     ],
 )
 def test_what_no_pipeline_has_is_refused(options, sentence):

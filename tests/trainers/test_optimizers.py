@@ -113,10 +113,13 @@ def test_gossip_goes_on_with_another_number_of_ranks(plain, optimizer):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"momentum": 0.8}, "--momentum belongs to --optimizer sgd or muon"),
-        ({"momentum": 0.8, "optimizer": "soap"}, "--momentum belongs to --optimizer sgd or muon"),
+        ({"momentum": 0.8}, "--momentum needs --optimizer sgd or --optimizer muon"),
+        (
+            {"momentum": 0.8, "optimizer": "soap"},
+            "--momentum needs --optimizer sgd or --optimizer muon",
+        ),
         ({"momentum": 1, "optimizer": "sgd"}, "--momentum must be smaller than 1"),
-        ({"soap_update_steps": 5}, "--soap_update_steps belongs to --optimizer soap"),
+        ({"soap_update_steps": 5}, "--soap_update_steps needs --optimizer soap"),
         ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas is not for --optimizer sgd"),
         ({"optimizer": "sgd", "eps": 1e-6}, "--eps is not for --optimizer sgd"),
         ({"optimizer": "muon", "kfac": True}, "--optimizer muon does not go with --kfac"),

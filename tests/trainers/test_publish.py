@@ -35,9 +35,8 @@ def hub(monkeypatch):
     return calls
 
 
-def test_the_repository_is_opened_before_training_and_named_after_the_run(hub, tmp_path):
-    config = GPTConfig(push_to_hub=True, hub_private=True)
-    assert open_repository(config, tmp_path / "tiny") == "someone/tiny"
+def test_a_private_repository_is_opened_before_training_and_named_after_the_run(hub, tmp_path):
+    assert open_repository(GPTConfig(push_to_hub=True), tmp_path / "tiny") == "someone/tiny"
     assert hub.asked == [("tiny", {"private": True, "exist_ok": True})]
 
 
@@ -86,5 +85,5 @@ def test_a_push_that_fails_leaves_the_model_and_says_how_to_try_again(hub, tmp_p
 
 
 def test_a_name_without_push_to_hub_is_refused():
-    with pytest.raises(ConfigError, match="--hub_model_id belongs to --push_to_hub"):
+    with pytest.raises(ConfigError, match="--hub_model_id needs --push_to_hub"):
         check(GPTConfig(model_type="gpt2", train_file="a.txt", hub_model_id="mine"))

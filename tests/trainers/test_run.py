@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.config import GPTConfig
-from llm.options import read_toml
 from llm.run_folder import RunFolder
+from llm.toml import read_toml
 from tests.support.ranks import run_ranks
 from tests.support.training import Bench, Run
 

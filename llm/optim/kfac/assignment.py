@@ -9,8 +9,11 @@ its column, who alone keeps the average and decomposes it.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from llm.errors import ConfigError
+
+KFACStrategy = Literal["comm-opt", "hybrid-opt", "mem-opt"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,28 +49,24 @@ def assign(
     groups: Mapping[str, Sequence[tuple[str, float]]],
     *,
     world_size: int,
-    grad_worker_fraction: float,
+    strategy: KFACStrategy,
 ) -> Assignment:
     """Give each group of factors a column and each factor an owner, the costliest first.
 
     Args:
         groups: Factors that are needed together, each with its name and cost, by group.
         world_size: Number of ranks.
-        grad_worker_fraction: Share of the ranks that keep each basis: 1 is COMM-OPT,
-            1 / world_size MEM-OPT.
+        strategy: Whether all ranks, half of them or one keep a basis.
 
     Raises:
-        ConfigError: That share is not a whole number of ranks that divides all of them.
+        ConfigError: An odd number of ranks has no half.
     """
-    workers = max(1, round(grad_worker_fraction * world_size))
-    if not 0 <= grad_worker_fraction <= 1 or world_size % workers:
-        allowed = [f"{n / world_size:g}" for n in range(1, world_size + 1) if world_size % n == 0]
+    num_columns = {"comm-opt": 1, "hybrid-opt": min(2, world_size), "mem-opt": world_size}[strategy]
+    if world_size % num_columns:
         raise ConfigError(
-            f"--kfac_grad_worker_fraction {grad_worker_fraction:g} (0.5 is --kfac_strategy "
-            f"hybrid-opt) is {workers} of {world_size} ranks, which does not divide them; use one "
-            f"of {', '.join(allowed)}."
+            f"--kfac_strategy hybrid-opt divides the ranks in two halves, and {world_size} is odd; "
+            "use comm-opt or mem-opt, or an even number of ranks."
         )
-    num_columns = world_size // workers
     costs = {name: sum(cost for _, cost in factors) for name, factors in groups.items()}
     column_loads = [0.0] * num_columns
     loads = [0.0] * world_size

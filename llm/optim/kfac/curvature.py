@@ -1,14 +1,14 @@
 """The curvature of a model's linear layers: what is recorded, averaged and decomposed, and when."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.optim.kfac.assignment import assign
+from llm.optim.kfac.assignment import KFACStrategy, assign
 from llm.optim.kfac.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
 from llm.optim.kfac.exchange import Exchange
 from llm.optim.kfac.factors import Factor
@@ -16,15 +16,7 @@ from llm.optim.kfac.layers import Coverage, Layer
 from llm.optim.kfac.statistics import Statistics
 from llm.optim.kfac.update_times import UpdateTimes
 
-Scheduled = float | Callable[[int], float]
-"""A number, or a function from the step to one."""
-
 Method = Literal["ekfac", "eigen", "cholesky"]
-
-
-def value_at(setting: Scheduled, step: int) -> float:
-    """A setting's value at a step."""
-    return setting(step) if callable(setting) else setting
 
 
 def is_due(every: int, step: int, turn: float = 0.0) -> bool:
@@ -60,7 +52,7 @@ class Curvature:
             mean product over the layer, split between A and G as their sizes are (the pi of
             Martens & Grosse 2015).
         max_dim: Wider factors are kept in diagonal blocks.
-        grad_worker_fraction: Share of the ranks that keep each layer's bases.
+        strategy: Which ranks keep a layer's bases; see `assign`.
         spread: Let the factors take turns, so that no step has all the work. A compiled model
             runs uncompiled where anything is recorded, and so is better off without.
         compat: The arithmetic of the kfac-pytorch library: averages begin with the identity, G
@@ -70,7 +62,6 @@ class Curvature:
         coverage: What is covered, and what is not.
         layers: The covered layers.
         steps: Steps begun and updated so far, skipped ones included.
-        solved_at: The last step at which anything was decomposed.
     """
 
     def __init__(
@@ -78,19 +69,18 @@ class Curvature:
         coverage: Coverage,
         *,
         method: Method = "ekfac",
-        factor_update_steps: Scheduled = 50,
-        inv_update_steps: Scheduled = 50,
-        factor_decay: Scheduled = 0.6,
-        damping: Scheduled = 0.001,
+        factor_update_steps: int = 50,
+        inv_update_steps: int = 50,
+        factor_decay: float = 0.6,
+        damping: float = 0.001,
         max_dim: int = 8192,
-        grad_worker_fraction: float = 1.0,
+        strategy: KFACStrategy = "comm-opt",
         spread: bool = True,
         compat: bool = False,
     ) -> None:
         self.coverage = coverage
         self.layers: tuple[Layer, ...] = coverage.layers
         self.steps = 0
-        self.solved_at = 0
         self.method = method
         self.compat = compat
         self._factor_update_steps = factor_update_steps
@@ -102,7 +92,7 @@ class Curvature:
         self._scale: Tensor | float = 1.0
         self._recorded = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
-        self._assign(grad_worker_fraction, max_dim)
+        self._assign(strategy, max_dim)
         self._times = UpdateTimes()
         self._statistics = Statistics(
             self.layers,
@@ -111,7 +101,7 @@ class Curvature:
             times=self._times,
         )
 
-    def _assign(self, grad_worker_fraction: float, max_dim: int) -> None:
+    def _assign(self, strategy: KFACStrategy, max_dim: int) -> None:
         """Spread the layers over the ranks and make what this one keeps."""
         sizes = {f"{layer.input_name}.A": layer.columns for layer in self.layers}
         sizes |= {f"{layer.name}.G": layer.rows for layer in self.layers}
@@ -125,7 +115,7 @@ class Curvature:
         self.assignment = assign(
             {group: list(costs.items()) for group, costs in groups.items()},
             world_size=dist.get_world_size() if distributed else 1,
-            grad_worker_fraction=grad_worker_fraction,
+            strategy=strategy,
         )
         self.exchange = Exchange(self.assignment, rank=rank)
         self._column = rank % self.assignment.num_columns
@@ -210,7 +200,6 @@ class Curvature:
             with self._times.part_of("inv"):
                 turns = self._renew(due, found_inf)
             self._times.end("inv")
-        self.solved_at = self.steps if due else self.solved_at
         self.steps += 1
         self._recorded = False
         return turns
@@ -222,26 +211,24 @@ class Curvature:
             if factor.owned:
                 factor.commit(
                     *added_up[factor.name],
-                    decay=value_at(self._factor_decay, self.steps),
+                    decay=self._factor_decay,
                     scale=self._scale if factor.name in outputs else 1.0,
                     keep=1.0 if found_inf is None else 1.0 - found_inf,
                 )
 
     def _is_recorded(self, factor: Factor) -> bool:
         """Whether this step's tokens go into a factor's average."""
-        every = int(value_at(self._factor_update_steps, self.steps))
         if self.compat:
-            return self.steps % every == 0
+            return self.steps % self._factor_update_steps == 0
         # What is decomposed at a step is recorded at it, so that no basis is older than it must.
-        offset = int(self._turn(factor) * int(value_at(self._inv_update_steps, self.steps)))
-        return (self.steps - offset) % every == 0 or self._is_due(factor)
+        offset = int(self._turn(factor) * self._inv_update_steps)
+        return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
     def _is_due(self, factor: Factor) -> bool:
         """Whether a factor is decomposed at this step."""
-        every = int(value_at(self._inv_update_steps, self.steps))
         if self.compat:
-            return self.steps % every == 0
-        return is_due(every, self.steps, self._turn(factor))
+            return self.steps % self._inv_update_steps == 0
+        return is_due(self._inv_update_steps, self.steps, self._turn(factor))
 
     def _turn(self, factor: Factor) -> float:
         return self.assignment.turn_of[factor.name] if self._spread else 0.0
@@ -279,10 +266,9 @@ class Curvature:
 
     def _solution(self, average: Tensor, basis: Tensor, mean: Tensor) -> Solution:
         if self.method == "cholesky":
-            damping = value_at(self._damping, self.steps)
-            return damped_inverse(average, damping if self.compat else damping**0.5 * mean, basis)
-        early = self.steps < int(value_at(self._inv_update_steps, self.steps))
-        if self.method == "eigen" or early:
+            damping = self._damping if self.compat else self._damping**0.5 * mean
+            return damped_inverse(average, damping, basis)
+        if self.method == "eigen" or self.steps < self._inv_update_steps:
             return eigenbasis(average, basis)
         return power_iteration(average, basis)
 
@@ -326,7 +312,6 @@ class Curvature:
         """
         return {
             "steps": self.steps,
-            "solved_at": self.solved_at,
             "fallbacks": self.exchange.add_up(self._fallbacks),
             "factors": {factor.name: self.exchange.gather(factor) for factor in self.factors},
         }
@@ -335,7 +320,6 @@ class Curvature:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.steps = int(state["steps"])
-        self.solved_at = int(state["solved_at"])
         # Each rank counts its own, and rank 0 those of before.
         self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.rank == 0)
         for factor in self.factors:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.optim.kfac.curvature import Scheduled
 from llm.optim.kfac.layers import Coverage, Layer
 
 _SOLVED = {"eigen": ("qa", "qg", "dgda"), "cholesky": ("a_inv", "g_inv")}
@@ -47,11 +46,11 @@ class ExternalPreconditioner:
         parameters: Iterable[nn.Parameter],
         *,
         method: Literal["eigen", "cholesky"] = "eigen",
-        factor_update_steps: Scheduled = 10,
-        inv_update_steps: Scheduled = 100,
-        damping: Scheduled = 0.001,
-        factor_decay: Scheduled = 0.95,
-        kl_clip: Scheduled = 0.001,
+        factor_update_steps: int = 10,
+        inv_update_steps: int = 100,
+        damping: float = 0.001,
+        factor_decay: float = 0.95,
+        kl_clip: float = 0.001,
     ) -> None:
         self._parameters = list(parameters)
         self._solved = _SOLVED[method]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.optim.kfac.curvature import Curvature, Scheduled, value_at
+from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.factors import rotate, rotate_back
 from llm.optim.kfac.layers import Layer
 
@@ -35,8 +35,8 @@ class Preconditioner:
         curvature: Curvature,
         parameters: Iterable[nn.Parameter],
         *,
-        damping: Scheduled = 0.001,
-        kl_clip: Scheduled | None = 0.001,
+        damping: float = 0.001,
+        kl_clip: float | None = 0.001,
         graft: bool = True,
     ) -> None:
         self.curvature = curvature
@@ -88,10 +88,7 @@ class Preconditioner:
         if self.curvature.method == "cholesky":
             result = rotate(gradient, outputs.bases, inputs.bases)
         else:
-            # kfac-pytorch divides by the damping of the step at which it decomposes.
-            curvature = self.curvature
-            damped_at = curvature.solved_at if curvature.compat else curvature.steps - 1
-            damping: Tensor | float = value_at(self._damping, damped_at)
+            damping: Tensor | float = self._damping
             if not self.curvature.compat:
                 damping = damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
             products = torch.outer(torch.cat(outputs.values), torch.cat(inputs.values))
@@ -109,8 +106,7 @@ class Preconditioner:
         if self._kl_clip is None:
             return torch.ones_like(self.kl_scale)
         length = torch.stack([(results[name] * before[name]).sum() for name in results]).sum()
-        bound = value_at(self._kl_clip, self.curvature.steps - 1)
-        scale = (bound / (learning_rate**2 * length.abs()).clamp_min(1e-30)).sqrt()
+        scale = (self._kl_clip / (learning_rate**2 * length.abs()).clamp_min(1e-30)).sqrt()
         return scale.clamp(max=1.0)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -119,10 +115,9 @@ class Preconditioner:
         The share of clipped steps is that since the last call.
         """
         share = self._num_clipped / max(1, self._num_steps)
-        damping = value_at(self._damping, max(0, self.curvature.steps - 1))
         self._num_clipped.zero_()
         self._num_steps = 0
-        own = {"damping": torch.full_like(share, damping), "clipped": share}
+        own = {"damping": torch.full_like(share, self._damping), "clipped": share}
         return {**self.curvature.metrics(), **own}
 
     def state_dict(self) -> dict[str, Any]:

@@ -332,6 +332,5 @@ def _make_saver(
         background=config.async_checkpoint,
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
-        max_failures=config.max_failed_saves,
         holders=strategy.holders,
     )

@@ -1,7 +1,6 @@
 """From the options to an optimizer: K-FAC in one of its forms, or one without it."""
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -11,15 +10,13 @@ from transformers import PreTrainedModel
 from llm.config import GPTConfig
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import embeddings_and_head, make_adamw, make_sgd, parameter_groups
-from llm.optim.kfac.curvature import Curvature, Scheduled, value_at
+from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.kfac.soap import make_soap
 from llm.optim.muon import make_muon
-from llm.optim.schedule import piecewise_constant
-from llm.options import read_by_step
 from llm.rules import kfac_method, preconditioner_options
 
 EKFAC_UPDATE_STEPS = 50
@@ -159,20 +156,17 @@ def max_dim(config: GPTConfig, model: PreTrainedModel) -> int:
 
 
 def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
-    method = kfac_method(config)
+    method, settings = kfac_method(config), _settings(config)
     curvature = Curvature(
         coverage,
         method=method,
-        factor_update_steps=_update_steps(config, "kfac_factor_update_steps"),
-        inv_update_steps=_update_steps(config, "kfac_inv_update_steps"),
-        factor_decay=_factor_decay(config),
-        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
+        **settings,
         max_dim=max_dim(config, model),
-        grad_worker_fraction=_grad_worker_fraction(config),
+        strategy=config.kfac_strategy or "comm-opt",
         spread=not config.torch_compile,
         compat=config.kfac_compat,
     )
-    description = f"{curvature.describe()}\n{_course(config)}"
+    description = f"{curvature.describe()}\n{_course(config, settings)}"
     if method == "ekfac":
         beta1, beta2 = config.betas
         ekfac = EKFAC(
@@ -187,30 +181,27 @@ def _native(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KF
     preconditioner = Preconditioner(
         curvature,
         _trained(adamw),
-        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
-        kl_clip=_scheduled("kfac_kl_clip", config.kfac_kl_clip, KL_CLIP),
+        damping=settings["damping"],
+        kl_clip=config.kfac_kl_clip or KL_CLIP,
         graft=not config.kfac_compat,
     )
     return KFAC(adamw, recorder=curvature, preconditioner=preconditioner, description=description)
 
 
 def _external(config: GPTConfig, model: PreTrainedModel, coverage: Coverage) -> KFAC:
-    method = kfac_method(config)
+    method, settings = kfac_method(config), _settings(config)
     assert method != "ekfac"  # rules.py has refused it
     adamw = make_optimizer_of(config, model)
     external = ExternalPreconditioner(
         coverage,
         _trained(adamw),
         method=method,
-        factor_update_steps=_update_steps(config, "kfac_factor_update_steps"),
-        inv_update_steps=_update_steps(config, "kfac_inv_update_steps"),
-        factor_decay=_factor_decay(config),
-        damping=_scheduled("kfac_damping", config.kfac_damping, DAMPING),
-        kl_clip=_scheduled("kfac_kl_clip", config.kfac_kl_clip, KL_CLIP),
+        **settings,
+        kl_clip=config.kfac_kl_clip or KL_CLIP,
     )
     description = (
         f"{coverage.describe()}\nkfac-pytorch keeps {external.num_bytes() / 2**20:,.1f} MiB of "
-        f"factors and what it computes of them on this rank.\n{_course(config)}"
+        f"factors and what it computes of them on this rank.\n{_course(config, settings)}"
     )
     return KFAC(adamw, recorder=external, preconditioner=external, description=description)
 
@@ -225,45 +216,26 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _scheduled(name: str, value: float | str | None, default: float) -> Scheduled:
-    """What an option says, by step where it says so."""
-    if isinstance(value, str):
-        number = int if isinstance(default, int) else float
-        return functools.partial(piecewise_constant, pieces=read_by_step(name, value, number))
-    return default if value is None else value
+def _settings(config: GPTConfig) -> dict[str, Any]:
+    """What our K-FAC and the library take by the same names, with the defaults of the method."""
+    ekfac = kfac_method(config) == "ekfac"
+    default = EKFAC_UPDATE_STEPS if ekfac else UPDATE_STEPS
+    every = config.kfac_factor_update_steps or default
+    return {
+        "factor_update_steps": every,
+        "inv_update_steps": config.kfac_inv_update_steps or default,
+        "factor_decay": config.kfac_factor_decay or (EKFAC_STEP_DECAY**every if ekfac else 0.95),
+        "damping": config.kfac_damping or DAMPING,
+    }
 
 
-def _update_steps(config: GPTConfig, name: str) -> Scheduled:
-    """How often an update is made, as an option of that name or its default says."""
-    return _scheduled(name, getattr(config, name), _default_steps(config))
-
-
-def _default_steps(config: GPTConfig) -> int:
-    return EKFAC_UPDATE_STEPS if kfac_method(config) == "ekfac" else UPDATE_STEPS
-
-
-def _factor_decay(config: GPTConfig) -> Scheduled:
-    if config.kfac_factor_decay is None and kfac_method(config) == "ekfac":
-        every = _update_steps(config, "kfac_factor_update_steps")
-        return lambda step: EKFAC_STEP_DECAY ** value_at(every, step)
-    return _scheduled("kfac_factor_decay", config.kfac_factor_decay, 0.95)
-
-
-def _grad_worker_fraction(config: GPTConfig) -> float:
-    if config.kfac_grad_worker_fraction is not None:
-        return config.kfac_grad_worker_fraction
-    fractions = {"comm-opt": 1.0, "hybrid-opt": 0.5, "mem-opt": 0.0}
-    return fractions[config.kfac_strategy or "comm-opt"]
-
-
-def _course(config: GPTConfig) -> str:
+def _course(config: GPTConfig, settings: dict[str, Any]) -> str:
     """What is done how often, and why by this method, for the log."""
     asked = [f"--{name}" for name in preconditioner_options(config)]
     chosen = config.kfac_method is None and asked
-    default = _default_steps(config)
     reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
     return (
         f"K-FAC's method is {kfac_method(config)}{reason}; factors are updated every "
-        f"{config.kfac_factor_update_steps or default} steps, what is computed of them every "
-        f"{config.kfac_inv_update_steps or default}."
+        f"{settings['factor_update_steps']} steps, what is computed of them every "
+        f"{settings['inv_update_steps']}."
     )

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm import options
 from llm.allocator import restart_with_kept_memory
 from llm.command_line import config_file_of, parse
 from llm.config import GPTConfig
@@ -40,6 +39,7 @@ from llm.runtime import (
     watch_launcher,
     world_from_environment,
 )
+from llm.toml import to_toml
 from llm.watchdog import EXIT_PEER_LOST, Watchdog
 
 PEER_SECONDS = 3.0
@@ -184,7 +184,7 @@ def _train_and_tell(
         if strategy.rank == 0:
             folder = str(inputs.run.path)
             resolved = dataclasses.replace(config, seed=inputs.seed, output_dir=folder)
-            toml = options.to_toml(resolved)
+            toml = to_toml(resolved)
             inputs.run.open(overwrite=config.overwrite_output_dir, config=toml)
             log_to_file(inputs.run.log)
             logger.addHandler(EventHandler(inputs.run.events))

@@ -39,7 +39,7 @@ def open_repository(config: GPTConfig, folder: Path) -> str | None:
         )
     name = config.hub_model_id or folder.resolve().name
     try:
-        url = huggingface_hub.HfApi().create_repo(name, private=config.hub_private, exist_ok=True)
+        url = huggingface_hub.HfApi().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, the Hub or the name: the library has many
         raise ConfigError(
             f"--push_to_hub cannot open the repository {name}: {one_line(error)} Check "

@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 from transformers import PreTrainedModel
 
-from llm import options
 from llm.checkpoint_folder import set_aside
 from llm.config import GPTConfig
 from llm.device_peak import device_peak_flops, memory_in_use
@@ -17,6 +16,7 @@ from llm.errors import DivergedError
 from llm.models.flops import flops_per_token
 from llm.models.gpt import sample_text
 from llm.parallel.accelerated import AcceleratedStrategy
+from llm.toml import to_toml
 from llm.tracking import Tracker
 from llm.trainers.gpt.inputs import Inputs
 
@@ -68,7 +68,7 @@ def _open_trackers(
         accelerator.init_trackers("llm")
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            tracker.writer.add_text("config", f"```\n{options.to_toml(config)}\n```", step)
+            tracker.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
             _tell_hyperparameters(tracker.writer, config)
         else:
             tracker.store_init_configuration(dataclasses.asdict(config))

@@ -9,8 +9,8 @@ from llm import checkpoint, options
 from llm.checkpoint import Checkpoint
 from llm.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
-from llm.model_rules import shape_options
 from llm.models.configuration import has_weights
+from llm.rules import shape_options
 from llm.run_folder import RunFolder, check_unchanged, differences
 from llm.runtime import draw_seed
 

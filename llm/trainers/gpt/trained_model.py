@@ -11,7 +11,7 @@ from llm.checkpoint import Checkpoint
 from llm.checkpoint_folder import BEST
 from llm.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
-from llm.options import read_toml
+from llm.toml import read_toml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ def read_config(run: Path) -> GPTConfig:
     """
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
-    return GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
 
 
 def follow_best(folder: Path) -> tuple[Path | None, str]:

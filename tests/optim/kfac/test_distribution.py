@@ -38,11 +38,9 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 12), Block(), nn.LayerNorm(12), nn.Linear(12, 5))
 
 
-def make_optimizer(model, method, fraction):
+def make_optimizer(model, method, strategy):
     coverage = find_layers(model, sample_forward=lambda module: module(torch.zeros(1, 6)))
-    curvature = Curvature(
-        coverage, method=method, grad_worker_fraction=fraction, damping=0.01, **OPTIONS
-    )
+    curvature = Curvature(coverage, method=method, strategy=strategy, damping=0.01, **OPTIONS)
     if method == "ekfac":
         optimizer = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
         return curvature, optimizer, None
@@ -77,14 +75,14 @@ def train(model, curvature, optimizer, preconditioner, steps, *, rank, world_siz
 METHODS = ["ekfac", "eigen", "cholesky"]
 
 
-def run(fraction):
+def run(strategy):
     """The weights that each method ends with."""
     dist.init_process_group("gloo")
     where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     weights = {}
     for method in METHODS:
         model = make_model()
-        train(model, *make_optimizer(model, method, fraction), range(STEPS), **where)
+        train(model, *make_optimizer(model, method, strategy), range(STEPS), **where)
         weights[method] = [p.detach().numpy().copy() for p in model.parameters()]
     dist.destroy_process_group()
     return weights
@@ -95,15 +93,18 @@ def alone():
     weights = {}
     for method in METHODS:
         model = make_model()
-        parts = make_optimizer(model, method, 1.0)
+        parts = make_optimizer(model, method, "comm-opt")
         train(model, *parts, range(STEPS), rank=0, world_size=1)
         weights[method] = [p.detach().numpy() for p in model.parameters()]
     return weights
 
 
-@pytest.mark.parametrize(("world_size", "fraction"), [(2, 1.0), (2, 0.5), (4, 0.5), (4, 0.25)])
-def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size, fraction):
-    found = values(run_ranks(run, world_size, fraction))
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(2, "comm-opt"), (2, "mem-opt"), (4, "hybrid-opt"), (4, "mem-opt")],
+)
+def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size, strategy):
+    found = values(run_ranks(run, world_size, strategy))
 
     for weights in found:
         for method in METHODS:
@@ -113,11 +114,11 @@ def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size,
                 assert (one == of_rank_0).all()
 
 
-def resume(fraction):
+def resume(strategy):
     dist.init_process_group("gloo")
     where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     model = make_model()
-    curvature, optimizer, _ = make_optimizer(model, "ekfac", fraction)
+    curvature, optimizer, _ = make_optimizer(model, "ekfac", strategy)
     train(model, curvature, optimizer, None, range(7), **where)
     moments = optimizer.gathered_state()
     saved = copy.deepcopy(
@@ -129,7 +130,7 @@ def resume(fraction):
     )
     train(model, curvature, optimizer, None, range(7, STEPS), **where)
     other = make_model()
-    other_curvature, other_optimizer, _ = make_optimizer(other, "ekfac", fraction)
+    other_curvature, other_optimizer, _ = make_optimizer(other, "ekfac", strategy)
     other.load_state_dict(saved[0])
     for name, parameter in other.named_parameters():
         for key, tensor in other_optimizer.state[parameter].items():
@@ -150,19 +151,19 @@ def resume(fraction):
     return same, digest
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_resumed_run_continues_bit_by_bit_and_all_ranks_save_the_same(fraction):
-    found = values(run_ranks(resume, 4, fraction))
+@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt"])
+def test_a_resumed_run_continues_bit_by_bit_and_all_ranks_save_the_same(strategy):
+    found = values(run_ranks(resume, 4, strategy))
 
     for same, digest in found:
         assert all(same)
         assert digest == found[0][1]
 
 
-def memory(fraction):
+def memory(strategy):
     dist.init_process_group("gloo")
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
-    curvature = Curvature(find_layers(model), grad_worker_fraction=fraction)
+    curvature = Curvature(find_layers(model), strategy=strategy)
     dist.destroy_process_group()
     return curvature.num_bytes()
 
@@ -170,7 +171,7 @@ def memory(fraction):
 def test_four_ranks_keep_a_quarter_each_of_factors_and_bases():
     whole = Curvature(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))))
 
-    for kept in values(run_ranks(memory, 4, 0.25)):
+    for kept in values(run_ranks(memory, 4, "mem-opt")):
         assert kept == pytest.approx(whole.num_bytes() / 4, rel=0.1)
 
 
@@ -180,7 +181,7 @@ def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
     }
 
-    found = assign(groups, world_size=2, grad_worker_fraction=0.5)
+    found = assign(groups, world_size=2, strategy="mem-opt")
 
     assert found.column_of == {"a": 0, "b": 1, "c": 1, "d": 0}
     assert found.owner_of["c.G"] == 1
@@ -198,22 +199,26 @@ def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
 
 
 def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
-    found = assign({"a": [("a.A", 1.0)]}, world_size=8, grad_worker_fraction=0.25)
+    found = assign({"a": [("a.A", 1.0)]}, world_size=8, strategy="hybrid-opt")
 
-    assert [found.column_ranks(column) for column in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert found.row_ranks(6) == [4, 5, 6, 7]
+    assert [found.column_ranks(column) for column in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert found.row_ranks(6) == [6, 7]
 
 
-@pytest.mark.parametrize("fraction", [0.75, 1.5, -1])
-def test_a_fraction_that_does_not_divide_the_ranks_is_refused(fraction):
-    with pytest.raises(ConfigError, match="--kfac_grad_worker_fraction"):
-        assign({"a": [("a.A", 1.0)]}, world_size=4, grad_worker_fraction=fraction)
+def test_an_odd_number_of_ranks_has_no_half():
+    with pytest.raises(ConfigError, match="hybrid-opt divides the ranks in two halves, and 3 is"):
+        assign({"a": [("a.A", 1.0)]}, world_size=3, strategy="hybrid-opt")
+
+
+def test_one_rank_keeps_all_by_any_strategy():
+    for strategy in ("comm-opt", "hybrid-opt", "mem-opt"):
+        assert assign({"a": [("a.A", 1.0)]}, world_size=1, strategy=strategy).num_columns == 1
 
 
 def count_failures():
     """Rank 1 fails once; what each rank says of it, before and after a resume."""
     dist.init_process_group("gloo")
-    curvature, *_ = make_optimizer(make_model(), "ekfac", 0.0)
+    curvature, *_ = make_optimizer(make_model(), "ekfac", "mem-opt")
     if dist.get_rank() == 1:
         curvature._fallbacks += 1
     told = [curvature.metrics()["fallbacks"].item(), curvature.state_dict()["fallbacks"].item()]

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llm.optim.kfac.assignment import KFACStrategy
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
@@ -181,7 +182,7 @@ def test_an_expert_that_saw_no_token_decays_and_stays_finite():
     assert torch.isfinite(experts.gate_up_proj).all()
 
 
-def on_ranks(fraction: float):
+def on_ranks(strategy: KFACStrategy):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = mixtral()
@@ -189,7 +190,7 @@ def on_ranks(fraction: float):
         covered(model),
         factor_update_steps=1,
         inv_update_steps=2,
-        grad_worker_fraction=fraction,
+        strategy=strategy,
     )
     ekfac = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, eps=EPS)
     for step in range(STEPS):
@@ -208,10 +209,10 @@ def on_ranks(fraction: float):
     return {name: p.detach() for name, p in model.named_parameters()}, shapes
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_two_ranks_learn_as_one(fraction):
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
+def test_two_ranks_learn_as_one(strategy):
     alone = train()
-    for weights, shapes in values(run_ranks(on_ranks, 2, fraction)):
+    for weights, shapes in values(run_ranks(on_ranks, 2, strategy)):
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
         assert shapes["model.layers.0.mlp.experts.down_proj"] == (4, 32, 64)

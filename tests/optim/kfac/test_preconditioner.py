@@ -76,19 +76,6 @@ def test_compat_is_the_arithmetic_of_kfac_pytorch(path):
         assert relative_error(parameter.detach(), data[f"final.param.{name}"]) < 1e-5
 
 
-def test_compat_divides_by_the_damping_of_the_step_at_which_it_decomposed():
-    results = []
-    for damping in (lambda step: 0.1 / (1 + step), 0.1):
-        model = toy_model()
-        kfac = make(model, damping=damping, inv_update_steps=2, compat=True)
-        for seed in range(2):
-            forward_backward(model, kfac.curvature, *toy_batch(seed))
-            kfac.precondition(learning_rate=0.1)
-        results.append(gradients(model))
-
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_a_gradient_is_multiplied_by_both_damped_inverses(method):
     model = toy_model()
