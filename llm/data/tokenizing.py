@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from llm.errors import ConfigError, DataError
 from llm.files import sync, write_whole
 from llm.text_tokenizer import TextTokenizer
 
+_REPORT_SECONDS = 1.0
 _FORMAT = 3  # of the cache; counts up when the same text shall give other files
 
 Progress = Callable[[int, int, int], None]
@@ -194,8 +196,12 @@ def _write_split(
     folder = prefix.with_name(f"{prefix.name}.parts")
     folder.mkdir()
 
+    told = time.monotonic()
+
     def report(totals: Totals) -> None:
-        if progress is not None:
+        nonlocal told
+        if progress is not None and time.monotonic() - told >= _REPORT_SECONDS:
+            told = time.monotonic()
             progress(totals.texts, totals.tokens, totals.text_bytes)
 
     stems, parts = tokenize_parts(

@@ -4,7 +4,7 @@ import logging
 import pytest
 from transformers import ByT5Tokenizer
 
-from llm.data import tokenize_parts
+from llm.data import tokenizing
 from llm.data.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import from_transformers
@@ -245,7 +245,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
 
 
 def test_progress_is_told_as_rows_tokens_and_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_parts, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(tokenizing, "_REPORT_SECONDS", 0.0)
     told = []
 
     prepare_bytes(
