@@ -15,7 +15,7 @@ from llm.data.encoder import Encoder, OtherIds, make_encoder
 from llm.data.parts import PartFacts, Progress, read_part, remove_part, write_part
 from llm.data.sources import Source
 from llm.data.workers import run_in_processes
-from llm.errors import DataError
+from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import TextTokenizer
 
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one was found wrong
@@ -40,6 +40,20 @@ class Encoding:
     dtype: np.dtype[Any]
     allow_special_tokens: bool = False
     on_error: Literal["stop", "skip"] = "stop"
+
+
+def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
+    """The token that shall end each document; None where none shall.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-text token to put between documents; pass "
+            "--no_append_eos, or use a tokenizer that has one."
+        )
+    return tokenizer.eos_token_id if append_eos else None
 
 
 @dataclass(slots=True)

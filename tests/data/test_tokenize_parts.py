@@ -9,8 +9,8 @@ from llm.data import tokenize_parts as module
 from llm.data.encoder import OtherIds
 from llm.data.parts import read_array
 from llm.data.sources import file_source
-from llm.data.tokenize_parts import Encoding, tokenize_part, tokenize_parts
-from llm.errors import DataError
+from llm.data.tokenize_parts import Encoding, end_token, tokenize_part, tokenize_parts
+from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import load_text_tokenizer
 from tests.support.corpora import ListSource, byte_tokenizer, write
 from tests.support.tokenizers import save_tiny_tokenizer
@@ -222,3 +222,11 @@ def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
 def write_folder(path):
     path.mkdir()
     return path
+
+
+def test_an_end_token_that_the_tokenizer_lacks_is_refused():
+    tokenizer = byte_tokenizer(eos_token_id=None)
+
+    assert end_token(tokenizer, append_eos=False) is None
+    with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
+        end_token(tokenizer, append_eos=True)
