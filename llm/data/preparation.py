@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from llm.data.encoder import Encoding
 from llm.data.output_files import (
     SUFFIXES,
     Output,
@@ -32,7 +33,7 @@ from llm.data.output_files import (
 from llm.data.parts import PartFacts
 from llm.data.preparation_log import log_summary, progress_log
 from llm.data.sources import Source, check_unchanged
-from llm.data.tokenize_parts import Encoding, tokenize_parts
+from llm.data.tokenize_parts import tokenize_parts
 from llm.errors import DataError
 from llm.files import try_lock, write_whole
 

@@ -170,9 +170,9 @@ def prepare(config: PrepareConfig) -> None:
     # There is no linear algebra here, for which numpy would start threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option need none of it.
+    from llm.data.encoder import Encoding, end_token
     from llm.data.preparation import prepare_files
     from llm.data.token_file import token_dtype
-    from llm.data.tokenize_parts import Encoding, end_token
     from llm.data.workers import bounded_workers
     from llm.text_tokenizer import load_text_tokenizer
 
