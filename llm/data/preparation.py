@@ -57,7 +57,7 @@ def prepare_files(
     """Makes the token files of several outputs, going on where an earlier try was stopped.
 
     Args:
-        jobs: The texts of each output, in parts that workers take.
+        jobs: The texts of each output, which workers take in parts.
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Between two lines on the progress.
@@ -68,7 +68,8 @@ def prepare_files(
             written.
     """
     todo = []
-    for sources, output in jobs:
+    for texts, output in jobs:
+        sources = [part for text in texts for part in text.split(PART_BYTES)]
         if not output.overwrite and _is_done(output, plan_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
