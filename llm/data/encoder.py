@@ -10,7 +10,8 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import orjson
@@ -52,6 +53,39 @@ class OtherIds(Exception):
     """The fast encoder gave other ids than the tokenizer itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How texts become ids.
+
+    Attributes:
+        tokenizer: What gives the ids.
+        end_token: Ends each document; None is nothing.
+        dtype: Of the ids on the disk, wide enough for all of the tokenizer's.
+        allow_special_tokens: Whether the name of a special token in a text is that token.
+        on_error: What becomes of records that cannot be used.
+    """
+
+    tokenizer: TextTokenizer
+    end_token: int | None
+    dtype: np.dtype[Any]
+    allow_special_tokens: bool = False
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
+    """The token that shall end each document; None where none shall.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-text token to put between documents; pass "
+            "--no_append_eos, or use a tokenizer that has one."
+        )
+    return tokenizer.eos_token_id if append_eos else None
+
+
 class Encoder(Protocol):
     """Turns texts into the ids of their tokens."""
 
@@ -71,36 +105,22 @@ class Encoder(Protocol):
 
 
 def make_encoder(
-    tokenizer: TextTokenizer,
-    *,
-    dtype: np.dtype[Any],
-    end_token: int | None,
-    threads: int,
-    allow_special_tokens: bool = False,
-    fast: bool = True,
+    encoding: Encoding, *, one_document: bool = False, threads: int = 1, fast: bool = True
 ) -> Encoder:
     """The fastest encoder that can be trusted with a tokenizer.
 
     Args:
-        tokenizer: What gives the ids.
-        dtype: Of the ids, wide enough for all of the tokenizer's.
-        end_token: Follows each text; None is nothing.
+        encoding: How texts become ids.
+        one_document: Whether the texts are parts of one document, whose end is not the encoder's
+            to write. Otherwise the end token follows each of them.
         threads: That it may use.
-        allow_special_tokens: Whether the name of a special token in a text, such as
-            `<|endoftext|>`, is that token. Otherwise it is text, like any other.
         fast: Whether to try gigatoken.
     """
-    reference = ReferenceEncoder(
-        tokenizer,
-        dtype=dtype,
-        end_token=end_token,
-        threads=threads,
-        allow_special_tokens=allow_special_tokens,
-    )
-    if not fast or tokenizer.backend is None:
+    reference = ReferenceEncoder(encoding, one_document=one_document, threads=threads)
+    if not fast or encoding.tokenizer.backend is None:
         return reference
     try:
-        return FastEncoder(reference, tokenizer.backend.to_str(), threads=threads)
+        return FastEncoder(reference, encoding.tokenizer.backend.to_str(), threads=threads)
     except (ImportError, OtherIds) as error:
         log.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference
@@ -110,32 +130,23 @@ class ReferenceEncoder:
     """The tokenizer itself.
 
     Args:
-        tokenizer: What gives the ids.
-        dtype: Of the ids, wide enough for all of the tokenizer's.
-        end_token: Follows each text; None is nothing.
+        encoding: How texts become ids.
+        one_document: Whether no end token follows a text.
         threads: That it may use.
-        allow_special_tokens: Whether the name of a special token is that token.
 
     Raises:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
     """
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        *,
-        dtype: np.dtype[Any],
-        end_token: int | None,
-        threads: int,
-        allow_special_tokens: bool,
-    ) -> None:
-        self.dtype = dtype
-        self.end = np.array([] if end_token is None else [end_token], dtype)
-        self.allow_special_tokens = allow_special_tokens
-        self._backend: Any = tokenizer.backend
-        self._encode_slow = tokenizer.encode_slow
+    def __init__(self, encoding: Encoding, *, one_document: bool, threads: int) -> None:
+        end = encoding.end_token
+        self.dtype = encoding.dtype
+        self.end = np.array([] if end is None or one_document else [end], self.dtype)
+        self.allow_special_tokens = encoding.allow_special_tokens
+        self._backend: Any = encoding.tokenizer.backend
+        self._encode_slow = encoding.tokenizer.encode_slow
         if self._backend is None:
-            if allow_special_tokens:
+            if self.allow_special_tokens:
                 raise ConfigError(
                     "--allow_special_tokens needs a fast tokenizer, and this one is in Python; "
                     "leave it out, or name another tokenizer."
@@ -146,7 +157,7 @@ class ReferenceEncoder:
             )
             return
         # The name of the property means: encode them as the characters that they are.
-        self._backend.encode_special_tokens = not allow_special_tokens
+        self._backend.encode_special_tokens = not self.allow_special_tokens
         # Read by the Rust libraries when they start their threads.
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.assembly import assemble, assemble_shuffled
+from llm.data.encoder import Encoding
 from llm.data.flat_file import FlatTokenFile
 from llm.data.parts import PartFacts, each_row
 from llm.data.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.token_file import TokenFile
 from llm.data.token_paths import beside
-from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
 from llm.files import sync, sync_folder
 

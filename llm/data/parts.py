@@ -13,13 +13,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.encoder import Encoder
+from llm.data.encoder import Encoder, Encoding, make_encoder
 from llm.data.readers import Faults
 from llm.data.sources import Source
 from llm.errors import DataError
@@ -72,22 +72,20 @@ class Progress:
 def write_part(
     source: Source,
     stem: Path,
+    encoding: Encoding,
     *,
-    encoder: Encoder,
-    dtype: np.dtype[Any],
-    end_token: int | None,
-    on_error: Literal["stop", "skip"],
-    report: Callable[[Progress], None],
+    encoder: Encoder | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
 ) -> PartFacts:
-    """Encodes a source and writes it down.
+    """Encodes a source and writes it down; what fails leaves no part.
+
+    All that it needs can be pickled, so that it may run in any process that sees the same files.
 
     Args:
         source: The texts.
         stem: The path of the files without their suffix.
-        encoder: With an end token unless the source is one document.
-        dtype: That the encoder gives.
-        end_token: Ends a source that is one document; None is nothing.
-        on_error: What becomes of records that cannot be used.
+        encoding: How texts become ids.
+        encoder: One that was made for it and for sources of this kind; None makes one.
         report: Told the progress after every batch.
 
     Returns:
@@ -98,21 +96,26 @@ def write_part(
         OtherIds: The encoder cannot be trusted.
         OSError: The file system refused a write.
     """
-    faults = Faults(on_error)
-    writer = _PartWriter(source, stem)
+    encoder = encoder or make_encoder(encoding, one_document=source.one_document)
+    faults = Faults(encoding.on_error)
     try:
-        for texts in source.batches(faults):
-            writer.add(texts, *encoder.encode(texts))
-            report(writer.progress)
-        if source.one_document and end_token is not None:
-            writer.end_document(np.array([end_token], dtype))
-    finally:
-        writer.close()
-    # Not synced, for speed: a restart compares every byte with the checksums.
-    temporary = stem.with_suffix(".json.tmp")
-    facts = writer.facts(skipped=faults.skipped)
-    temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
-    temporary.replace(stem.with_suffix(".json"))
+        writer = _PartWriter(source, stem)
+        try:
+            for texts in source.batches(faults):
+                writer.add(texts, *encoder.encode(texts))
+                report(writer.progress)
+            if source.one_document and encoding.end_token is not None:
+                writer.end_document(np.array([encoding.end_token], encoding.dtype))
+        finally:
+            writer.close()
+        # Not synced, for speed: a restart compares every byte with the checksums.
+        temporary = stem.with_suffix(".json.tmp")
+        facts = writer.facts(skipped=faults.skipped)
+        temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
+        temporary.replace(stem.with_suffix(".json"))
+    except BaseException:
+        remove_part(stem)
+        raise
     return facts
 
 

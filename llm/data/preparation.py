@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from llm.data.encoder import Encoding
 from llm.data.output_files import (
     SUFFIXES,
     Output,
@@ -32,7 +33,7 @@ from llm.data.output_files import (
 from llm.data.parts import PartFacts
 from llm.data.preparation_log import log_summary, progress_log
 from llm.data.sources import Source, check_unchanged
-from llm.data.tokenize_parts import Encoding, tokenize_parts
+from llm.data.tokenize_parts import tokenize_parts
 from llm.errors import DataError
 from llm.files import try_lock, write_whole
 
@@ -56,7 +57,7 @@ def prepare_files(
     """Makes the token files of several outputs, going on where an earlier try was stopped.
 
     Args:
-        jobs: The texts of each output, in parts that workers take.
+        jobs: The texts of each output, which workers take in parts.
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Between two lines on the progress.
@@ -67,7 +68,8 @@ def prepare_files(
             written.
     """
     todo = []
-    for sources, output in jobs:
+    for texts, output in jobs:
+        sources = [part for text in texts for part in text.split(PART_BYTES)]
         if not output.overwrite and _is_done(output, plan_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:

@@ -170,9 +170,9 @@ def prepare(config: PrepareConfig) -> None:
     # There is no linear algebra here, for which numpy would start threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option need none of it.
+    from llm.data.encoder import Encoding, end_token
     from llm.data.preparation import prepare_files
     from llm.data.token_file import token_dtype
-    from llm.data.tokenize_parts import Encoding, end_token
     from llm.data.workers import bounded_workers
     from llm.text_tokenizer import load_text_tokenizer
 
@@ -210,7 +210,6 @@ def prepare(config: PrepareConfig) -> None:
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """What is read for each file that is written."""
     from llm.data.output_files import Output
-    from llm.data.preparation import PART_BYTES
     from llm.data.sources import text_sources
 
     def output(prefix: Path) -> Output:
@@ -248,16 +247,15 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
             "or paragraph."
         )
     if config.format == "nanogpt":
-        return [(_split(files, PART_BYTES), output(prefix))]
+        return [(files, output(prefix))]
     key = config.text_column or "text"
     if not config.output_per_input:
-        return [(_split(files, PART_BYTES), output(_suffixed(prefix, f"_{key}_document")))]
+        return [(files, output(_suffixed(prefix, f"_{key}_document")))]
     outputs = [
-        (file.split(PART_BYTES), output(_suffixed(prefix, f"_{_stem(file)}_{key}_document")))
-        for file in files
+        ([file], output(_suffixed(prefix, f"_{_stem(file)}_{key}_document"))) for file in files
     ]
     seen: dict[Path, str] = {}
-    for (file, *_), made in outputs:
+    for (file,), made in outputs:
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
@@ -265,10 +263,6 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
             )
         seen[made.prefix] = file.name
     return outputs
-
-
-def _split(files: list["Source"], num_bytes: int) -> list["Source"]:
-    return [part for file in files for part in file.split(num_bytes)]
 
 
 def _stem(file: "Source") -> str:

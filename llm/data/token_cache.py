@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from llm import errors
+from llm.data.encoder import Encoding
 from llm.data.output_files import Output, damage
-from llm.data.preparation import PART_BYTES, plan_digest, prepare_files
+from llm.data.preparation import plan_digest, prepare_files
 from llm.data.sources import Source
 from llm.data.token_paths import beside
-from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError, LLMError
 from llm.files import sync_folder, try_lock, write_whole
 
@@ -144,7 +144,7 @@ class TokenCache:
         log.info(f"tokenising {source.name}{size}")
         try:
             prepare_files(
-                [(source.split(PART_BYTES), _output(folder))],
+                [([source], _output(folder))],
                 encoding=self.encoding,
                 workers=self.workers,
                 log_seconds=_LOG_SECONDS,

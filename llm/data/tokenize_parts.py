@@ -7,73 +7,30 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
-from llm.data.encoder import Encoder, OtherIds, make_encoder
+from llm.data.encoder import Encoding, OtherIds, make_encoder
 from llm.data.parts import PartFacts, Progress, read_part, remove_part, write_part
 from llm.data.sources import Source
 from llm.data.workers import run_in_processes
-from llm.errors import ConfigError, DataError
-from llm.text_tokenizer import TextTokenizer
+from llm.errors import DataError
 
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one was found wrong
 
 log = logging.getLogger("llm.data")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoding:
-    """How texts become ids.
+@dataclass(slots=True, kw_only=True)
+class Totals(Progress):
+    """What has been done so far in this process' life, over all parts.
 
     Attributes:
-        tokenizer: What gives the ids.
-        end_token: Ends each document; None is nothing.
-        dtype: Of the ids on the disk, wide enough for all of the tokenizer's.
-        allow_special_tokens: Whether the name of a special token in a text is that token.
-        on_error: What becomes of records that cannot be used.
-    """
-
-    tokenizer: TextTokenizer
-    end_token: int | None
-    dtype: np.dtype[Any]
-    allow_special_tokens: bool = False
-    on_error: Literal["stop", "skip"] = "stop"
-
-
-def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
-    """The token that shall end each document; None where none shall.
-
-    Raises:
-        ConfigError: The tokenizer has no such token.
-    """
-    if append_eos and tokenizer.eos_token_id is None:
-        raise ConfigError(
-            "The tokenizer has no end-of-text token to put between documents; pass "
-            "--no_append_eos, or use a tokenizer that has one."
-        )
-    return tokenizer.eos_token_id if append_eos else None
-
-
-@dataclass(slots=True)
-class Totals:
-    """What has been done so far, over all parts.
-
-    Attributes:
-        texts: Encoded in this process' life.
-        tokens: Theirs.
-        text_bytes: Theirs, in UTF-8.
-        consumed: Bytes on the disk that were read.
         num_bytes: Of all that is to be read; None where that is not known.
         parts_done: With those that an earlier try has left.
         num_parts: All of them.
     """
 
-    texts: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    consumed: int = 0
     num_bytes: int | None = None
     parts_done: int = 0
     num_parts: int = 0
@@ -147,7 +104,7 @@ def _encode_missing(
     threads = workers // max(1, processes)
     # Made before the processes fork, which then share them.
     encoders = {
-        one_document: encoder_of(encoding, one_document=one_document, threads=threads, fast=fast)
+        one_document: make_encoder(encoding, one_document=one_document, threads=threads, fast=fast)
         for one_document in {sources[number].one_document for number in missing}
     }
     meter = _Meter(sources, missing)
@@ -163,7 +120,7 @@ def _encode_missing(
 
         source = sources[number]
         encoder = encoders[source.one_document]
-        tokenize_part(source, stems[number], encoding, encoder=encoder, report=note)
+        write_part(source, stems[number], encoding, encoder=encoder, report=note)
         meter.note_end(number)
 
     if processes:
@@ -172,69 +129,6 @@ def _encode_missing(
     for number in missing:
         work(number)
         tell()
-
-
-def tokenize_part(
-    source: Source,
-    stem: Path,
-    encoding: Encoding,
-    *,
-    encoder: Encoder | None = None,
-    report: Callable[[Progress], None] = lambda _: None,
-) -> PartFacts:
-    """Encodes one source as a part; what fails leaves no part.
-
-    All that it needs can be pickled, so that it may run in any process that sees the same files.
-
-    Args:
-        source: The texts.
-        stem: The path of the part without its suffix.
-        encoding: How texts become ids.
-        encoder: One made by `encoder_of`; None makes one.
-        report: Told the progress after every batch.
-
-    Returns:
-        What the part holds.
-
-    Raises:
-        DataError: The source cannot be read.
-        OtherIds: The encoder cannot be trusted.
-        OSError: The file system refused a write.
-    """
-    if encoder is None:
-        encoder = encoder_of(encoding, one_document=source.one_document, threads=1, fast=True)
-    try:
-        return write_part(
-            source,
-            stem,
-            encoder=encoder,
-            dtype=encoding.dtype,
-            end_token=encoding.end_token,
-            on_error=encoding.on_error,
-            report=report,
-        )
-    except BaseException:
-        remove_part(stem)
-        raise
-
-
-def encoder_of(encoding: Encoding, *, one_document: bool, threads: int, fast: bool) -> Encoder:
-    """The encoder of sources that are one document each, or of all others.
-
-    Args:
-        encoding: How texts become ids.
-        one_document: Which of the two; the end of a document is not the encoder's to write.
-        threads: That it may use.
-        fast: Whether to try the fast one.
-    """
-    return make_encoder(
-        encoding.tokenizer,
-        dtype=encoding.dtype,
-        end_token=None if one_document else encoding.end_token,
-        threads=threads,
-        allow_special_tokens=encoding.allow_special_tokens,
-        fast=fast,
-    )
 
 
 class _Meter:

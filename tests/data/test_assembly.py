@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from llm.data.assembly import assemble, assemble_shuffled
+from llm.data.encoder import Encoding
 from llm.data.sampler import permute
 from llm.data.token_check import check
 from llm.data.token_file import TokenFile, TokenFileWriter
-from llm.data.tokenize_parts import Encoding, tokenize_parts
+from llm.data.tokenize_parts import tokenize_parts
 from tests.support.corpora import ListSource, byte_tokenizer
 
 

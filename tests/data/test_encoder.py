@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
 from llm.data import encoder
-from llm.data.encoder import FastEncoder, OtherIds, ReferenceEncoder, make_encoder
+from llm.data.encoder import Encoding, FastEncoder, OtherIds, ReferenceEncoder, make_encoder
 from llm.errors import ConfigError
 from llm.text_tokenizer import TextTokenizer, from_transformers
 from tests.support.corpora import byte_tokenizer
@@ -32,8 +32,9 @@ def tiny() -> TextTokenizer:
 
 
 def make(tokenizer=None, **changes):
-    settings = {"dtype": np.dtype("<u2"), "end_token": 0, "threads": 1}
-    return make_encoder(tokenizer or tiny(), **{**settings, **changes})
+    how = {name: changes.pop(name) for name in ("threads", "fast") if name in changes}
+    settings = {"dtype": np.dtype("<u2"), "end_token": 0, **changes}
+    return make_encoder(Encoding(tokenizer=tokenizer or tiny(), **settings), **how)
 
 
 def expected(texts, tokenizer=None, end=(0,)):

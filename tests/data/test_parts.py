@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llm.data import parts
-from llm.data.encoder import make_encoder
+from llm.data.encoder import Encoding
 from llm.data.parts import Progress, each_row, read_array, read_part, remove_part, write_part
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
@@ -28,17 +28,9 @@ class FaultySource(ListSource):
                 yield [text]
 
 
-def write(source, stem, *, end_token=0, on_error="stop", report=None):
-    own = None if source.one_document else end_token
-    write_part(
-        source,
-        stem,
-        encoder=make_encoder(byte_tokenizer(), dtype=UINT16, end_token=own, threads=1),
-        dtype=UINT16,
-        end_token=end_token,
-        on_error=on_error,
-        report=report or (lambda _: None),
-    )
+def write(source, stem, *, report=lambda _: None, **changes):
+    settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **changes}
+    write_part(source, stem, Encoding(**settings), report=report)
     return read_part(stem, verify=True)
 
 

@@ -29,11 +29,11 @@ from llm.data import preparation, tokenize_parts
 from llm.data.prepare import main
 preparation.PART_BYTES = 200
 write_part = tokenize_parts.write_part
-def slow(source, stem, **options):
+def slow(source, stem, *how, **options):
     with open("begun", "a") as file:
         print(os.getpid(), stem.name, file=file)
     time.sleep({seconds})
-    write_part(source, stem, **options)
+    write_part(source, stem, *how, **options)
 tokenize_parts.write_part = slow
 sys.exit(main(sys.argv[1:]))
 """

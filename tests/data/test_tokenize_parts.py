@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from llm.data import tokenize_parts as module
-from llm.data.encoder import OtherIds
-from llm.data.parts import read_array
+from llm.data.encoder import Encoding, OtherIds, end_token
+from llm.data.parts import read_array, write_part
 from llm.data.sources import file_source
-from llm.data.tokenize_parts import Encoding, end_token, tokenize_part, tokenize_parts
+from llm.data.tokenize_parts import tokenize_parts
 from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import load_text_tokenizer
 from tests.support.corpora import ListSource, byte_tokenizer, write
@@ -212,7 +212,7 @@ def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
 
     with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
         stems = [tmp_path / str(number) for number in range(len(parts))]
-        facts = list(pool.map(tokenize_part, parts, stems, [how] * len(parts)))
+        facts = list(pool.map(write_part, parts, stems, [how] * len(parts)))
 
     assert sum(held.documents for held in facts) == 40
     _, here = tokenize_parts(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)

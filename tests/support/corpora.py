@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from llm.data.encoder import Encoding
 from llm.data.readers import Faults
 from llm.data.sources import Source
 from llm.data.token_cache import TokenCache
-from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
 from llm.text_tokenizer import TextTokenizer
 

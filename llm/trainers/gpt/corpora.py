@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.config import GPTConfig
 from llm.data.corpus import Corpus
 from llm.data.documents import DocumentEnds
+from llm.data.encoder import Encoding, end_token
 from llm.data.hub import dataset_sources
 from llm.data.memory import hold_in_memory
 from llm.data.sources import Source, file_source
 from llm.data.token_cache import TokenCache
 from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus
 from llm.data.token_file import token_dtype
-from llm.data.tokenize_parts import Encoding, end_token
 from llm.data.workers import bounded_workers
 from llm.errors import ConfigError
 from llm.runtime import launch_id
