@@ -13,17 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from llm.command_line import parse
 from llm.models.blocks import find_blocks
-from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.parallel.sharded import ShardedStrategy
 from llm.plan.estimate import estimate
-from llm.plan.job import Shares
-from llm.plan.make import make_job, make_layout
+from llm.plan.job import Job
 from llm.plan.options import PlanOptions
-from llm.rules import recomputation
 from llm.strategy import MicroBatch
-from llm.trainers.gpt.inputs import open_model_config
+from llm.trainers.gpt.build import model_of
+from llm.trainers.gpt.inputs import choose_layout, open_model_config
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from tests.support.ranks import run_ranks, values
 
@@ -63,21 +61,16 @@ def measure(words: str) -> int:
 
 
 def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy:
-    model = build_model(
-        config=open_model_config(options),
+    config = open_model_config(options)
+    model = model_of(
+        options,
+        config,
         weights_from=None,
         seed=1,
         device=torch.device("cpu"),
         vocab_size=1,
-        attention_implementation=options.attention_implementation,
-        activation_checkpointing=recomputation(options),
-        no_bias=options.no_bias,
-        pad_vocab_to_multiple_of=options.pad_vocab_to_multiple_of,
-        fused_gelu=options.fused_gelu,
-        tied_gradients=options.tied_gradients,
-        trust_remote_code=False,
     )
-    layout = make_layout(options)
+    layout = choose_layout(options, config, options.nodes * options.gpus_per_node)
     precision = options.mixed_precision
     strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=precision)
     if not layout.is_replicated:
@@ -110,8 +103,8 @@ def highest(recorded: Any) -> int:
 
 def planned(words: str) -> int:
     options = options_of(words)
-    job = make_job(options)
-    return estimate(job, Shares(job), make_layout(options)).memory.total
+    job = Job(options)
+    return estimate(job, job.layout).memory.total
 
 
 SLOW = pytest.mark.slow

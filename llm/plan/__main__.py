@@ -35,47 +35,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
+    """The lines to print, and whether what they plan fits."""
     from llm.runtime import calm_threads, quiet_libraries
 
     calm_threads()
     quiet_libraries()
     from llm.plan import page
-    from llm.plan.estimate import checkpoint_bytes, estimate
-    from llm.plan.job import Shares
-    from llm.plan.make import budget, make_job, make_layout, model_name
-    from llm.plan.memory import usable
+    from llm.plan.estimate import estimate
+    from llm.plan.job import Job
     from llm.plan.plot import check_plot, draw
     from llm.plan.search import nearest, search
 
     if options.plot is not None:
         check_plot(options.plot)
-    layout = make_layout(options)
-    job = make_job(options)
-    shares = Shares(job)
-    found = search(job, shares, world_size=layout.world_size) if options.search else None
+    job = Job(options)
+    found = search(job) if options.search else None
     if found == []:
         raise ConfigError("No layout divides this batch, these layers and these devices.")
-    plan = found[0] if found else estimate(job, shares, layout)
-    near = None
-    if not plan.fits:
-        others = found or search(job, shares, world_size=layout.world_size)
-        near = nearest(others, layout)
-    facts = page.Facts(
-        name=model_name(options),
-        parameters=shares.census(1).parameters,
-        nodes=options.nodes,
-        budget=budget(options, samples=plan.samples, length=job.length),
-        checkpoint=checkpoint_bytes(job, shares),
-        disk=options.disk_gbps * 1e9,
-        nearest=None if near is None else near.layout,
-    )
+    plan = found[0] if found else estimate(job, job.layout)
+    near = None if plan.fits else nearest(found or search(job), job.layout)
     if options.plot is not None:
-        draw((found or [plan])[: options.top], limit=usable(job), path=options.plot)
+        draw((found or [plan])[: options.top], limit=job.usable, path=options.plot)
     if options.json:
-        return [json.dumps(page.to_json(job, plan, facts, found), indent=1)], plan.fits
-    lines = page.text(job, plan, facts)
+        return [json.dumps(page.to_json(job, plan, near, found), indent=1)], plan.fits
+    lines = page.text(job, plan, near)
     if found is not None:
-        lines = [*page.table(job, found, top=options.top), "", "the first of them:", *lines]
+        lines = [*page.table(job, found), "", "the first of them:", *lines]
     return lines, plan.fits
 
 

@@ -5,118 +5,109 @@ import dataclasses
 from llm.parallel.layout import Layout
 from llm.parallel.schedules import idle_share
 from llm.plan.census import FP32
-from llm.plan.job import Job, Shares
+from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory
 from llm.plan.traffic import Transfer, transfers
-
-DAY = 86400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout takes.
+    """What a layout takes; the names are those of the JSON.
 
     Attributes:
         layout: The layout.
         micro_batches: Of a step, on each rank.
-        samples: Of a step, over all ranks.
-        tokens: Of a step, over all ranks.
+        tokens_per_step: Over all ranks.
         memory: Of the fullest rank.
         fits: Whether that is in the device's memory.
-        flops: Of a step, over all ranks, with recomputation if there is any.
+        flops_per_step: Over all ranks, with recomputation if there is any.
         bubble: Share of a step in which stages of the pipeline wait.
         transfers: What a rank sends.
-        floor: Seconds of a step at the device's peak.
-        seconds: Seconds of a step at the efficiency that is expected.
+        floor_seconds: Of a step at the device's peak.
+        step_seconds: Of a step at the efficiency that is expected.
+        tokens_per_second: Over all ranks, at that efficiency.
     """
 
     layout: Layout
     micro_batches: int
-    samples: int
-    tokens: int
+    tokens_per_step: int
     memory: Memory
     fits: bool
-    flops: float
+    flops_per_step: float
     bubble: float
-    transfers: tuple[Transfer, ...]
-    floor: float
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all ranks, at the efficiency that is expected."""
-        return self.tokens / self.seconds
+    transfers: list[Transfer]
+    floor_seconds: float
+    step_seconds: float
+    tokens_per_second: float
 
 
-def estimate(job: Job, shares: Shares, layout: Layout) -> Estimate:
+def estimate(job: Job, layout: Layout) -> Estimate:
     """Plan a layout.
 
     Raises:
         ConfigError: It does not divide layers, heads, samples or batch.
     """
-    memory = peak_memory(job, shares, layout)
-    micro_batches = job.micro_batches(layout)
-    sent = transfers(job, shares, layout)
-    idle = idle_share(
+    memory = peak_memory(job, layout)
+    batches, trace = job.batches(layout), job.trace(layout.tensor, layout.context)
+    sent = transfers(job, layout)
+    bubble = idle_share(
         ranks=layout.pipeline,
-        virtual_stages=job.virtual_stages,
-        micro_batches=micro_batches,
+        virtual_stages=job.options.virtual_stages,
+        micro_batches=batches.accumulation,
     )
-    samples = job.samples(layout)
+    flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(layout.pipeline)]
+    flops[-1] += trace.loss_flops
+    tokens = batches.global_batch_size * job.length
+
+    def seconds(efficiency: float) -> float:
+        return _step_seconds(
+            job,
+            memory,
+            sent,
+            flops=max(flops) * batches.accumulation,
+            bubble=bubble,
+            efficiency=efficiency,
+        )
+
     return Estimate(
         layout=layout,
-        micro_batches=micro_batches,
-        samples=samples,
-        tokens=samples * job.length,
+        micro_batches=batches.accumulation,
+        tokens_per_step=tokens,
         memory=memory,
-        fits=memory.fits(job),
-        flops=_flops(job, shares, layout),
-        bubble=idle,
-        transfers=tuple(sent),
-        floor=_step_seconds(job, shares, layout, sent, memory, idle, efficiency=1.0),
-        seconds=_step_seconds(job, shares, layout, sent, memory, idle, efficiency=job.efficiency),
+        fits=memory.total <= job.usable,
+        flops_per_step=sum(flops) * batches.accumulation * (layout.world_size // layout.pipeline),
+        bubble=bubble,
+        transfers=sent,
+        floor_seconds=seconds(1.0),
+        step_seconds=seconds(job.options.efficiency),
+        tokens_per_second=tokens / seconds(job.options.efficiency),
     )
-
-
-def _flops(job: Job, shares: Shares, layout: Layout) -> float:
-    """Of a step over all ranks, each product counted once."""
-    trace = shares.trace(layout.tensor, layout.context)
-    num_layers = len(shares.census(layout.tensor).blocks)
-    part = num_layers * sum(trace.block_flops) + trace.loss_flops
-    sample = part * layout.tensor * layout.context
-    return sample * job.micro_batches(layout) * layout.data_ranks
 
 
 def _step_seconds(
     job: Job,
-    shares: Shares,
-    layout: Layout,
-    sent: list[Transfer],
     memory: Memory,
-    idle: float,
+    sent: list[Transfer],
     *,
+    flops: float,
+    bubble: float,
     efficiency: float,
 ) -> float:
     """Seconds of a step: products, what is sent among them, the bubble, the optimizer.
 
     What can be hidden behind products counts only as far as it takes longer than they do.
     """
-    trace = shares.trace(layout.tensor, layout.context)
-    ranks = shares.layers_of_ranks(layout.pipeline)
-    loads = [len(layers) * sum(trace.block_flops) for layers in ranks]
-    loads[-1] += trace.loss_flops
-    peak = job.device.flops if job.mixed_precision != "no" else job.device.fp32_flops
-    computing = max(loads) * job.micro_batches(layout) / (peak * efficiency)
+    device = job.device
+    peak = device.fp32_tflops if job.options.mixed_precision == "no" else device.tflops
     inline = sum(t.seconds(job) for t in sent if not t.overlapped)
     hidden = sum(t.seconds(job) for t in sent if t.overlapped)
     # The optimizer reads and writes weights and moments and reads gradients.
-    stepping = (2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters) / (
-        job.device.bandwidth
-    )
-    return max((computing + inline) / (1 - idle), hidden) + stepping
+    stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
+    working = flops / (peak * 1e12 * efficiency) + inline
+    return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
 
 
-def checkpoint_bytes(job: Job, shares: Shares) -> int:
+def checkpoint_bytes(job: Job) -> int:
     """Of a checkpoint: weights and optimizer, and K-FAC's state once."""
-    parameters = shares.census(1).parameters
-    return int(parameters * (FP32 + job.extra.per_element)) + job.extra.kfac
+    elements = job.census(1).parameters
+    return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac

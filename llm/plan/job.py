@@ -1,14 +1,14 @@
-"""What is planned: a model, its batch and its devices, whatever the layout."""
+"""What is planned, and what one rank holds and does of it, by how the work is divided."""
 
 import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
+from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
 from llm.models.pieces import Pieces, find_pieces
@@ -16,114 +16,118 @@ from llm.models.stages import check_depth
 from llm.parallel.layout import Layout
 from llm.parallel.schedules import check_micro_batches
 from llm.plan.census import Census, shard_sizes, take_census
-from llm.plan.devices import Device
+from llm.plan.devices import DEVICES, GIB, Device
+from llm.plan.optimizer import optimizer_memory
+from llm.plan.options import PlanOptions
 from llm.plan.split import split_model
 from llm.plan.trace import Trace, trace
+from llm.trainers.gpt.build import model_of
+from llm.trainers.gpt.inputs import choose_block_size, choose_layout, open_model_config
 
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extra:
-    """Memory of the optimizer, found by making it on the meta device.
-
-    Attributes:
-        per_element: Bytes of optimizer state for each trained element.
-        kfac: Bytes of K-FAC's factors and bases on one rank.
-        kfac_recording: Bytes that it takes while a step is computed whose tokens it records.
-        kfac_step: Bytes that it takes while the optimizer steps.
-    """
-
-    per_element: float
-    kfac: int = 0
-    kfac_recording: int = 0
-    kfac_step: int = 0
+USABLE = 0.95
+"""Of a GPU's memory; the rest is lost between blocks of unlike size."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned.
+    """A model, its batch and its devices; what a rank of some layout holds is found once for each.
+
+    Args:
+        options: What is planned.
 
     Attributes:
-        outline: Makes the model on the meta device.
-        extra: Of the optimizer.
-        micro_batch_size: Samples of a micro-batch.
+        options: The same.
         length: Tokens of a sample.
-        accumulation: Micro-batches of a step, where `global_batch_size` does not decide.
-        global_batch_size: Samples of a step, or None.
-        mixed_precision: no, fp8, fp16 or bf16.
-        gradient_checkpointing: Whether activations are recomputed.
-        chunked_loss: Whether the loss is computed in chunks.
-        schedule: Of the pipeline.
-        virtual_stages: Parts of the model that a rank of an interleaved pipeline holds.
+        layout: The layout that the options describe.
         device: What holds a rank.
-        gpus_per_node: Devices of a node.
-        efficiency: Share of the device's peak that products are expected to reach.
+        usable: Bytes of it that can be filled.
+        optimizer: What the optimizer keeps.
+
+    Raises:
+        ConfigError: The model cannot be had, or not in this shape, or not on so many ranks.
     """
 
-    outline: Callable[[], PreTrainedModel]
-    extra: Extra
-    micro_batch_size: int
-    length: int
-    accumulation: int
-    global_batch_size: int | None
-    mixed_precision: str
-    gradient_checkpointing: bool
-    chunked_loss: bool
-    schedule: Schedule
-    virtual_stages: int
-    device: Device
-    gpus_per_node: int
-    efficiency: float
+    def __init__(self, options: PlanOptions) -> None:
+        self.options = options
+        self._config = open_model_config(options)
+        self.length = choose_block_size(options, self._config)
+        self.layout = choose_layout(options, self._config, options.nodes * options.gpus_per_node)
+        self.device = _device(options)
+        memory = int(self.device.gib * GIB)
+        self.usable = memory if options.device == "cpu" else int(USABLE * memory)
+        self.optimizer = optimizer_memory(options, self.outline())
+        self._rank_model = functools.cache(self._make_rank_model)
+        self.trace = functools.cache(self._trace)
+        self.layers_of_ranks = functools.cache(self._layers_of_ranks)
+        self.block_shards = functools.cache(self._block_shards)
 
-    def micro_batches(self, layout: Layout) -> int:
-        """Micro-batches of a step on each rank.
+    def outline(self) -> PreTrainedModel:
+        """Make the model on the meta device, as the trainer makes it."""
+        options = self.options
+        if "flash" in (options.attention_implementation or ""):
+            # Its package need not be here, and SDPA's kernel keeps the same.
+            options = dataclasses.replace(options, attention_implementation=None)
+        return model_of(
+            options,
+            self._config,
+            weights_from=None,
+            seed=0,
+            device=torch.device("meta"),
+            vocab_size=self._config.get_text_config().vocab_size,
+        )
+
+    def batches(self, layout: Layout) -> BatchPlan:
+        """The batches of a run.
 
         Raises:
             ConfigError: The global batch cannot be divided, or the pipeline needs more of them.
         """
-        found = self._micro_batches(layout)
-        check_micro_batches(self.schedule, ranks=layout.pipeline, micro_batches=found)
-        return found
+        options = self.options
+        batches = plan_batches(
+            num_windows=1,
+            world_size=layout.data_ranks,
+            per_device_train_batch_size=options.per_device_train_batch_size,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            global_batch_size=options.global_batch_size,
+            num_train_epochs=1,
+            max_train_steps=options.max_train_steps,
+            max_train_samples=options.max_train_samples,
+        )
+        check_micro_batches(
+            options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
+        )
+        return batches
 
-    def _micro_batches(self, layout: Layout) -> int:
-        if self.global_batch_size is None:
-            return self.accumulation
-        together = self.micro_batch_size * layout.data_ranks
-        if self.global_batch_size % together:
-            raise ConfigError(
-                f"--global_batch_size {self.global_batch_size} is no multiple of {together}, which "
-                f"is --per_device_train_batch_size {self.micro_batch_size} on {layout.data_ranks} "
-                "data-parallel ranks; change one of them."
-            )
-        return self.global_batch_size // together
-
-    def samples(self, layout: Layout) -> int:
-        """Samples of one step over all ranks."""
-        return self.micro_batches(layout) * self.micro_batch_size * layout.data_ranks
-
-
-class Shares:
-    """What one rank holds and does, by how layers and samples are divided; found once for each.
-
-    Args:
-        job: What is planned.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._parts = functools.cache(self._count_and_cut)
-        self.layers_of_ranks = functools.cache(self._layers_of_ranks)
-        self.trace = functools.cache(self._trace)
-        self.block_shards = functools.cache(self._block_shards)
+    def budget(self, layout: Layout) -> float | None:
+        """Tokens of the whole run; None where the options do not say."""
+        options = self.options
+        if options.num_tokens is None and (options.max_train_steps or options.max_train_samples):
+            return float(self.batches(layout).total_samples * self.length)
+        return options.num_tokens
 
     def census(self, tensor: int) -> Census:
         """The parameters of a rank that computes one of so many parts of every layer."""
-        return self._parts(tensor)[0]
+        return self._rank_model(tensor)[0]
+
+    def _make_rank_model(self, tensor: int) -> tuple[Census, PreTrainedModel]:
+        """The census, and the model with one block left, which is all that a trace takes."""
+        model = self.outline()
+        split_model(model, tensor)
+        census = take_census(model)
+        del find_blocks(model)[1:]
+        return census, model
+
+    def _trace(self, tensor: int, context: int) -> Trace:
+        if self.length % context:
+            raise ConfigError(
+                f"--context_parallel_size {context} does not divide the {self.length} tokens of a "
+                "sample; choose a divisor of --block_size."
+            )
+        model = copy.deepcopy(self._rank_model(tensor)[1])
+        return trace(model, self.options, length=self.length, tensor=tensor, context=context)
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
-        return find_pieces(self._job.outline())
+        return find_pieces(self.outline())
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
         """The numbers of the layers that each rank of a pipeline holds, as the trainer cuts them.
@@ -134,7 +138,7 @@ class Shares:
         num_layers = len(self.census(1).blocks)
         if pipeline == 1:
             return [[*range(num_layers)]]
-        num_stages = pipeline * self._job.virtual_stages
+        num_stages = pipeline * self.options.virtual_stages
         check_depth(num_layers, num_stages)
         stages = self._pieces.share_out(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
@@ -143,28 +147,17 @@ class Shares:
         """For each block, the elements on one of so many ranks: all, and those trained."""
         return [shard_sizes(block, ranks) for block in self.census(tensor).blocks]
 
-    def _count_and_cut(self, tensor: int) -> tuple[Census, PreTrainedModel]:
-        """The census, and the model with one block left, which is all that a trace takes."""
-        model = self._job.outline()
-        split_model(model, tensor)
-        census = take_census(model)
-        del find_blocks(model)[1:]
-        return census, model
 
-    def _trace(self, tensor: int, context: int) -> Trace:
-        job = self._job
-        if job.length % context:
-            raise ConfigError(
-                f"--context_parallel_size {context} does not divide the {job.length} tokens of a "
-                "sample; choose a divisor of --block_size."
-            )
-        return trace(
-            copy.deepcopy(self._parts(tensor)[1]),
-            micro_batch_size=job.micro_batch_size,
-            length=job.length,
-            mixed_precision=job.mixed_precision,
-            chunked_loss=job.chunked_loss,
-            tensor=tensor,
-            context=context,
-            on_host=job.device.on_host,
-        )
+def _device(options: PlanOptions) -> Device:
+    """The device of the table, with what the options say of it."""
+    peak = options.device_peak_tflops
+    in_node, between = options.links or (None, None)
+    given = {
+        "gib": options.memory_gib,
+        "tflops": peak,
+        "fp32_tflops": peak,
+        "node_link": in_node,
+        "network_link": between,
+    }
+    changed = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(DEVICES[options.device], **changed)

@@ -1,20 +1,16 @@
 """Memory of one rank, by kind, at the fullest moment of a step."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from llm.parallel.layout import Layout
-from llm.plan.census import FP32, Parameter, shard_sizes
+from llm.plan.census import FP32, num_elements, shard_sizes
 from llm.plan.devices import GIB
-from llm.plan.job import Job, Shares
+from llm.plan.job import Job
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
 CONTEXT = GIB
 """What a GPU's driver and the libraries for products and communication take beside tensors."""
-
-USABLE = 0.95
-"""Of a GPU's memory; the rest is lost between blocks of unlike size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,26 +47,15 @@ class Memory:
         """Bytes of all kinds."""
         return sum(getattr(self, kind) for kind in KINDS)
 
-    def fits(self, job: Job) -> bool:
-        """Whether it fits into the device."""
-        return self.total <= usable(job)
 
-
-def usable(job: Job) -> int:
-    """Bytes of the device that can be filled."""
-    return job.device.memory if job.device.on_host else int(USABLE * job.device.memory)
-
-
-def peak_memory(job: Job, shares: Shares, layout: Layout) -> Memory:
+def peak_memory(job: Job, layout: Layout) -> Memory:
     """The rank and the moment that take most.
 
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
     """
-    found = []
-    for stage in range(layout.pipeline):
-        found += _Stage(job, shares, layout, stage).moments()
-    return max(found, key=lambda memory: memory.total)
+    stages = [_Stage(job, layout, stage) for stage in range(layout.pipeline)]
+    return max((m for stage in stages for m in stage.moments()), key=lambda memory: memory.total)
 
 
 def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, virtual: int) -> float:
@@ -90,49 +75,44 @@ def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, vir
 class _Stage:
     """One rank of one stage, through a step."""
 
-    def __init__(self, job: Job, shares: Shares, layout: Layout, stage: int) -> None:
-        self.job, self.layout = job, layout
-        self.census = shares.census(layout.tensor)
-        self.trace = shares.trace(layout.tensor, layout.context)
-        numbers = shares.layers_of_ranks(layout.pipeline)[stage]
-        self.stage, self.layers = stage, len(numbers)
+    def __init__(self, job: Job, layout: Layout, stage: int) -> None:
+        self.job, self.layout, self.stage = job, layout, stage
+        self.census = job.census(layout.tensor)
+        self.trace = job.trace(layout.tensor, layout.context)
+        numbers = job.layers_of_ranks(layout.pipeline)[stage]
+        self.layers = len(numbers)
         self.is_last = stage == layout.pipeline - 1
-        self.ranks = layout.shard * layout.context
-        self.sharded = not layout.is_replicated and (self.ranks > 1 or layout.replicate > 1)
+        ranks = layout.shard * layout.context
+        self.sharded = not layout.is_replicated and (ranks > 1 or layout.replicate > 1)
+        self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
         self.block = self.census.blocks[numbers[0]]
-        self.others = self._others(stage == 0)
-        blocks = shares.block_shards(layout.tensor, self.ranks)
-        sizes = [*(blocks[number] for number in numbers), shard_sizes(self.others, self.ranks)]
+        head, is_first = self.census.head, stage == 0
+        # The head is on the last stage, and on the first one too where it is the embedding.
+        self.others = [
+            p
+            for p in self.census.others
+            if (p in head and self.is_last) or (is_first and (p not in head or self.census.is_tied))
+        ]
+        blocks = job.block_shards(layout.tensor, ranks)
+        sizes = [*(blocks[number] for number in numbers), shard_sizes(self.others, ranks)]
         self.own, self.trained = (sum(column) for column in zip(*sizes, strict=True))
-        self.micro_batches = job.micro_batches(layout)
+        self.micro_batches = job.batches(layout).accumulation
         self.flight = in_flight(
-            job.schedule,
+            job.options.pipeline_schedule,
             stage=stage,
             stages=layout.pipeline,
             micro_batches=self.micro_batches,
-            virtual=job.virtual_stages,
+            virtual=job.options.virtual_stages,
         )
-
-    def _others(self, is_first: bool) -> list[Parameter]:
-        """Outside of blocks: the head is on the last stage, also where it is the embedding."""
-        census, tied = self.census, len(self.census.untied_head) == 0
-        head = [p for p in census.others if p.name in census.head]
-        rest = [p for p in census.others if p.name not in census.head]
-        if is_first and self.is_last:
-            return list(census.others)
-        if is_first:
-            return [*rest, *(head if tied else [])]
-        return head if self.is_last else []
 
     def moments(self) -> list[Memory]:
         """Memory at the moments that can be the fullest ones."""
-        trace = self.trace
-        head = _bytes([p for p in self.others if p.trained and p.name in self.census.head])
-        head = head if self.is_last else 0
-        block = _bytes([p for p in self.block if p.trained])
+        trace, census = self.trace, self.census
+        block = FP32 * num_elements(p for p in self.block if p.requires_grad)
+        head = FP32 * num_elements(p for p in census.head if p.requires_grad) * self.is_last
         working = max(0, trace.block_backward_extra - block)
         held = self.flight * self._kept(self.layers)
-        gone = 0 if self._casts_are_gathered else trace.block_casts - trace.casts_left
+        gone = 0 if self.casts_are_gathered else trace.block_casts - trace.casts_left
         back = held - self.flight * self.layers * gone
         rest = back - self._kept(self.layers) + self._kept(1) + (self.layers - 1) * gone
         left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
@@ -153,13 +133,9 @@ class _Stage:
         Where weights are gathered in half precision, no copies of them are kept.
         """
         trace = self.trace
-        casts = trace.block_casts if self._casts_are_gathered else 0
+        casts = trace.block_casts if self.casts_are_gathered else 0
         start = trace.inputs if self.stage == 0 else trace.hidden
         return start + layers * (trace.block - casts)
-
-    @property
-    def _casts_are_gathered(self) -> bool:
-        return self.sharded and self.job.mixed_precision in ("bf16", "fp8")
 
     def _moment(
         self,
@@ -181,47 +157,39 @@ class _Stage:
             done: Whether gradients of all weights are there in any case.
             stepping: Whether nothing but the optimizer runs.
         """
-        job, extra = self.job, self.job.extra
-        own, trained = self.own, self.trained
-        kept = done or self.micro_batches > 1 or (self.layout.is_replicated and not self._alone)
-        gradients = FP32 * trained if kept else 0
-        buffers = self.census.buffers + (0 if job.device.on_host else CONTEXT)
+        optimizer, trained = self.job.optimizer, self.trained
+        several = self.micro_batches > 1
+        # DistributedDataParallel has buckets for all gradients from the start.
+        buckets = self.layout.is_replicated and self.layout.world_size > 1
+        gradients = FP32 * trained if done or several or buckets else 0
+        buffers = self.census.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
         if self.sharded:
             buffers += fresh
             buffers += 0 if stepping else self._gathered(backward=fresh > 0 or done)
         else:
             gradients += fresh
-            if self.micro_batches > 1 and not self._alone:
-                # Gradients of a step's first micro-batches lie beside DistributedDataParallel's
-                # buckets, which the last one fills.
+            if several and self.layout.world_size > 1:
+                # Those of a step's first micro-batches lie beside the buckets, which the last
+                # one fills.
                 buffers += FP32 * trained
         return Memory(
             moment=name,
             stage=self.stage,
-            parameters=own,
-            weights=FP32 * own,
+            parameters=self.own,
+            weights=FP32 * self.own,
             gradients=gradients,
-            optimizer=int(extra.per_element * trained),
-            kfac=extra.kfac + (extra.kfac_step if stepping else extra.kfac_recording),
+            optimizer=int(optimizer.per_element * trained),
+            kfac=optimizer.kfac + (optimizer.kfac_step if stepping else optimizer.kfac_recording),
             activations=int(activations),
             logits=(self.trace.loss_kept if self.is_last else 0) if logits is None else logits,
             buffers=buffers,
         )
-
-    @property
-    def _alone(self) -> bool:
-        return self.layout.world_size == 1
 
     def _gathered(self, *, backward: bool) -> int:
         """Whole weights of the layer at work and the next, and gradients on their way.
 
         What is outside of blocks stays gathered from the forward to the end of the backward pass.
         """
-        block = sum(p.numel for p in self.block)
-        width = 2 if self._casts_are_gathered else FP32
-        gathered = FP32 * sum(p.numel for p in self.others) + 2 * width * block
-        return gathered + (FP32 * block if backward else 0)
-
-
-def _bytes(parameters: Sequence[Parameter]) -> int:
-    return FP32 * sum(p.numel for p in parameters)
+        block, others = num_elements(self.block), num_elements(self.others)
+        width = 2 if self.casts_are_gathered else FP32
+        return FP32 * others + 2 * width * block + (FP32 * block if backward else 0)

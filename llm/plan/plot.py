@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm.errors import ConfigError
+from llm.plan.devices import GIB
 from llm.plan.estimate import Estimate
 from llm.plan.memory import KINDS
 
-_GIB = 2**30
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
 
 
@@ -47,11 +47,11 @@ def draw(plans: Sequence[Estimate], *, limit: int, path: str) -> None:
     names = [plan.layout.describe() for plan in plans]
     ends = [0.0] * len(plans)
     for kind, color in zip(KINDS, _COLORS, strict=True):
-        sizes = [getattr(plan.memory, kind) / _GIB for plan in plans]
+        sizes = [getattr(plan.memory, kind) / GIB for plan in plans]
         if any(sizes):
             axes.barh(names, sizes, left=ends, color=color, label=kind)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    axes.axvline(limit / _GIB, color="black", linestyle="--", label="device")
+    axes.axvline(limit / GIB, color="black", linestyle="--", label="device")
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the fullest rank")
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llm.models.blocks import find_blocks
 from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
 from llm.plan.meter import Level, MemoryMeter
+from llm.plan.options import PlanOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Trace:
         loss_kept: What of that stays for the next step, on a CPU.
         block_backward_extra: What a block's backward pass takes at most above its beginning, with
             the gradients of its weights.
-        block_flops: Forward, and backward with recomputation if there is any.
+        block_flops: Forward and backward of a block, with recomputation if there is any.
         loss_flops: Forward and backward of output head and loss.
         hidden: Bytes of the hidden states that one block hands to the next.
         width: Width of the hidden states.
@@ -57,7 +58,7 @@ class Trace:
     loss_left: int
     loss_kept: int
     block_backward_extra: int
-    block_flops: tuple[float, float]
+    block_flops: float
     loss_flops: float
     hidden: int
     width: int
@@ -65,54 +66,41 @@ class Trace:
 
 
 def trace(
-    model: PreTrainedModel,
-    *,
-    micro_batch_size: int,
-    length: int,
-    mixed_precision: str,
-    chunked_loss: bool,
-    tensor: int = 1,
-    context: int = 1,
-    on_host: bool = False,
+    model: PreTrainedModel, options: PlanOptions, *, length: int, tensor: int, context: int
 ) -> Trace:
     """Run one block of a model, with its loss, on fake tensors.
 
     Args:
-        model: A model on the meta device with the shapes of one rank; it is used up.
-        micro_batch_size: Samples of a micro-batch.
+        model: One of one block on the meta device with the shapes of one rank; it is used up.
+        options: What is planned.
         length: Tokens of a sample.
-        mixed_precision: no, fp16, bf16 or fp8 (whose activations count as bf16's).
-        chunked_loss: Whether the loss is computed in chunks.
         tensor: Ranks that each compute a part of every layer; the shapes are one's already.
         context: Ranks that each hold a part of every sample.
-        on_host: Whether the run is on a CPU, whose dropout and attention keep more.
     """
-    blocks = find_blocks(model)
-    del blocks[1:]
+    on_host = options.device == "cpu"  # whose dropout and attention keep more
     if not on_host:
         _use_accelerator_kernels(model)
-    dtype = torch.float16 if mixed_precision == "fp16" else torch.bfloat16
+    # Activations of fp8 count as bf16's.
+    dtype = torch.float16 if options.mixed_precision == "fp16" else torch.bfloat16
     with FakeTensorMode(), _gathered_keys(model, context):
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         model.tie_weights()
-        loss = LanguageModelLoss(
-            model,
-            chunked=chunked_loss,
-            chunk_bytes=None if on_host else ACCELERATOR_CHUNK_BYTES,
-        )
-        ids = torch.zeros(micro_batch_size, length // context, dtype=torch.long)
+        chunk_bytes = None if on_host else ACCELERATOR_CHUNK_BYTES
+        loss = LanguageModelLoss(model, chunked=options.chunked_loss, chunk_bytes=chunk_bytes)
+        samples = options.per_device_train_batch_size
+        ids = torch.zeros(samples, length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)
         known = [ids, labels, *model.parameters(), *model.buffers()]
-        marks = _Marks(blocks[0], MemoryMeter(known))
+        marks = _Marks(find_blocks(model)[0], MemoryMeter(known))
         with marks.counting():
-            with torch.autocast("cpu", dtype, enabled=mixed_precision != "no"):
+            with torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no"):
                 objective, _ = loss(ids, labels)
             marks.mark("loss")
             objective.backward()
             del objective  # its graph holds what checkpointing has recomputed
             marks.mark("end")
-        gradients = sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None)
-        head = sum(_bytes(p) for p in model.get_output_embeddings().parameters())
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]
@@ -126,10 +114,10 @@ def trace(
         loss_left=max(0, level["backward"].live - after.live - head),
         loss_kept=max(0, level["end"].live - gradients) if on_host else 0,
         block_backward_extra=level["backward done"].peak - level["backward"].live,
-        block_flops=(
-            flops["block done"] - flops["block"],
-            flops["backward done"] - flops["backward"],
-        ),
+        block_flops=flops["block done"]
+        - flops["block"]
+        + flops["backward done"]
+        - flops["backward"],
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,
         width=config.hidden_size,
@@ -178,7 +166,7 @@ class _Marks:
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if "block" not in self.levels:
             hidden = args[0] if args else kwargs["hidden_states"]
-            self.hidden = _bytes(hidden)
+            self.hidden = hidden.nbytes
             hidden.register_hook(lambda _: self.mark("backward done"))
             self.mark("block")
 
@@ -243,7 +231,3 @@ def _gathered_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     model.config.get_text_config()._attn_implementation = name
     yield
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

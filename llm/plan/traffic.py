@@ -3,8 +3,9 @@
 import dataclasses
 
 from llm.parallel.layout import Layout
-from llm.plan.census import FP32
-from llm.plan.job import Job, Shares
+from llm.plan.census import FP32, num_elements
+from llm.plan.job import Job
+from llm.rules import recomputation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,50 +28,46 @@ class Transfer:
 
     def seconds(self, job: Job) -> float:
         """Time on the slower of the two links."""
-        device = job.device
-        return max(self.in_node / device.node_link, self.between_nodes / device.network_link)
+        in_node = self.in_node / (job.device.node_link * 1e9)
+        return max(in_node, self.between_nodes / (job.device.network_link * 1e9))
 
 
-def transfers(job: Job, shares: Shares, layout: Layout) -> list[Transfer]:
+def transfers(job: Job, layout: Layout) -> list[Transfer]:
     """What the rank that sends most sends in one step.
 
     Collectives are counted as rings, in which each of n ranks sends (n - 1) / n of the whole
     for a gather or a reduce-scatter and twice that for an all-reduce. Where a node holds several
     ranks of a ring, the ring leaves the node once, and they share that crossing.
     """
-    census = shares.census(layout.tensor)
-    trace = shares.trace(layout.tensor, layout.context)
-    micro_batches = job.micro_batches(layout)
-    layers = max(map(len, shares.layers_of_ranks(layout.pipeline)))
-    half = job.mixed_precision != "no"
-    width = 2 if half else FP32
-    tokens = job.micro_batch_size * job.length // layout.context
+    options, per_node = job.options, job.options.gpus_per_node
+    census, trace = job.census(layout.tensor), job.trace(layout.tensor, layout.context)
+    micro_batches = job.batches(layout).accumulation
+    layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
+    block, others = num_elements(census.blocks[0]), num_elements(census.others)
+    t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
+    width = FP32 if options.mixed_precision == "no" else 2
+    tokens = options.per_device_train_batch_size * job.length // c
     hidden = tokens * trace.width * width
-    passes = 2 + int(job.gradient_checkpointing)
+    passes = 2 + (recomputation(options) == "full")
     found = []
-    t, c, s, r = layout.tensor, layout.context, layout.shard, layout.replicate
     if t > 1:
         size = 2 * passes * layers * micro_batches * hidden * 2 * (t - 1) / t
-        found.append(_ring(job, "tensor", "sums of hidden states", size, t, 1, inline=True))
+        found.append(_ring("tensor", "sums of hidden states", size, t, per_node))
     if c > 1:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
-        found.append(_ring(job, "context", "keys and values", size, c, t, inline=True))
-    block = sum(p.numel for p in census.blocks[0])
-    others = sum(p.numel for p in census.others)
-    n = s * c
+        found.append(_ring("context", "keys and values", size, c, per_node // t))
     if n > 1:
-        half_blocks = job.mixed_precision in ("bf16", "fp8")
-        gathers = 2 * layers * block * (2 if half_blocks else FP32) + FP32 * others
+        gathered_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32
+        gathers = 2 * layers * block * gathered_width + FP32 * others
         sums = FP32 * (layers * block + others)
         size = micro_batches * (gathers + sums) * (n - 1) / n
-        found.append(_ring(job, "shard", "weights and gradients", size, n, t, inline=False))
+        found.append(_ring("shard", "weights and gradients", size, n, per_node // t))
     if r > 1:
         size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n
-        found.append(_ring(job, "replicate", "gradients", size, r, t * n, inline=False))
+        found.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
     if layout.pipeline > 1:
-        parts = job.virtual_stages if job.schedule == "interleaved-1f1b" else 1
-        size = 2 * micro_batches * parts * hidden * (FP32 / width)
-        inside = t * n * r * 2 <= job.gpus_per_node
+        size = 2 * micro_batches * options.virtual_stages * hidden * (FP32 / width)
+        inside = t * n * r * 2 <= per_node
         found.append(
             Transfer(
                 axis="pipeline",
@@ -83,16 +80,14 @@ def transfers(job: Job, shares: Shares, layout: Layout) -> list[Transfer]:
     return found
 
 
-def _ring(
-    job: Job, axis: str, what: str, size: float, ranks: int, stride: int, *, inline: bool
-) -> Transfer:
-    """A collective over `ranks` ranks that lie `stride` apart, in which a rank sends `size`."""
-    on_node = max(1, min(ranks, job.gpus_per_node // stride))
+def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
+    """A collective in which a rank sends `size`, with room on a node for `on_node` of its ranks."""
+    on_node = max(1, min(ranks, on_node))
     between = 0.0 if on_node == ranks else size / on_node
     return Transfer(
         axis=axis,
         what=what,
         in_node=size if on_node == ranks else size - between,
         between_nodes=between,
-        overlapped=not inline,
+        overlapped=axis in ("shard", "replicate"),
     )

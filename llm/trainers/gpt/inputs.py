@@ -107,7 +107,7 @@ def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = N
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
-    layout = _lay_out(config, model_config, world.world_size)
+    layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = document_ends(config, tokenizer)
@@ -151,7 +151,8 @@ def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = N
     )
 
 
-def _lay_out(config: GPTConfig, model_config: PreTrainedConfig, world_size: int) -> Layout:
+def choose_layout(config: GPTConfig, model_config: PreTrainedConfig, world_size: int) -> Layout:
+    """How the ranks divide the model and its data; a ConfigError where they cannot."""
     layout = lay_out(
         world_size,
         pipeline=config.pipeline_parallel_size,
