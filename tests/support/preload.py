@@ -1,9 +1,24 @@
 """What every trainer process imports, imported once by the fork server of the tests."""
 
+# ruff: noqa: F401
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch.distributed.algorithms.ddp_comm_hooks
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.profiler._cupti_monitor
+import torch.utils.tensorboard
+import transformers.generation.utils
+import transformers.models.auto.tokenization_auto
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import llm.trainers.gpt.build
-import llm.trainers.gpt.results  # noqa: F401
+import llm.trainers.gpt.main
+import llm.trainers.gpt.results
+
+# Compiles a thousand patterns, which every export would do again.
+get_checkpoint_conversion_mapping("gpt2")
