@@ -1,9 +1,7 @@
 """Splits of a corpus as flat streams of tokens."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,16 +9,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from llm.data.flat_file import FlatTokenFile
-from llm.data.hub import dataset_sources
-from llm.data.sources import Source, file_source
 from llm.data.token_file import TokenFile
-from llm.data.tokenizing import PreparedData, prepare
 from llm.errors import DataError
-from llm.text_tokenizer import TextTokenizer
 
 _DIGEST_TOKENS = 1 << 16
-
-log = logging.getLogger("llm.data")
 
 
 class TokenStream:
@@ -164,154 +156,3 @@ def whole(
         num_bytes=num_bytes,
         vocab_size=vocab_size,
     )
-
-
-def split_by_percentage(
-    token_file: TokenFile, row_bytes: NDArray[np.uint32] | None, percentage: float
-) -> tuple[TokenStream, TokenStream | None]:
-    """Cuts the first `percentage` of the rows off for validation.
-
-    Rows are rounded as in `train[:5%]` of the `datasets` library (its rounding 'closest').
-
-    Args:
-        token_file: The file.
-        row_bytes: UTF-8 bytes of the text of each sequence, if known.
-        percentage: 0 to 100; 0 means no validation.
-
-    Returns:
-        (train, validation).
-
-    Raises:
-        DataError: One of the two would be empty.
-    """
-    if percentage == 0:
-        return whole(token_file, _total(row_bytes)), None
-    rows = token_file.num_sequences
-    cut_row = round(percentage * rows / 100)
-    cut = token_file.sequence_end(cut_row)
-    if cut == 0 or cut == token_file.num_tokens:
-        part = "validation" if cut == 0 else "training"
-        raise DataError(
-            f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
-            f"for {part}; change the percentage, or give a --validation_file."
-        )
-    # The document that is cut in two counts on both sides.
-    begun = int(np.searchsorted(token_file.documents[:-1], cut_row, side="left"))
-    ended = int(np.searchsorted(token_file.documents[1:], cut_row, side="right"))
-    cut_bytes = None if row_bytes is None else row_bytes[:cut_row]
-    rest_bytes = None if row_bytes is None else row_bytes[cut_row:]
-    validation = TokenStream(
-        token_file, start=0, stop=cut, num_documents=begun, num_bytes=_total(cut_bytes)
-    )
-    train = TokenStream(
-        token_file,
-        start=cut,
-        stop=token_file.num_tokens,
-        num_documents=token_file.num_documents - ended,
-        num_bytes=_total(rest_bytes),
-    )
-    return train, validation
-
-
-def _total(row_bytes: NDArray[np.uint32] | None) -> int | None:
-    return None if row_bytes is None else int(row_bytes.sum(dtype=np.int64))
-
-
-def open_corpus(
-    *,
-    dataset_name: str | None,
-    dataset_config_name: str | None,
-    train_file: Path | None,
-    validation_file: Path | None,
-    validation_split_percentage: float,
-    text_column: str | None,
-    keep_linebreaks: bool,
-    trust_remote_code: bool,
-    tokenizer: TextTokenizer,
-    vocab_size: int,
-    append_eos: bool,
-    preprocessing_num_workers: int | None,
-    cache_dir: Path,
-    overwrite_cache: bool,
-    launch: str | None,
-    progress: Callable[[int, int, int], None] | None,
-) -> Corpus:
-    """Tokenises text unless that was done before, and opens its splits.
-
-    The names are those of the trainer's options. A validation text of its own is taken whole;
-    without one, `validation_split_percentage` of the training text is cut off. A
-    `validation_file` alone gives a corpus to evaluate on.
-
-    Args:
-        dataset_name: A Hub data set or a local folder; or None.
-        dataset_config_name: Its configuration.
-        train_file: A file to train on; or None.
-        validation_file: A file to evaluate on; or None.
-        validation_split_percentage: Of the rows of the training text.
-        text_column: The column with the text; None takes `text`, else the only one of text.
-        keep_linebreaks: Whether the lines of text files keep their line breaks.
-        trust_remote_code: Handed to `datasets`.
-        tokenizer: What gives the ids.
-        vocab_size: Of the model; larger ids are refused.
-        append_eos: Whether each document ends with the end-of-text token.
-        preprocessing_num_workers: Cores to tokenise on; None takes all.
-        cache_dir: The folder for token files.
-        overwrite_cache: Tokenise anew, once a launch.
-        launch: Equal on all ranks of a launch; None for a single process.
-        progress: Told (rows, tokens, bytes) so far, about once a second.
-
-    Raises:
-        DataError: The text or the cache folder is missing, broken or too small.
-        ConfigError: `append_eos` with a tokenizer that has no such token.
-    """
-    sources: dict[str, Source] = {}
-    if dataset_name is not None:
-        sources = dataset_sources(
-            dataset_name,
-            dataset_config_name,
-            text_column=text_column,
-            trust_remote_code=trust_remote_code,
-        )
-    for split, file in (("train", train_file), ("validation", validation_file)):
-        if file is not None:
-            sources[split] = _file_source(f"--{split}_file", file, text_column, keep_linebreaks)
-    prepared = prepare(
-        train=sources.get("train"),
-        validation=sources.get("validation"),
-        tokenizer=tokenizer,
-        append_eos=append_eos,
-        vocab_size=vocab_size,
-        num_workers=preprocessing_num_workers,
-        cache_dir=cache_dir,
-        overwrite_cache=overwrite_cache,
-        launch=launch,
-        progress=progress,
-    )
-    return _split_text(prepared, validation_split_percentage)
-
-
-def _file_source(option: str, file: Path, text_column: str | None, keep_linebreaks: bool) -> Source:
-    if text_column is not None and ".txt" in file.suffixes:
-        log.warning(f"--text_column {text_column} has no effect on {file}: a text has no columns")
-    return file_source(
-        file, text_column=text_column, keep_linebreaks=keep_linebreaks, option=option
-    )
-
-
-def _split_text(prepared: PreparedData, validation_split_percentage: float) -> Corpus:
-    info = prepared.info
-    train, validation = None, None
-    if prepared.validation is not None:
-        validation = whole(prepared.validation, info["validation"]["bytes"])
-        if prepared.train is not None:
-            train = whole(prepared.train, info["train"]["bytes"])
-    else:
-        assert prepared.train is not None  # prepare refuses to prepare nothing
-        train, validation = split_by_percentage(
-            prepared.train, prepared.row_bytes, validation_split_percentage
-        )
-    return Corpus(train=_alone("train", train), validation=_alone("validation", validation))
-
-
-def _alone(name: str, stream: TokenStream | None) -> tuple[CorpusPart, ...]:
-    return () if stream is None else (CorpusPart(name, 1.0, stream),)

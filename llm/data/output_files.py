@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm.data.assembly import assemble, assemble_shuffled
 from llm.data.flat_file import FlatTokenFile
@@ -19,6 +20,8 @@ from llm.files import sync, sync_folder
 
 SUFFIXES = (".json", ".idx", ".bin")
 """Of the files of a prefix, in the order of their renaming."""
+_ROW_BYTES = "<u4"
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Output:
         validation_percentage: Of the documents, from the first one, that go to `val.bin`.
         shuffle_seed: Shuffle the documents by it; None keeps their order.
         overwrite: Replace what lies there.
+        row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, for a run that cuts them.
+        option: The option that chooses the path, for messages.
     """
 
     prefix: Path
@@ -38,6 +43,8 @@ class Output:
     validation_percentage: float = 0.0
     shuffle_seed: int | None = None
     overwrite: bool = False
+    row_bytes: bool = False
+    option: str = "--output_prefix"
 
     @property
     def folder(self) -> Path:
@@ -105,6 +112,11 @@ def assemble_output(
         **common,
     )
     write_sidecar(whole, sidecar)
+    if output.row_bytes:
+        with open(beside(whole, ".bytes"), "wb") as file:
+            for block in each_row(stems, ".bytes", _ROW_BYTES, _BLOCK):
+                file.write(np.ascontiguousarray(block).data)
+            sync(file)
 
 
 def check_cut(output: Output, documents: int) -> None:
@@ -130,7 +142,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     whole = TokenFile(folder / "out")
     count = whole.num_documents
     cut = _num_validation(output, count)
-    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", "<u4", 1 << 20)])
+    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", _ROW_BYTES, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, cut), ("train", cut, count)):
         if first == stop:
@@ -166,6 +178,8 @@ def publish(output: Output) -> None:
         # Whatever else may lie there, from now on nothing looks whole until the new one is.
         for suffix in reversed(SUFFIXES):
             prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
+        if output.row_bytes:
+            beside(made, ".bytes").replace(beside(prefix, ".bytes"))
         for suffix in SUFFIXES:
             if output.nanogpt and suffix == ".idx":
                 continue
@@ -182,22 +196,32 @@ def is_of_plan(prefix: Path, plan: str) -> bool:
     return sidecar is not None and sidecar.plan == plan
 
 
-def damage(prefix: Path, *, is_flat: bool) -> list[str]:
+def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
+    """The UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`."""
+    return np.fromfile(beside(prefix, ".bytes"), _ROW_BYTES)
+
+
+def damage(prefix: Path, output: Output) -> list[str]:
     """What is wrong with files that a plan has made, from all of them and without reading them.
 
     Args:
-        prefix: Of the files, with a sidecar.
-        is_flat: Whether it is a file of nanoGPT's.
+        prefix: Of the files; one of `output.names`.
+        output: What was made.
 
     Returns:
         A sentence; none where they are whole.
     """
     try:
-        file = FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
+        file = FlatTokenFile(beside(prefix, ".bin")) if output.nanogpt else TokenFile(prefix)
         sidecar = read_sidecar(prefix)
-    except DataError as error:
+        sizes = beside(prefix, ".bytes").stat().st_size if output.row_bytes else None
+    except (DataError, FileNotFoundError) as error:
         return [str(error)]
-    if sidecar is not None and file.num_tokens != sidecar.tokens:
+    if sidecar is None:
+        return [f"{prefix}.json is missing."]
+    if isinstance(file, TokenFile) and sizes not in (None, 4 * file.num_sequences):
+        return [f"{prefix}.bytes does not have a number for each of {file.num_sequences:,} texts."]
+    if file.num_tokens != sidecar.tokens:
         return [
             f"{prefix}.bin holds {file.num_tokens:,} tokens, not {sidecar.tokens:,} as "
             f"{prefix}.json says."

@@ -78,7 +78,7 @@ def write_part(
     end_token: int | None,
     on_error: Literal["stop", "skip"],
     report: Callable[[Progress], None],
-) -> None:
+) -> PartFacts:
     """Encodes a source and writes it down.
 
     Args:
@@ -89,6 +89,9 @@ def write_part(
         end_token: Ends a source that is one document; None is nothing.
         on_error: What becomes of records that cannot be used.
         report: Told the progress after every batch.
+
+    Returns:
+        What the part holds.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.
@@ -110,6 +113,7 @@ def write_part(
     facts = writer.facts(skipped=faults.skipped)
     temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
     temporary.replace(stem.with_suffix(".json"))
+    return facts
 
 
 class _PartWriter:

@@ -51,6 +51,7 @@ def prepare_files(
     encoding: Encoding,
     workers: int,
     log_seconds: float,
+    fork: bool = True,
 ) -> None:
     """Makes the token files of several outputs, going on where an earlier try was stopped.
 
@@ -59,6 +60,7 @@ def prepare_files(
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Between two lines on the progress.
+        fork: As for `tokenize_parts`.
 
     Raises:
         DataError: A text is broken, empty or changes meanwhile, an output exists or cannot be
@@ -66,13 +68,12 @@ def prepare_files(
     """
     todo = []
     for sources, output in jobs:
-        plan = _digest(_plan(sources, output, encoding))
-        if not output.overwrite and _is_done(output, plan):
+        if not output.overwrite and _is_done(output, plan_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
             todo.append((sources, output))
     for sources, output in todo:
-        _prepare_file(sources, output, encoding, workers, log_seconds)
+        _prepare_file(sources, output, encoding, workers, log_seconds, fork)
 
 
 def _prepare_file(
@@ -81,18 +82,19 @@ def _prepare_file(
     encoding: Encoding,
     workers: int,
     log_seconds: float,
+    fork: bool,
 ) -> None:
     began = time.monotonic()
     folder = output.folder
     plan = _plan(sources, output, encoding)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            done = _begin(folder, plan, len(sources))
+        with _locked(output):
+            done = _begin(output, plan, len(sources))
             report = progress_log(log_seconds)
             try:
                 stems, facts = tokenize_parts(
-                    sources, folder, encoding=encoding, workers=workers, report=report
+                    sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
                 )
             except BaseException:
                 if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
@@ -118,10 +120,10 @@ def _prepare_file(
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = (
-            "free some space or choose another --output_prefix. What is done is kept: the same "
+            f"free some space or choose another {output.option}. What is done is kept: the same "
             "command goes on from there."
             if full
-            else "check the path and its permissions, or choose another --output_prefix."
+            else f"check the path and its permissions, or choose another {output.option}."
         )
         raise DataError(
             f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
@@ -163,13 +165,18 @@ def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str
     }
 
 
+def plan_digest(sources: list[Source], output: Output, encoding: Encoding) -> str:
+    """Tells what is made of which text: equal digests, equal bytes."""
+    return _digest(_plan(sources, output, encoding))
+
+
 def _is_done(output: Output, plan: str) -> bool:
     """Whether all files lie there, whole and made by this plan; those of another are refused."""
     made, faults = 0, []
     for prefix in output.names:
         if is_of_plan(prefix, plan):
             made += 1
-            faults += damage(prefix, is_flat=output.nanogpt)
+            faults += damage(prefix, output)
             continue
         faults.append(f"{prefix}.bin is missing.")
         for suffix in SUFFIXES:
@@ -192,7 +199,8 @@ def _read_plan(folder: Path) -> Any:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(output: Output) -> Iterator[None]:
+    folder = output.folder
     # Beside the folder, which can then be removed while it is held, on any file system.
     lock = folder.with_name(f"{folder.name}.lock")
     while True:
@@ -203,7 +211,7 @@ def _locked(folder: Path) -> Iterator[None]:
             os.close(descriptor)
             raise DataError(
                 f"Another program is at work in {folder}; wait for it, or choose another "
-                "--output_prefix."
+                f"{output.option}."
             ) from error
         if not locked:
             log.warning(f"{lock} cannot be locked on this file system: start no second program")
@@ -223,13 +231,14 @@ def _digest(plan: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
 
 
-def _begin(folder: Path, plan: dict[str, Any], num_parts: int) -> int:
+def _begin(output: Output, plan: dict[str, Any], num_parts: int) -> int:
     """Makes the folder ready for a plan; returns how many parts are there."""
+    folder = output.folder
     for path in folder.iterdir():
         if not _OWN_NAMES.match(path.name):
             raise DataError(
                 f"{path} is in a folder for unfinished work, and not of it; move it away, or "
-                "choose another --output_prefix."
+                f"choose another {output.option}."
             )
     found = _read_plan(folder)
     if found == plan:

@@ -172,8 +172,7 @@ def prepare(config: PrepareConfig) -> None:
     # Imported here, so that --help and a wrong option need none of it.
     from llm.data.preparation import prepare_files
     from llm.data.token_file import token_dtype
-    from llm.data.tokenize_parts import Encoding
-    from llm.data.tokenizing import end_token
+    from llm.data.tokenize_parts import Encoding, end_token
     from llm.data.workers import bounded_workers
     from llm.text_tokenizer import load_text_tokenizer
 

@@ -1,4 +1,4 @@
-"""What `--data_path` and `--split` say: files with their weights, and parts of each file."""
+"""Parts of token files: blends by `--data_path`, cuts by `--split` or a percentage of rows."""
 
 import itertools
 import logging
@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llm.data.corpus import TokenStream
 from llm.data.flat_file import FlatTokenFile
@@ -160,3 +163,53 @@ def cut(
 def _token_range(file: TokenFile | FlatTokenFile, first: int, stop: int) -> tuple[int, int]:
     assert isinstance(file, TokenFile)  # a flat file has no documents to ask for
     return file.document_start(first), file.document_start(stop)
+
+
+def cut_rows(
+    file: TokenFile, row_bytes: NDArray[np.uint32], percentage: float, *, vocab_size: int | None
+) -> tuple[TokenStream, TokenStream]:
+    """Cuts the first `percentage` of the rows off for validation.
+
+    Rows are rounded as in `train[:5%]` of the `datasets` library (its rounding 'closest').
+
+    Args:
+        file: The token file.
+        row_bytes: UTF-8 bytes of the text of each sequence.
+        percentage: Above 0, to 100.
+        vocab_size: As for `cut`.
+
+    Returns:
+        (training, validation).
+
+    Raises:
+        DataError: One of the two would be empty.
+    """
+    rows = file.num_sequences
+    cut_row = round(percentage * rows / 100)
+    end = file.sequence_end(cut_row)
+    if end == 0 or end == file.num_tokens:
+        part = "validation" if end == 0 else "training"
+        raise DataError(
+            f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
+            f"for {part}; change the percentage, or give a --validation_file."
+        )
+    # The document that is cut in two counts on both sides.
+    begun = int(np.searchsorted(file.documents[:-1], cut_row, side="left"))
+    ended = int(np.searchsorted(file.documents[1:], cut_row, side="right"))
+    validation = TokenStream(
+        file,
+        start=0,
+        stop=end,
+        num_documents=begun,
+        num_bytes=int(row_bytes[:cut_row].sum(dtype=np.int64)),
+        vocab_size=vocab_size,
+    )
+    training = TokenStream(
+        file,
+        start=end,
+        stop=file.num_tokens,
+        num_documents=file.num_documents - ended,
+        num_bytes=int(row_bytes[cut_row:].sum(dtype=np.int64)),
+        vocab_size=vocab_size,
+    )
+    return training, validation

@@ -1,12 +1,12 @@
-"""A folder that is written once per file system, by whichever process comes first.
+"""Text that a run is given, as token files: prepared once per file system, whoever comes first.
 
-    CACHE/KEY/                  the result
-    CACHE/KEY.lock              held by the process that writes it
-    CACHE/KEY.failed            why it could not, for the other ranks of the same launch
-    CACHE/KEY.tmp.HOST.PID/     what it has written so far
+    CACHE/KEY/tokens.*        the result: what `llm.data.prepare` writes, and the bytes of each row
+    CACHE/KEY/tokens.parts/   what is done of it; the next start goes on from there
+    CACHE/KEY/absent          in their place: the data set has no such split
+    CACHE/KEY.lock            held by the process that prepares
+    CACHE/KEY.launch          what the last launch of several ranks made of it, or its error
 
-The folder is written under its temporary name, synced and renamed. What has the final name is
-therefore whole, however its writer ended, and is read without a lock.
+A result is read without a lock: the name `tokens.bin` comes last.
 """
 
 import contextlib
@@ -16,16 +16,23 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llm import errors
+from llm.data.output_files import Output, damage
+from llm.data.preparation import PART_BYTES, plan_digest, prepare_files
+from llm.data.sources import Source
+from llm.data.token_paths import beside
+from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError, LLMError
 from llm.files import sync_folder, try_lock, write_whole
 
-T = TypeVar("T")
+_LOG_SECONDS = 10.0
+_OPTION = "--data_cache_dir"
 
 log = logging.getLogger("llm.data")
 
@@ -44,169 +51,161 @@ def _process_start() -> float:
 _STARTED = _process_start()
 
 
-def launch_mark(launch: str | None) -> dict[str, Any]:
-    """What is written into a file to tell the other ranks of a launch who wrote it."""
-    return {"launch": launch, "time": time.time()}
+@dataclass(frozen=True, kw_only=True)
+class TokenCache:
+    """A folder of token files, of which each is prepared by one process while all others wait.
 
-
-def is_marked(mark: dict[str, Any], launch: str | None) -> bool:
-    """Whether a mark is of this launch.
-
-    Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all start
-    before the first of them writes anything, so an older mark is of an earlier launch.
-    """
-    return launch is not None and mark["launch"] == launch and mark["time"] >= _STARTED
-
-
-def open_or_build(
-    folder: Path,
-    *,
-    open_folder: Callable[[Path], T | None],
-    accept: Callable[[T], bool],
-    build: Callable[[Path], None],
-    launch: str | None,
-) -> T:
-    """Opens a cached folder, or builds it while all others wait.
-
-    Args:
-        folder: The final name.
-        open_folder: Opens it; None where it is absent or broken.
-        accept: Whether what was opened may be used; if not, it is built anew.
-        build: Writes the content into an empty folder, each file synced.
-        launch: Equal on all ranks of one launch. A rank that waited while another one failed
-            raises the same error, marked as reported. None tells of no other ranks.
-
-    Raises:
-        DataError: The cache cannot be written.
-        LLMError: What `build` raises.
+    Attributes:
+        folder: The folder.
+        encoding: How texts become ids.
+        workers: Cores to prepare on.
+        overwrite: Prepare again what is there, once a launch.
+        launch: Equal on all ranks of one launch; None for a single process. A rank that waited
+            while another one failed raises the same error, marked as reported.
     """
 
-    def accepted() -> T | None:
-        found = open_folder(folder)
-        if found is None or not accept(found):
+    folder: Path
+    encoding: Encoding
+    workers: int
+    overwrite: bool
+    launch: str | None
+
+    def token_files(self, source: Source, *, optional: bool = False) -> Path | None:
+        """The token files of a text, prepared unless they are there.
+
+        Args:
+            source: The text.
+            optional: Whether there may be no such text.
+
+        Returns:
+            Their path without suffix; None where there is no such text.
+
+        Raises:
+            DataError: The text is missing, broken, empty or changes meanwhile, or the cache
+                cannot be written.
+            LLMError: What another rank has found.
+        """
+        folder = self.folder / plan_digest([source], _output(self.folder), self.encoding)
+        if not self._is_made(folder):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with _lock(beside(folder, ".lock")) as locked:
+                    if not self._is_made(folder):
+                        self._make_or_note(source, folder, locked=locked, optional=optional)
+            except OSError as error:
+                raise DataError(
+                    f"The token cache in {self.folder} cannot be written "
+                    f"({error.strerror or error}); free some space there, or choose another "
+                    f"folder with {_OPTION}."
+                ) from error
+        if (folder / "absent").exists():
             return None
-        log.info(f"using the cached tokens in {folder}")
-        return found
+        return folder / "tokens"
 
-    found = accepted()
-    if found is None:
+    def _is_made(self, folder: Path) -> bool:
+        """Whether a folder holds what this launch may use."""
+        output = _output(folder)
+        if self.overwrite and self._note(folder) is None:
+            return False
+        if (folder / "absent").exists():
+            return True
+        if not beside(output.prefix, ".bin").exists():
+            return False
+        faults = damage(output.prefix, output)
+        if faults:
+            log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
+            return False
+        log.info(f"using the cached tokens in {folder}")
+        return True
+
+    def _make_or_note(self, source: Source, folder: Path, *, locked: bool, optional: bool) -> None:
+        failed = (self._note(folder) or {}).get("error")
+        if failed is not None:
+            raise getattr(errors, failed[0], DataError)(failed[1], reported=True)
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(_beside(folder, ".lock")):
-                found = accepted()
-                if found is None:
-                    _build_or_note(folder, build, launch)
-                    found = open_folder(folder)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-    if found is None:
-        raise DataError(
-            f"The token cache {folder} cannot be read back; choose another folder with "
-            "--data_cache_dir."
-        )
-    return found
+            if locked:
+                self._make(source, folder, optional=optional)
+            else:
+                self._make_without_locks(source, folder, optional=optional)
+        except LLMError as error:
+            self._write_note(folder, error)
+            error.found_here = True  # the others stay silent, so this rank speaks
+            raise
+        self._write_note(folder, None)
+
+    def _make(self, source: Source, folder: Path, *, optional: bool) -> None:
+        if self.overwrite:
+            shutil.rmtree(folder, ignore_errors=True)  # who has it mapped keeps it
+        folder.mkdir(exist_ok=True)
+        if optional and not source.exists():
+            (folder / "absent").touch()
+            return
+        size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
+        log.info(f"tokenising {source.name}{size}")
+        try:
+            prepare_files(
+                [(source.split(PART_BYTES), _output(folder))],
+                encoding=self.encoding,
+                workers=self.workers,
+                log_seconds=_LOG_SECONDS,
+                fork=False,  # a trainer has threads
+            )
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # unless there is something to go on from
+            raise
+        sync_folder(self.folder)
+
+    def _make_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
+        """The work may be done twice, each time in a folder of its own: slower, but as right."""
+        own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
+        try:
+            self._make(source, own, optional=optional)
+            if not self._is_made(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another one was faster; its files are as good
+                    own.rename(folder)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    def _note(self, folder: Path) -> dict[str, Any] | None:
+        """What a rank of this launch has noted.
+
+        Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all
+        start before the first of them writes anything, so an older note is of an earlier launch.
+        """
+        try:
+            note: dict[str, Any] = json.loads(beside(folder, ".launch").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        is_ours = note["launch"] == self.launch is not None and note["time"] >= _STARTED
+        return note if is_ours else None
+
+    def _write_note(self, folder: Path, error: LLMError | None) -> None:
+        if self.launch is None:
+            return
+        failed = None if error is None else (type(error).__name__, str(error))
+        note = {"launch": self.launch, "time": time.time(), "error": failed}
+        with contextlib.suppress(OSError):  # then the others find out for themselves
+            write_whole(beside(folder, ".launch"), json.dumps(note))
+
+
+def _output(folder: Path) -> Output:
+    return Output(prefix=folder / "tokens", overwrite=True, row_bytes=True, option=_OPTION)
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[bool]:
+    """Holds the lock of a file; yields whether the file system has locks at all."""
     # The kernel releases the lock when its holder ends, however it ends. The file stays: whoever
     # deleted it would split those who wait from those who come.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # On a file system without locks the work may be done twice, each time in a folder of its
-        # own, and the rename decides: slower, but as right.
         try:
-            try_lock(descriptor)
+            locked = try_lock(descriptor)
         except BlockingIOError:
             log.info("waiting for another process that tokenises the same text")
-            try_lock(descriptor, wait=True)
-        yield
+            locked = try_lock(descriptor, wait=True)
+        yield locked
     finally:
         os.close(descriptor)
-
-
-def _build_or_note(folder: Path, build: Callable[[Path], None], launch: str | None) -> None:
-    note = _beside(folder, ".failed")
-    _raise_noted(note, launch)
-    _remove_stale(folder)
-    try:
-        _build(folder, build)
-    except LLMError as error:
-        if launch is not None:
-            _write_note(note, launch, error)
-            error.found_here = True  # the others stay silent, so this rank speaks
-        raise
-    note.unlink(missing_ok=True)
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    temporary = _temporary(folder, os.getpid())
-    try:
-        temporary.mkdir()
-        build(temporary)
-        sync_folder(temporary)
-        replaced = _beside(temporary, ".old")
-        if folder.exists():
-            folder.rename(replaced)  # who has it mapped keeps it
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Without locks, somebody else may have been faster; theirs is as good.
-            if not folder.exists():
-                raise
-        sync_folder(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Removes what dead processes of this host have left; called with the lock held."""
-    prefix = f"{folder.name}.tmp.{socket.gethostname()}."
-    for path in folder.parent.glob(f"{folder.name}.tmp.*"):
-        pid = path.name.removeprefix(prefix).removesuffix(".old")
-        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            log.info(f"removing {path}, which an interrupted run has left")
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
-
-
-def _write_note(note: Path, launch: str, error: LLMError) -> None:
-    content = {**launch_mark(launch), "class": type(error).__name__, "message": str(error)}
-    with contextlib.suppress(OSError):  # then the others find out for themselves
-        write_whole(note, json.dumps(content))
-
-
-def _raise_noted(note: Path, launch: str | None) -> None:
-    try:
-        content = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if is_marked(content, launch):
-        raise getattr(errors, content["class"], DataError)(content["message"], reported=True)
-
-
-def _unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"The token cache in {folder.parent} cannot be written ({error.strerror or error}); free "
-        "some space there, or choose another folder with --data_cache_dir."
-    )
-
-
-def _temporary(folder: Path, pid: int) -> Path:
-    return _beside(folder, f".tmp.{socket.gethostname()}.{pid}")
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)

@@ -1,4 +1,4 @@
-"""A corpus of token files that were prepared before: ours, Megatron's, NeMo's or nanoGPT's."""
+"""A corpus of token files: a run's own of its text, prepared ones, Megatron's, nanoGPT's."""
 
 import logging
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from pathlib import Path
 from llm.data.corpus import Corpus, CorpusPart, whole
 from llm.data.documents import check_document_ends
 from llm.data.flat_file import FlatTokenFile
+from llm.data.output_files import read_row_bytes
 from llm.data.sidecar import check_tokenizer, read_sidecar
-from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, parse_blend, parse_split
+from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.data.token_file import TokenFile, open_token_file
 from llm.errors import DataError
 
@@ -91,6 +92,46 @@ def open_token_corpus(
                 found.append(CorpusPart(source.name, source.weight, stream))
     return Corpus(
         train=tuple(train_parts) if parts[0] > 0 else (), validation=tuple(validation_parts)
+    )
+
+
+def open_text_corpus(
+    *,
+    train: Path | None,
+    validation: Path | None,
+    validation_split_percentage: float,
+    checks: TokenFileChecks,
+) -> Corpus:
+    """Opens what `TokenCache` has made of text.
+
+    Args:
+        train: The token files to train on; or None.
+        validation: Those to evaluate on, taken whole; None cuts them off `train`.
+        validation_split_percentage: Of the rows of `train`; 0 leaves no validation.
+        checks: What the files must fit to.
+
+    Raises:
+        DataError: They are damaged, do not fit, or are too small for the cut.
+    """
+    if train is None or validation is not None or validation_split_percentage == 0:
+        return open_token_corpus(
+            data_path=(),
+            train_data_path=() if train is None else (str(train),),
+            valid_data_path=() if validation is None else (str(validation),),
+            split=None,
+            checks=checks,
+        )
+    (source,) = _open_all((str(train),), "--train_file", checks)
+    assert isinstance(source.file, TokenFile)  # the cache holds no others
+    training, cut_off = cut_rows(
+        source.file,
+        read_row_bytes(train),
+        validation_split_percentage,
+        vocab_size=checks.vocab_size,
+    )
+    return Corpus(
+        train=(CorpusPart(source.name, 1.0, training),),
+        validation=(CorpusPart(source.name, 1.0, cut_off),),
     )
 
 

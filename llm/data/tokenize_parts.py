@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-import time
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,10 @@ import numpy as np
 from llm.data.encoder import Encoder, OtherIds, make_encoder
 from llm.data.parts import PartFacts, Progress, read_part, remove_part, write_part
 from llm.data.sources import Source
-from llm.data.workers import run_tasks
-from llm.errors import DataError
+from llm.data.workers import run_in_processes
+from llm.errors import ConfigError, DataError
 from llm.text_tokenizer import TextTokenizer
 
-_REPORT_SECONDS = 1.0
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one was found wrong
 
 log = logging.getLogger("llm.data")
@@ -41,6 +40,20 @@ class Encoding:
     dtype: np.dtype[Any]
     allow_special_tokens: bool = False
     on_error: Literal["stop", "skip"] = "stop"
+
+
+def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
+    """The token that shall end each document; None where none shall.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-text token to put between documents; pass "
+            "--no_append_eos, or use a tokenizer that has one."
+        )
+    return tokenizer.eos_token_id if append_eos else None
 
 
 @dataclass(slots=True)
@@ -72,7 +85,7 @@ def tokenize_parts(
     *,
     encoding: Encoding,
     workers: int,
-    report: Callable[[Totals], None] | None = None,
+    report: Callable[[Totals], None] = lambda _: None,
     fork: bool = True,
 ) -> tuple[list[Path], list[PartFacts]]:
     """Encodes each source as a part of its own, unless the folder holds it already.
@@ -84,7 +97,7 @@ def tokenize_parts(
         folder: Of the parts.
         encoding: How texts become ids.
         workers: Cores to use: as processes, and as threads of these where sources are few.
-        report: Told about once a second how far the work has come.
+        report: Told about once a second or more often how far the work has come.
         fork: Whether several workers may be processes, forked from this one. Otherwise they are
             its threads, and it must not fork afterwards: threads do not survive that.
 
@@ -108,7 +121,7 @@ def tokenize_parts(
             remove_part(stem)
         mark.touch()
         encode(fast=False)
-    facts = []
+    facts: list[PartFacts] = []
     for stem in stems:
         held = read_part(stem, verify=False)
         if held is None:
@@ -122,7 +135,7 @@ def _encode_missing(
     stems: list[Path],
     encoding: Encoding,
     workers: int,
-    report: Callable[[Totals], None] | None,
+    report: Callable[[Totals], None],
     fork: bool,
     *,
     fast: bool,
@@ -131,47 +144,70 @@ def _encode_missing(
     if not missing:
         return
     processes = min(workers, len(missing)) if fork and workers > 1 else 0
-    kinds = {sources[number].one_document for number in missing}
+    threads = workers // max(1, processes)
     # Made before the processes fork, which then share them.
     encoders = {
-        one_document: make_encoder(
-            encoding.tokenizer,
-            dtype=encoding.dtype,
-            end_token=None if one_document else encoding.end_token,
-            threads=workers // max(1, processes),
-            allow_special_tokens=encoding.allow_special_tokens,
-            fast=fast,
-        )
-        for one_document in kinds
+        one_document: encoder_of(encoding, one_document=one_document, threads=threads, fast=fast)
+        for one_document in {sources[number].one_document for number in missing}
     }
-    meter = _Meter(sources, missing, report)
+    meter = _Meter(sources, missing)
 
-    def work(number: int, send: Callable[[Any], None]) -> None:
-        _write(sources[number], stems[number], encoding, encoders, send)
+    def tell() -> None:
+        report(meter.totals())
 
-    run_tasks(missing, work, processes=processes, on_message=meter.hear)
+    def work(number: int) -> None:
+        def note(progress: Progress) -> None:
+            meter.note(number, progress)
+            if not processes:
+                tell()
+
+        source = sources[number]
+        encoder = encoders[source.one_document]
+        tokenize_part(source, stems[number], encoding, encoder=encoder, report=note)
+        meter.note_end(number)
+
+    if processes:
+        run_in_processes(work, missing, processes=processes, watch=tell)
+        return
+    for number in missing:
+        work(number)
+        tell()
 
 
-def _write(
+def tokenize_part(
     source: Source,
     stem: Path,
     encoding: Encoding,
-    encoders: dict[bool, Encoder],
-    send: Callable[[Any], None],
-) -> None:
-    told = time.monotonic()
+    *,
+    encoder: Encoder | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> PartFacts:
+    """Encodes one source as a part; what fails leaves no part.
 
-    def report(progress: Progress) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _REPORT_SECONDS:
-            told = time.monotonic()
-            send(dataclasses.replace(progress))
+    All that it needs can be pickled, so that it may run in any process that sees the same files.
 
+    Args:
+        source: The texts.
+        stem: The path of the part without its suffix.
+        encoding: How texts become ids.
+        encoder: One made by `encoder_of`; None makes one.
+        report: Told the progress after every batch.
+
+    Returns:
+        What the part holds.
+
+    Raises:
+        DataError: The source cannot be read.
+        OtherIds: The encoder cannot be trusted.
+        OSError: The file system refused a write.
+    """
+    if encoder is None:
+        encoder = encoder_of(encoding, one_document=source.one_document, threads=1, fast=True)
     try:
-        write_part(
+        return write_part(
             source,
             stem,
-            encoder=encoders[source.one_document],
+            encoder=encoder,
             dtype=encoding.dtype,
             end_token=encoding.end_token,
             on_error=encoding.on_error,
@@ -180,47 +216,55 @@ def _write(
     except BaseException:
         remove_part(stem)
         raise
-    facts = read_part(stem, verify=False)
-    if facts is not None:
-        send(Progress(facts.texts, facts.tokens, facts.text_bytes, source.num_bytes or 0))
+
+
+def encoder_of(encoding: Encoding, *, one_document: bool, threads: int, fast: bool) -> Encoder:
+    """The encoder of sources that are one document each, or of all others.
+
+    Args:
+        encoding: How texts become ids.
+        one_document: Which of the two; the end of a document is not the encoder's to write.
+        threads: That it may use.
+        fast: Whether to try the fast one.
+    """
+    return make_encoder(
+        encoding.tokenizer,
+        dtype=encoding.dtype,
+        end_token=None if one_document else encoding.end_token,
+        threads=threads,
+        allow_special_tokens=encoding.allow_special_tokens,
+        fast=fast,
+    )
 
 
 class _Meter:
-    """Adds up what the parts have come to."""
+    """How far each part has come, in memory that forked processes share."""
 
-    def __init__(
-        self,
-        sources: list[Source],
-        missing: list[int],
-        report: Callable[[Totals], None] | None,
-    ) -> None:
+    def __init__(self, sources: list[Source], missing: list[int]) -> None:
         sizes = [sources[number].num_bytes for number in missing]
         known = [size for size in sizes if size is not None]
+        self._sizes = dict(zip(missing, sizes, strict=True))
         self._num_bytes = sum(known) if len(known) == len(sizes) else None
         self._num_parts = len(sources)
-        self._done = len(sources) - len(missing)
-        self._parts: dict[int, Progress] = {}
-        self._report = report
-        self._told = time.monotonic()
+        self._rows = {number: row for row, number in enumerate(missing)}
+        # Texts, tokens, their bytes, bytes read of the disk, and whether it is done.
+        shared = mmap.mmap(-1, len(missing) * 5 * 8)
+        self._counts = np.frombuffer(shared, np.int64).reshape(-1, 5)
 
-    def hear(self, number: int, message: Progress | None) -> None:
-        if message is None:
-            self._done += 1
-        else:
-            self._parts[number] = message
-        now = time.monotonic()
-        if self._report is None or now - self._told < _REPORT_SECONDS:
-            return
-        self._told = now
-        parts = self._parts.values()
-        self._report(
-            Totals(
-                texts=sum(part.texts for part in parts),
-                tokens=sum(part.tokens for part in parts),
-                text_bytes=sum(part.text_bytes for part in parts),
-                consumed=sum(part.consumed for part in parts),
-                num_bytes=self._num_bytes,
-                parts_done=self._done,
-                num_parts=self._num_parts,
-            )
+    def note(self, number: int, progress: Progress) -> None:
+        self._counts[self._rows[number], :4] = dataclasses.astuple(progress)
+
+    def note_end(self, number: int) -> None:
+        self._counts[self._rows[number], 3:] = self._sizes[number] or 0, 1
+
+    def totals(self) -> Totals:
+        texts, tokens, text_bytes, consumed, done = self._counts.sum(axis=0).tolist()
+        return Totals(
+            texts=texts,
+            tokens=tokens,
+            text_bytes=text_bytes,
+            consumed=consumed,
+            num_bytes=self._num_bytes,
+            parts_done=self._num_parts - len(self._rows) + done,
+            num_parts=self._num_parts,
         )

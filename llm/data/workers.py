@@ -1,19 +1,21 @@
-"""Numbered tasks on several processes, none of which outlives the one that started them."""
+"""Tasks on several processes, none of which outlives the one that started them."""
 
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import traceback
+import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from llm.errors import DataError
 
-Work = Callable[[int, Callable[[Any], None]], None]
+_WATCH_SECONDS = 1.0
+
+_work: Callable[[int], Any]  # of a worker, which has it from the process that it was forked from
 
 log = logging.getLogger("llm.data")
 
@@ -40,101 +42,68 @@ def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
     return min(wanted, most)
 
 
-def run_tasks(
-    tasks: list[int], work: Work, *, processes: int, on_message: Callable[[int, Any], None]
+def run_in_processes(
+    work: Callable[[int], object],
+    tasks: list[int],
+    *,
+    processes: int,
+    watch: Callable[[], None],
 ) -> None:
-    """Does every task once, on forked processes that take the next one when they are free.
+    """Calls a function once for every task, on forked processes.
+
+    The processes share the memory of this one as it is now, so what the function needs (texts, a
+    tokenizer) is there at once and is neither copied nor pickled. Threads do not survive a fork:
+    a library that has started some may wait for them for ever.
 
     Args:
-        tasks: Their numbers.
-        work: Does one task; told a function that sends a message home.
-        processes: How many at most; 0 does all the work in this one.
-        on_message: Receives (task, message) in this process. None is the message that the task
-            is done.
+        work: Called with each task.
+        tasks: Numbers, begun in this order.
+        processes: How many.
+        watch: Called about once a second, and at the end.
 
     Raises:
-        DataError: A worker was killed.
-        Exception: The first that `work` raised; the other workers are stopped.
+        DataError: A process was killed.
+        Exception: The first that `work` raised; the processes are ended.
     """
-    if processes == 0:
-        for task in tasks:
-            work(task, lambda message, task=task: on_message(task, message))  # type: ignore[misc]
-            on_message(task, None)
-        return
-    # Forked, so that each has the tokenizer at once and without a copy.
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("fork")
-    next_task = context.Value("q", 0)
-    pipes = [context.Pipe(duplex=False) for _ in range(min(processes, len(tasks)))]
-    workers = []
-    for number, (_, sender) in enumerate(pipes):
-        others = [end for other, pipe in enumerate(pipes) for end in pipe[: 1 + (other != number)]]
-        worker = context.Process(
-            target=_serve, args=(tasks, work, next_task, sender, others), daemon=True
-        )
-        workers.append(worker)
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(work,))
     sys.stdout.flush()
     sys.stderr.flush()
-    for worker in workers:
-        worker.start()
-    for _, sender in pipes:
-        sender.close()
     try:
-        _listen({receiver for receiver, _ in pipes}, on_message)
+        pending = {pool.submit(_call, task) for task in tasks}
+        while pending:
+            done, pending = wait(pending, _WATCH_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            watch()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A worker was killed, perhaps because the memory ran out; start again with fewer "
+            "--workers: what is done is kept."
+        ) from error
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
     finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+        pool.shutdown(cancel_futures=True)
 
 
-def _listen(receivers: set[Connection], on_message: Callable[[int, Any], None]) -> None:
-    while receivers:
-        for receiver in wait(list(receivers)):
-            assert isinstance(receiver, Connection)
-            try:
-                task, message = receiver.recv()
-            except EOFError as error:
-                raise DataError(
-                    "A worker was killed, perhaps because the memory ran out; start again with "
-                    "fewer --workers: what is done is kept."
-                ) from error
-            if isinstance(message, BaseException):
-                raise message
-            if task is None:
-                receivers.discard(receiver)
-            else:
-                on_message(task, message)
-
-
-def _serve(
-    tasks: list[int], work: Work, next_task: Any, sender: Connection, others: list[Connection]
-) -> None:
+def _begin(work: Callable[[int], object]) -> None:
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # With these shut, writing home fails as soon as the first process is gone.
-    for end in others:
-        end.close()
-    try:
-        while True:
-            with next_task.get_lock():
-                position = next_task.value
-                next_task.value += 1
-            if position >= len(tasks):
-                sender.send((None, None))
-                return
-            task = tasks[position]
-            work(task, lambda message, task=task: sender.send((task, message)))  # type: ignore[misc]
-            sender.send((task, None))
-    except BrokenPipeError:
-        os._exit(1)
-    except BaseException as error:
-        sender.send((None, _sendable(error)))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _sendable(error: BaseException) -> BaseException:
-    """The error, or what it says where it cannot travel between processes."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(task: int) -> None:
+    _work(task)

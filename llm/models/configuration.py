@@ -73,7 +73,10 @@ def load_config(
         config = _named_config(name, option=option, trust_remote_code=trust_remote_code)
         stated = type(config).get_config_dict(name)[0]
     elif model_type is not None:
-        config = _default_config(model_type)
+        if model_type not in CONFIG_MAPPING:
+            near = _nearest(model_type, CONFIG_MAPPING.keys())
+            raise ConfigError(f"--model_type {model_type} is no known architecture; {near}.")
+        config = CONFIG_MAPPING[model_type]()
     elif is_shaped:
         stated = {"model_type": "gpt2", **gpt2_fields(model_size)}
         config = GPT2Config.from_dict(stated)
@@ -146,13 +149,6 @@ def _named_config(name: str, *, option: str, trust_remote_code: bool) -> PreTrai
             f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
             "or cannot be reached: check the name and the network, or name a local folder."
         ) from error
-
-
-def _default_config(model_type: str) -> PreTrainedConfig:
-    if model_type not in CONFIG_MAPPING:
-        near = _nearest(model_type, CONFIG_MAPPING.keys())
-        raise ConfigError(f"--model_type {model_type} is no known architecture; {near}.")
-    return CONFIG_MAPPING[model_type]()
 
 
 def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:

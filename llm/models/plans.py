@@ -119,11 +119,8 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
 
 def planned_model_types() -> list[str]:
     """The model types of causal language models that have a plan, ours among them."""
-    types = {
-        kind
-        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if kind in CONFIG_MAPPING and _has_plan(_text_class(CONFIG_MAPPING[kind]))
-    }
+    known = {k: CONFIG_MAPPING[k] for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in CONFIG_MAPPING}
+    types = {k for k, kind in known.items() if _has_plan(kind.sub_configs.get("text_config", kind))}
     return sorted(types | _OURS.keys())
 
 
@@ -181,11 +178,6 @@ def _forgotten(model: nn.Module, styles: Mapping[str, str]) -> str | None:
         if parameter.requires_grad and module not in styles and {module, outer} & around:
             return name
     return None
-
-
-def _text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    found: type[PreTrainedConfig] = config_class.sub_configs.get("text_config", config_class)
-    return found
 
 
 def _has_plan(config_class: type[PreTrainedConfig]) -> bool:

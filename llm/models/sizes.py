@@ -115,7 +115,11 @@ def shape_changes(
     if size is not None:
         named = [size.num_layers, size.hidden_size, size.num_attention_heads]
     new = [one if one is not None else other for one, other in zip(given, named, strict=True)]
-    _check_division(hidden_size=new[1], num_attention_heads=new[2])
+    if new[1] % new[2]:
+        raise ConfigError(
+            f"--hidden_size {new[1]} cannot be divided by --num_attention_heads {new[2]}; change "
+            "one of them."
+        )
     changes: dict[str, Any] = dict(zip(names, new, strict=True))
     if kind == "gpt2":
         inner = fields.get("n_inner")
@@ -149,14 +153,6 @@ def gpt2_fields(model_size: str | None) -> dict[str, int]:
     """Vocabulary and positions of a GPT-2 for which no model is named but a size."""
     size = SIZES["124M"] if model_size is None else find_size(model_size)
     return {"vocab_size": size.vocab_size, "n_positions": size.max_positions}
-
-
-def _check_division(*, hidden_size: int, num_attention_heads: int) -> None:
-    if hidden_size % num_attention_heads:
-        raise ConfigError(
-            f"--hidden_size {hidden_size} cannot be divided by --num_attention_heads "
-            f"{num_attention_heads}; change one of them."
-        )
 
 
 def _key_value_heads(fields: Mapping[str, Any], old: int, new: int) -> int:

@@ -98,7 +98,9 @@ class AccumAdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         lr, block = group["lr"], group["accum_steps"]
 
-        taken = torch.ones((), dtype=_scalar_dtype(params[0]), device=params[0].device)
+        device = params[0].device
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        taken = torch.ones((), dtype=precise, device=device)
         if found_inf is not None:
             taken = taken - found_inf.to(taken)
             skipping = taken == 0
@@ -132,10 +134,6 @@ class AccumAdamW(torch.optim.Optimizer):
             squares, torch._foreach_mul(means, means), (moved * (1 - beta2)).unbind()
         )
         torch._foreach_mul_(means, (1 - ended).unbind())
-
-
-def _scalar_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if parameter.device.type == "mps" else torch.float64
 
 
 def make_accum_adamw(

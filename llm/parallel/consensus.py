@@ -35,7 +35,8 @@ class Consensus:
         self._tensors = list(tensors)
         self._world_size = world_size
         self._bucket_bytes = bucket_bytes
-        self._dtype = torch.float32 if _is_mps(self._tensors) else torch.float64
+        on_mps = any(tensor.device.type == "mps" for tensor in self._tensors)
+        self._dtype = torch.float32 if on_mps else torch.float64
         self._replicas = world_size // parts
         self._group = dist.new_group() if world_size > 1 else None
         self._holders = self._group  # of the same part
@@ -86,10 +87,6 @@ class Consensus:
     @torch.no_grad()
     def _put(self, values: list[Tensor]) -> None:
         torch._foreach_copy_(self._tensors, values)
-
-
-def _is_mps(tensors: list[Tensor]) -> bool:
-    return any(tensor.device.type == "mps" for tensor in tensors)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from llm.data import preparation, tokenize_parts
+from llm.data import preparation
 from llm.data.flat_file import FlatTokenFile
 from llm.data.prepare import main
 from llm.data.sidecar import read_sidecar, verify
@@ -313,7 +313,6 @@ def test_a_slow_tokenizer_does_the_same_work_with_a_note(tmp_path, capsys):
 
 
 def test_progress_is_logged_as_often_as_asked_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokenize_parts, "_REPORT_SECONDS", 0.0)
     monkeypatch.setattr(preparation, "PART_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.splits import WeightedPath, cut, parse_blend, parse_split
-from llm.data.token_file import open_token_file
+from llm.data.splits import WeightedPath, cut, cut_rows, parse_blend, parse_split
+from llm.data.token_file import TokenFile, TokenFileWriter, open_token_file
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 
@@ -123,3 +123,47 @@ def test_a_flat_file_is_cut_by_tokens_with_a_note(tmp_path, caplog):
     assert all_tokens(validation) == [7, 8]
     assert train.num_documents == 0
     assert "does not say where documents end: --split 7,2,1 cuts its tokens" in caplog.text
+
+
+def rows_file(folder, *, rows, rows_per_document=1):
+    """A file of rows of two tokens, numbered from 0."""
+    with TokenFileWriter(folder / "text", np.dtype("<u2")) as writer:
+        for row in range(rows):
+            tokens = np.array([2 * row, 2 * row + 1])
+            writer.add(tokens, ends_document=(row + 1) % rows_per_document == 0)
+    return TokenFile(folder / "text")
+
+
+def cut_by(percentage, file):
+    sizes = np.arange(1, file.num_sequences + 1, dtype=np.uint32)
+    return cut_rows(file, sizes, percentage, vocab_size=None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "percentage", "validation_rows"),
+    [(100, 5, 5), (30, 5, 2), (31, 5, 2), (50, 5, 2), (70, 5, 4), (200, 0.5, 1)],
+)
+def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
+    tmp_path, rows, percentage, validation_rows
+):
+    train, validation = cut_by(percentage, rows_file(tmp_path, rows=rows))
+
+    assert validation.tokens.tolist() == list(range(validation_rows * 2))
+    assert train.tokens.tolist() == list(range(validation_rows * 2, rows * 2))
+    assert validation.num_documents == validation_rows
+    assert train.num_documents == rows - validation_rows
+    assert validation.num_bytes == sum(range(1, validation_rows + 1))
+    assert train.num_bytes == sum(range(validation_rows + 1, rows + 1))
+
+
+def test_a_document_whose_rows_are_cut_in_two_counts_on_both_sides(tmp_path):
+    train, validation = cut_by(50, rows_file(tmp_path, rows=10, rows_per_document=4))
+
+    assert (train.num_documents, validation.num_documents) == (2, 2)
+
+
+@pytest.mark.parametrize(("percentage", "part"), [(5, "validation"), (99, "training")])
+def test_a_cut_of_rows_that_leaves_a_side_nothing_is_refused(tmp_path, percentage, part):
+    said = f"_percentage {percentage} of 10 rows of text leaves none for {part}; change the percent"
+    with pytest.raises(DataError, match=said):
+        cut_by(percentage, rows_file(tmp_path, rows=10))

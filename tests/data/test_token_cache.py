@@ -1,23 +1,30 @@
+import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from llm.data import token_cache
-from llm.errors import ConfigError, DataError
+from llm.data.output_files import read_row_bytes
+from llm.data.sidecar import verify
+from llm.data.sources import file_source
+from llm.data.token_file import TokenFile
+from llm.errors import DataError
 from tests.support.corpora import (
     ListSource,
     byte_tokenizer,
+    cache_bytes,
+    cache_much,
+    cache_watched,
     error_on_a_full_disk,
-    prepare_bytes,
-    prepare_much,
-    prepare_watched,
+    write,
 )
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -26,8 +33,29 @@ OTHER = ["other"]
 
 class FailingSource(ListSource):
     def batches(self, faults=None):
-        yield "fine"
+        yield ["fine"]
         raise DataError("line 2 is broken")
+
+
+class UnreadableSource(ListSource):
+    def batches(self, faults=None):
+        raise AssertionError("the text was read")
+
+    def split(self, num_bytes):
+        raise AssertionError("the text was opened")
+
+
+class AbsentSource(ListSource):
+    def exists(self):
+        return False
+
+
+def tokens(prefix):
+    return TokenFile(prefix).tokens.tolist()
+
+
+def num_tokens(*args, **changes):
+    return TokenFile(cache_bytes(*args, **changes)).num_tokens
 
 
 def folders(cache):
@@ -41,9 +69,86 @@ def wait_for(path):
         time.sleep(0.02)
 
 
+def test_a_text_becomes_token_files_like_any_other_and_the_bytes_of_its_rows(tmp_path):
+    source = ListSource(["ab", "", "\u00e9a"], one_document=True)
+
+    prefix = cache_bytes(tmp_path, source)
+
+    assert tokens(prefix) == [*(byte + 1 for byte in "ab\u00e9a".encode()), 0]
+    assert read_row_bytes(prefix).tolist() == [2, 3]
+    assert verify(prefix) == []
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        f"tokens.{kind}" for kind in ("bin", "bytes", "idx", "json")
+    ]
+
+
+def test_the_second_time_no_text_is_read(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    first = cache_bytes(tmp_path)
+
+    assert cache_bytes(tmp_path, UnreadableSource([])) == first
+    assert caplog.messages[-1] == f"using the cached tokens in {first.parent}"
+
+
+def test_the_absence_of_a_split_is_remembered(tmp_path):
+    assert cache_bytes(tmp_path, AbsentSource(["v"]), optional=True) is None
+
+    assert cache_bytes(tmp_path, UnreadableSource([]), optional=True) is None
+
+
+def test_whatever_changes_the_bytes_has_its_own_cache(tmp_path):
+    text = write(tmp_path / "a.txt", "one\n")
+    cache = tmp_path / "cache"
+
+    def count(*args, **changes):
+        cache_bytes(cache, *args, **changes)
+        return len(folders(cache))
+
+    assert count() == 1
+    assert count(workers=2) == 1
+    assert count(dtype=np.dtype("<i4")) == 2
+    assert count(end_token=None) == 3
+    assert count(tokenizer=byte_tokenizer(fingerprint="other")) == 4
+    for number, keep_linebreaks in enumerate([True, False], 5):
+        source = file_source(text, text_column=None, keep_linebreaks=keep_linebreaks)
+        assert count(source) == number
+    write(text, "two more\n")
+    assert count(file_source(text, text_column=None, keep_linebreaks=True)) == 7
+
+
+@pytest.mark.parametrize("damage", ["bin", "idx", "json", "bytes"])
+@pytest.mark.parametrize("how", ["cut short", "removed"])
+def test_a_damaged_cache_is_made_anew(tmp_path, damage, how):
+    prefix = cache_bytes(tmp_path)
+    path = prefix.with_suffix(f".{damage}")
+    before = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(before[:-3])
+
+    assert cache_bytes(tmp_path) == prefix
+    assert path.read_bytes() == before
+
+
+def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path):
+    path = write(tmp_path / "a.txt", "old")
+
+    class ChangingSource(ListSource):
+        def batches(self, faults=None):
+            yield from super().batches(faults)
+            write(path, "newer")
+
+    source = ChangingSource(["b"])
+    source.files = file_source(path, text_column=None).files
+    with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared, and no"):
+        cache_bytes(tmp_path / "cache", source)
+    assert folders(tmp_path / "cache") == []
+
+
 def test_processes_that_come_at_once_read_the_text_once(tmp_path):
     processes = [
-        SPAWN.Process(target=prepare_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5, n))
+        SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5, n))
         for n in ("launch", "launch", "another launch")
     ]
     for process in processes:
@@ -58,77 +163,96 @@ def test_processes_that_come_at_once_read_the_text_once(tmp_path):
 
 def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
     cache, reads = tmp_path / "cache", tmp_path / "reads"
-    process = SPAWN.Process(target=prepare_watched, args=(cache, reads, 60.0, None))
+    process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0, None))
     process.start()
     wait_for(reads)
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
-    (leftover,) = folders(cache)
-    assert leftover.endswith(f".tmp.{socket.gethostname()}.{process.pid}")
+    assert not list(cache.glob("*/tokens.bin"))
 
-    prepare_watched(cache, reads, 0.0, None)
+    cache_watched(cache, reads, 0.0, None)
 
-    (folder,) = folders(cache)
-    assert leftover.startswith(folder)
-    assert (tmp_path / "reads").read_text() == "read\n" * 2
+    assert reads.read_text() == "read\n" * 2
+    assert len(list(cache.glob("*/tokens.*"))) == 4
+
+
+class PartsSource(ListSource):
+    """Two parts; the second is broken until the file `mended` is there."""
+
+    def __init__(self, folder, name="both"):
+        super().__init__([name], name=name)
+        self.folder = folder
+
+    def split(self, num_bytes):
+        return [PartsSource(self.folder, "first"), PartsSource(self.folder, "second")]
+
+    def batches(self, faults=None):
+        with open(self.folder / "reads", "a") as file:
+            print(self.name, file=file)
+        if self.name == "second" and not (self.folder / "mended").exists():
+            raise DataError("line 9 is broken")
+        yield from super().batches(faults)
+
+
+def test_the_next_start_goes_on_with_the_parts_that_are_done(tmp_path):
+    with pytest.raises(DataError, match="line 9 is broken"):
+        cache_bytes(tmp_path / "cache", PartsSource(tmp_path))
+    (tmp_path / "mended").touch()
+
+    prefix = cache_bytes(tmp_path / "cache", PartsSource(tmp_path))
+
+    assert (tmp_path / "reads").read_text().split() == ["first", "second", "second"]
+    assert verify(prefix) == []
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     with SPAWN.Pool(1) as pool:
-        message = pool.apply(error_on_a_full_disk, (10_000, prepare_much, tmp_path))
+        message = pool.apply(error_on_a_full_disk, (10_000, cache_much, tmp_path))
 
     assert "cannot be written" in message
     assert str(tmp_path) in message
     assert "--data_cache_dir" in message
     assert folders(tmp_path) == []
-    assert prepare_bytes(tmp_path).train.num_tokens == 5
+    assert num_tokens(tmp_path) == 5
 
 
 def test_a_cache_that_may_not_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(DataError, match=r"cannot be written \(.*--data_cache_dir"):
-        prepare_bytes(tmp_path / "file" / "cache")
+        cache_bytes(tmp_path / "file" / "cache")
 
 
 def test_the_other_ranks_of_a_launch_repeat_the_error_and_not_the_work(tmp_path):
     with pytest.raises(DataError, match="line 2 is broken") as first:
-        prepare_bytes(tmp_path, train=FailingSource([]), launch="a")
+        cache_bytes(tmp_path, FailingSource([]), launch="a")
     assert not first.value.reported
     assert folders(tmp_path) == []
 
     with pytest.raises(DataError, match="line 2 is broken") as second:
-        prepare_bytes(tmp_path, train=ListSource(OTHER), launch="a")
+        cache_bytes(tmp_path, ListSource(OTHER), launch="a")
 
     assert second.value.reported
-
-
-def test_the_repeated_error_is_of_the_same_class(tmp_path):
-    for reported in (False, True):
-        with pytest.raises(ConfigError, match="--no_append_eos") as error:
-            prepare_bytes(tmp_path, tokenizer=byte_tokenizer(eos_token_id=None), launch="a")
-        assert error.value.reported is reported
 
 
 @pytest.mark.parametrize("launch", ["b", None])
 def test_another_launch_tries_again(tmp_path, launch):
     with pytest.raises(DataError):
-        prepare_bytes(tmp_path, train=FailingSource([]), launch="a")
+        cache_bytes(tmp_path, FailingSource([]), launch="a")
 
-    assert prepare_bytes(tmp_path, train=ListSource(OTHER), launch=launch).train.num_tokens == 6
-    assert not list(tmp_path.glob("*.failed"))
+    assert num_tokens(tmp_path, ListSource(OTHER), launch=launch) == 6
+    assert num_tokens(tmp_path, UnreadableSource([]), launch="a") == 6
 
 
 def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch):
     with pytest.raises(DataError):
-        prepare_bytes(tmp_path, train=FailingSource([]), launch="none")
+        cache_bytes(tmp_path, FailingSource([]), launch="none")
     monkeypatch.setattr(token_cache, "_STARTED", time.time())
 
-    assert prepare_bytes(tmp_path, train=ListSource(OTHER), launch="none").train.num_tokens == 6
+    assert num_tokens(tmp_path, ListSource(OTHER), launch="none") == 6
 
     monkeypatch.setattr(token_cache, "_STARTED", time.time())
-    again = prepare_bytes(tmp_path, train=ListSource(["new"]), launch="none", overwrite_cache=True)
-    assert again.train.num_tokens == 4
+    assert num_tokens(tmp_path, ListSource(["new"]), launch="none", overwrite=True) == 4
 
 
 def test_a_process_knows_when_it_started(tmp_path):
@@ -142,88 +266,73 @@ def test_a_process_knows_when_it_started(tmp_path):
 
 def test_a_single_process_leaves_no_note(tmp_path):
     with pytest.raises(DataError):
-        prepare_bytes(tmp_path, train=FailingSource([]))
+        cache_bytes(tmp_path, FailingSource([]))
 
-    assert not list(tmp_path.glob("*.failed"))
+    assert not list(tmp_path.glob("*.launch"))
 
 
 def test_overwriting_happens_once_a_launch(tmp_path):
-    def num_tokens(text, **changes):
-        return prepare_bytes(tmp_path, train=ListSource([text]), **changes).train.num_tokens
+    def count(text, **changes):
+        return num_tokens(tmp_path, ListSource([text]), **changes)
 
-    assert num_tokens("a") == 2
-    assert num_tokens("ab") == 2  # the cache cannot know
-    assert num_tokens("ab", overwrite_cache=True, launch="x") == 3
-    assert num_tokens("abc", overwrite_cache=True, launch="x") == 3
-    assert num_tokens("abcd", overwrite_cache=True, launch="y") == 5
-    assert num_tokens("abcde", overwrite_cache=True) == 6
-    assert num_tokens("abcdef", overwrite_cache=True) == 7
+    assert count("a") == 2
+    assert count("ab") == 2  # the cache cannot know
+    assert count("ab", overwrite=True, launch="x") == 3
+    assert count("abc", overwrite=True, launch="x") == 3
+    assert count("abcd", overwrite=True, launch="y") == 5
+    assert count("abcde", overwrite=True) == 6
+    assert count("abcdef", overwrite=True) == 7
 
 
 def test_tokens_that_are_replaced_stay_readable_where_they_are_open(tmp_path):
-    first = prepare_bytes(tmp_path)
-    before = first.train.tokens.tolist()
+    first = TokenFile(cache_bytes(tmp_path))
+    before = first.tokens.tolist()
 
-    prepare_bytes(tmp_path, train=ListSource(OTHER), overwrite_cache=True)
+    cache_bytes(tmp_path, ListSource(OTHER), overwrite=True)
 
-    assert first.train.tokens.tolist() == before
+    assert first.tokens.tolist() == before
     assert len(folders(tmp_path)) == 1
 
 
-def test_leftovers_of_the_living_and_of_other_hosts_stay(tmp_path):
-    prepare_bytes(tmp_path)
-    (key,) = folders(tmp_path)
-    host = socket.gethostname()
-    alive = [f"{key}.tmp.{host}.{os.getppid()}", f"{key}.tmp.elsewhere.5"]
-    dead = [f"{key}.tmp.{host}.{os.getpid()}", f"{key}.tmp.{host}.{2**22 + 1}.old"]
-    for name in (*alive, *dead):
-        (tmp_path / name).mkdir()
-
-    prepare_bytes(tmp_path, overwrite_cache=True)
-
-    assert folders(tmp_path) == sorted([key, *alive])
-
-
 def test_a_valid_cache_is_read_while_somebody_holds_the_lock(tmp_path):
-    import fcntl
-
-    prepare_bytes(tmp_path)
+    cache_bytes(tmp_path)
     with open(next(tmp_path.glob("*.lock"))) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        assert prepare_bytes(tmp_path).train.num_tokens == 5
+        assert num_tokens(tmp_path) == 5
+
+
+def no_locks(*_):
+    raise OSError(95, "Operation not supported")
 
 
 def test_a_file_system_without_locks_works_too(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(95, "Operation not supported")
-
     monkeypatch.setattr("fcntl.flock", no_locks)
 
-    assert prepare_bytes(tmp_path).train.num_tokens == 5
+    assert num_tokens(tmp_path) == 5
 
 
 def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_path, monkeypatch):
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("fcntl.flock", no_locks)
 
     class Overtaken(ListSource):
         def batches(self, faults=None):
             pid = os.getpid()
             monkeypatch.setattr(os, "getpid", lambda: pid + 1)
-            prepare_bytes(tmp_path)
+            cache_bytes(tmp_path)
             monkeypatch.setattr(os, "getpid", lambda: pid)
             yield from super().batches()
 
-    assert prepare_bytes(tmp_path, train=Overtaken(["ab", "c"])).train.num_tokens == 5
+    assert num_tokens(tmp_path, Overtaken(["ab", "c"])) == 5
     assert len(folders(tmp_path)) == 1
 
 
 def test_a_note_that_is_cut_short_is_ignored(tmp_path):
-    prepare_bytes(tmp_path)
+    cache_bytes(tmp_path)
     (key,) = folders(tmp_path)
-    (tmp_path / f"{key}.failed").write_text(json.dumps({"launch": "a"})[:-3])
+    (tmp_path / f"{key}.launch").write_text(json.dumps({"launch": "a"})[:-3])
 
-    assert prepare_bytes(tmp_path, overwrite_cache=True, launch="a").train.num_tokens == 5
+    assert num_tokens(tmp_path, overwrite=True, launch="a") == 5
 
 
 def test_all_files_and_both_folders_are_on_the_disk_before_the_tokens_count(tmp_path, monkeypatch):
@@ -236,9 +345,8 @@ def test_all_files_and_both_folders_are_on_the_disk_before_the_tokens_count(tmp_
 
     monkeypatch.setattr(os, "fsync", record)
 
-    prepare_bytes(tmp_path)
+    prefix = cache_bytes(tmp_path)
 
-    (key,) = folders(tmp_path)
-    paths = [tmp_path, tmp_path / key, *(tmp_path / key).iterdir()]
+    paths = [tmp_path, prefix.parent, *prefix.parent.iterdir()]
     assert len(paths) == 6
-    assert {path.stat().st_ino for path in paths} == synced
+    assert {path.stat().st_ino for path in paths} <= synced

@@ -1,4 +1,6 @@
 import logging
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -6,11 +8,15 @@ import pytest
 from llm.data import tokenize_parts as module
 from llm.data.encoder import OtherIds
 from llm.data.parts import read_array
-from llm.data.tokenize_parts import Encoding, tokenize_parts
-from llm.errors import DataError
-from tests.support.corpora import ListSource, byte_tokenizer
+from llm.data.sources import file_source
+from llm.data.tokenize_parts import Encoding, end_token, tokenize_part, tokenize_parts
+from llm.errors import ConfigError, DataError
+from llm.text_tokenizer import load_text_tokenizer
+from tests.support.corpora import ListSource, byte_tokenizer, write
+from tests.support.tokenizers import save_tiny_tokenizer
 
 UINT16 = np.dtype("<u2")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class CountingSource(ListSource):
@@ -157,8 +163,7 @@ def test_a_full_disk_leaves_what_is_done_and_nothing_of_what_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_adds_up_over_all_parts(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+def test_progress_adds_up_over_all_parts(tmp_path, workers):
     sources = [ListSource(["ab", "c"]), ListSource(["de"]), ListSource([""])]
     for source in sources:
         source.num_bytes = 100
@@ -175,8 +180,7 @@ def test_progress_adds_up_over_all_parts(tmp_path, monkeypatch, workers):
     assert done == sorted(done)
 
 
-def test_a_source_of_unknown_size_leaves_the_size_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+def test_a_source_of_unknown_size_leaves_the_size_open(tmp_path):
     known = ListSource(["a"])
     known.num_bytes = 100
     told = []
@@ -193,3 +197,36 @@ def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplo
 
     assert len(caplog.messages) == 1
     assert "slow one, in Python" in caplog.text
+
+
+def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
+    """Its arguments are pickled here, as another executor would send them."""
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_text_tokenizer(
+        name=str(tmp_path / "tokenizer"), vocab_file=None, merges_file=None
+    )
+    lines = '{"text": "the dog"}\n' * 40
+    source = file_source(write(tmp_path / "a.jsonl", lines), text_column=None)
+    parts = source.split(len(lines) // 2)
+    how = Encoding(tokenizer=tokenizer, end_token=0, dtype=UINT16)
+
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
+        stems = [tmp_path / str(number) for number in range(len(parts))]
+        facts = list(pool.map(tokenize_part, parts, stems, [how] * len(parts)))
+
+    assert sum(held.documents for held in facts) == 40
+    _, here = tokenize_parts(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)
+    assert facts == here
+
+
+def write_folder(path):
+    path.mkdir()
+    return path
+
+
+def test_an_end_token_that_the_tokenizer_lacks_is_refused():
+    tokenizer = byte_tokenizer(eos_token_id=None)
+
+    assert end_token(tokenizer, append_eos=False) is None
+    with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
+        end_token(tokenizer, append_eos=True)

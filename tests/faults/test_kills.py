@@ -36,8 +36,8 @@ IN_A_SAVE = [
 IN_AN_EVALUATION = [("llm.parallel.accelerated:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 WHILE_TOKENISING = [
     ("llm.data.tokenize_parts:write_part", (1, 1), None),
-    ("llm.data.tokenizing:assemble", (1, 1), None),
-    ("llm.data.token_cache:sync_folder", (1, 2), None),
+    ("llm.data.output_files:assemble", (1, 1), None),
+    ("llm.data.output_files:sync_folder", (1, 1), None),
 ]
 AT_THE_EDGES = [
     ("llm.trainers.gpt.reporting:make_tracker", (1, 1), None),

@@ -25,7 +25,7 @@ OPTIONS = {
 }
 BEFORE_TRAINING = {
     "start-up": ("llm.trainers.gpt.build:make_strategy", 1),
-    "tokenising": ("llm.data.tokenizing:assemble", 1),
+    "tokenising": ("llm.data.output_files:assemble", 1),
 }
 IN_TRAINING = {
     "step": ("llm.parallel.accelerated:AcceleratedStrategy.forward_backward", 6),

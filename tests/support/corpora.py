@@ -4,10 +4,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from llm.data.readers import Faults
 from llm.data.sources import Source
-from llm.data.tokenizing import PreparedData, prepare
+from llm.data.token_cache import TokenCache
+from llm.data.tokenize_parts import Encoding
 from llm.errors import DataError
 from llm.text_tokenizer import TextTokenizer
 
@@ -80,27 +84,29 @@ class WatchedSource(ListSource):
             time.sleep(self._seconds / len(self._texts))
 
 
-def prepare_bytes(cache_dir: Path, **changes: object) -> PreparedData:
-    """Calls `prepare` with the byte tokenizer and small defaults."""
-    settings: dict[str, object] = {
-        "train": ListSource(["ab", "c"]),
-        "validation": None,
-        "tokenizer": byte_tokenizer(),
-        "append_eos": True,
-        "vocab_size": 257,
-        "num_workers": None,
-        "cache_dir": cache_dir,
-        "overwrite_cache": False,
-        "launch": None,
-        "progress": None,
-    }
-    return prepare(**{**settings, **changes})  # type: ignore[arg-type]
+def cache_bytes(cache_dir: Path, source: Source | None = None, **changes: Any) -> Path | None:
+    """The token files that a cache has of a text, by the tokenizer of bytes; `ab` and `c` if None.
+
+    Args:
+        cache_dir: The folder of the cache.
+        source: The text.
+        changes: To the settings of the cache, the encoding, or `optional`.
+    """
+    encoding = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": np.dtype("<u2")}
+    settings = {"workers": 1, "overwrite": False, "launch": None}
+    optional = changes.pop("optional", False)
+    cache = TokenCache(
+        folder=cache_dir,
+        encoding=Encoding(**{name: changes.pop(name, encoding[name]) for name in encoding}),
+        **{**settings, **changes},
+    )
+    return cache.token_files(source or ListSource(["ab", "c"]), optional=optional)
 
 
-def prepare_watched(cache_dir: Path, reads: Path, seconds: float, launch: str | None) -> None:
+def cache_watched(cache_dir: Path, reads: Path, seconds: float, launch: str | None) -> None:
     """What a process of its own does in the tests of the lock."""
     texts = ["some text"] * 20
-    prepare_bytes(cache_dir, train=WatchedSource(texts, reads, seconds), launch=launch)
+    cache_bytes(cache_dir, WatchedSource(texts, reads, seconds), launch=launch)
 
 
 def error_on_a_full_disk(num_bytes: int, function: Callable[..., object], *args: object) -> str:
@@ -115,6 +121,6 @@ def error_on_a_full_disk(num_bytes: int, function: Callable[..., object], *args:
     return f"no error in process {os.getpid()}"
 
 
-def prepare_much(cache_dir: Path) -> None:
+def cache_much(cache_dir: Path) -> None:
     """A preparation that writes files of up to 200 kB."""
-    prepare_bytes(cache_dir, train=ListSource(["x" * 1000] * 100))
+    cache_bytes(cache_dir, ListSource(["x" * 1000] * 100))

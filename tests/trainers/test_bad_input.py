@@ -6,7 +6,7 @@ import re
 import pytest
 
 from llm.config import GPTConfig
-from llm.options import read_toml
+from llm.toml import read_toml
 from tests.support.training import Bench, Run
 
 

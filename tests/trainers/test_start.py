@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from llm.config import GPTConfig
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
-from llm.options import read_toml
+from llm.toml import read_toml
 from llm.trainers.gpt import build
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times

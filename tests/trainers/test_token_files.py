@@ -117,7 +117,7 @@ def test_a_text_and_its_token_files_give_the_same_losses(bench):
     (bench.folder / "long.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     options = {"max_train_steps": 4, "train_file": bench.folder / "long.txt"}
     text = bench.train_well("text", validation_split_percentage=0, **options)
-    (prefix,) = (bench.folder / "cache").glob("*/train.bin")
+    (prefix,) = (bench.folder / "cache").glob("*/tokens.bin")
 
     files = train(bench, "files", train_data_path=[prefix.with_suffix("")], max_train_steps=4)
 

@@ -120,7 +120,10 @@ class EKFAC(torch.optim.Optimizer):
             if layer.name in changes:
                 self._apply(layer, changes[layer.name], found_inf)
         for group, parameters in zip(self.param_groups, self._others, strict=True):
-            self._update_others(group, parameters, found_inf)
+            ready = [p for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in ready if p.grad is not None]
+            states = [self.state[p] for p in ready]
+            adamw_step(group, ready, gradients, states, found_inf, decay=group["weight_decay"])
         return loss
 
     def _turn_moments(
@@ -159,14 +162,6 @@ class EKFAC(torch.optim.Optimizer):
             if group["weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
             parameter.add_(part)
-
-    def _update_others(
-        self, group: dict[str, Any], parameters: list[Tensor], found_inf: Tensor | None
-    ) -> None:
-        ready = [p for p in parameters if p.grad is not None]
-        gradients = [p.grad for p in ready if p.grad is not None]
-        states = [self.state[p] for p in ready]
-        adamw_step(group, ready, gradients, states, found_inf, decay=group["weight_decay"])
 
 
 def _without_noise(rotated: Tensor) -> Tensor:

@@ -111,7 +111,9 @@ class SOAP(torch.optim.Optimizer):
         """AdamW's step in the basis: `taken` is 1, or 0 for none."""
         state, lr = self.state[p], group["lr"]
         beta1, beta2 = group["betas"]
-        left, right = (self._basis(p, side) for side in (0, 1))
+        left, right = (
+            [state[f"basis.{side}"]] if side in self._sides[p] else None for side in (0, 1)
+        )
         first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
         step += taken
         first.lerp_(gradient, (1 - beta1) * taken)
@@ -121,9 +123,6 @@ class SOAP(torch.optim.Optimizer):
         corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
         p.mul_(1 - lr * group["weight_decay"] * taken)
         p.sub_(direction * (lr * corrected * taken))
-
-    def _basis(self, p: nn.Parameter, side: int) -> list[Tensor] | None:
-        return [self.state[p][f"basis.{side}"]] if side in self._sides[p] else None
 
     def _begin_bases(self, p: nn.Parameter) -> None:
         state = self.state[p]

@@ -7,10 +7,16 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.config import GPTConfig
-from llm.data.corpus import Corpus, open_corpus
+from llm.data.corpus import Corpus
 from llm.data.documents import DocumentEnds
+from llm.data.hub import dataset_sources
 from llm.data.memory import hold_in_memory
-from llm.data.token_corpus import TokenFileChecks, open_token_corpus
+from llm.data.sources import Source, file_source
+from llm.data.token_cache import TokenCache
+from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus
+from llm.data.token_file import token_dtype
+from llm.data.tokenize_parts import Encoding, end_token
+from llm.data.workers import bounded_workers
 from llm.errors import ConfigError
 from llm.runtime import launch_id
 from llm.text_tokenizer import from_transformers
@@ -51,46 +57,71 @@ def open_corpus_of(
         LLMError: The data cannot be read, or do not fit the tokenizer or the model.
     """
     vocab_size = max(len(tokenizer), model_config.get_text_config().vocab_size)
+    checks = TokenFileChecks(
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        force=config.force,
+        vocab_size=vocab_size,
+        eos_token_id=None if ends is None else ends.eos_token_id,
+    )
     if config.data_path or config.train_data_path or config.valid_data_path:
         return open_token_corpus(
             data_path=config.data_path,
             train_data_path=config.train_data_path,
             valid_data_path=config.valid_data_path,
             split=config.split,
-            checks=TokenFileChecks(
-                tokenizer_fingerprint=fingerprint(tokenizer),
-                force=config.force,
-                vocab_size=vocab_size,
-                eos_token_id=None if ends is None else ends.eos_token_id,
-            ),
+            checks=checks,
         )
-    cache = config.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
-    return open_corpus(
-        dataset_name=config.dataset_name,
-        dataset_config_name=config.dataset_config_name,
-        train_file=_path(config.train_file),
-        validation_file=_path(config.validation_file),
-        validation_split_percentage=config.validation_split_percentage,
-        text_column=config.text_column,
-        keep_linebreaks=not config.no_keep_linebreaks,
-        trust_remote_code=config.trust_remote_code,
-        tokenizer=from_transformers(tokenizer, tokenizer.name_or_path),
-        vocab_size=vocab_size,
-        append_eos=config.append_eos,
-        preprocessing_num_workers=config.preprocessing_num_workers,
-        cache_dir=Path(cache).expanduser(),
-        overwrite_cache=config.overwrite_cache,
+    text_tokenizer = from_transformers(tokenizer, tokenizer.name_or_path)
+    folder = config.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
+    cache = TokenCache(
+        folder=Path(folder).expanduser(),
+        encoding=Encoding(
+            tokenizer=text_tokenizer,
+            end_token=end_token(text_tokenizer, config.append_eos),
+            dtype=token_dtype(vocab_size),
+        ),
+        workers=bounded_workers(config.preprocessing_num_workers),
+        overwrite=config.overwrite_cache,
         launch=launch_id(),
-        progress=_report_progress,
+    )
+    sources = _sources(config)
+    prepared = {
+        split: cache.token_files(source, optional=split == "validation")
+        for split, source in sources.items()
+    }
+    return open_text_corpus(
+        train=prepared.get("train"),
+        validation=prepared.get("validation"),
+        validation_split_percentage=config.validation_split_percentage,
+        checks=checks,
     )
 
 
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
-
-
-def _report_progress(rows: int, tokens: int, num_bytes: int) -> None:
-    logger.info(f"tokenising: {rows:,} rows, {num_bytes / 1e6:,.1f} MB, {tokens:,} tokens")
+def _sources(config: GPTConfig) -> dict[str, Source]:
+    """The texts to train and to evaluate on, by the name of their split."""
+    sources: dict[str, Source] = {}
+    if config.dataset_name is not None:
+        sources = dataset_sources(
+            config.dataset_name,
+            config.dataset_config_name,
+            text_column=config.text_column,
+            trust_remote_code=config.trust_remote_code,
+        )
+    for split in ("train", "validation"):
+        name = getattr(config, f"{split}_file")
+        if name is None:
+            continue
+        if config.text_column is not None and ".txt" in Path(name).suffixes:
+            logger.warning(
+                f"--text_column {config.text_column} has no effect on {name}: a text has no columns"
+            )
+        sources[split] = file_source(
+            Path(name),
+            text_column=config.text_column,
+            keep_linebreaks=not config.no_keep_linebreaks,
+            option=f"--{split}_file",
+        )
+    return sources
 
 
 def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+
+from llm.config import GPTConfig
+from llm.errors import DataError
+from llm.trainers.gpt.corpora import open_corpus_of
+from tests.support.corpora import write
+from tests.support.models import tiny_config
+from tests.support.tokenizers import tiny_tokenizer
+
+
+def opened(folder, **options):
+    """The corpus of a run with these options."""
+    paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
+    settings = {"data_cache_dir": str(folder / "cache"), "validation_split_percentage": 50.0}
+    config = GPTConfig(**{**settings, **options, **paths})
+    return open_corpus_of(config, tiny_config("gpt2"), tiny_tokenizer(), None)
+
+
+def text(parts):
+    """What a split holds, as text."""
+    (part,) = parts
+    assert part.weight == 1.0
+    return tiny_tokenizer().decode(part.stream.tokens.tolist())
+
+
+def test_a_training_file_is_split_by_its_lines(tmp_path):
+    file = write(tmp_path / "a.txt", "a\nb\nc\ndef\n")
+
+    corpus = opened(tmp_path, train_file=file)
+
+    assert text(corpus.validation) == "a\nb\n"
+    assert text(corpus.train) == "c\ndef\n<|endoftext|>"
+    assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [6, 4]
+
+
+def test_without_a_percentage_nothing_validates(tmp_path):
+    corpus = opened(
+        tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), validation_split_percentage=0.0
+    )
+
+    assert text(corpus.train) == "a\nb\n<|endoftext|>"
+    assert corpus.validation == ()
+
+
+def test_a_validation_file_is_taken_whole_and_the_training_file_too(tmp_path):
+    corpus = opened(
+        tmp_path,
+        train_file=write(tmp_path / "a.txt", "a\nb\n"),
+        validation_file=write(tmp_path / "b.csv", "text\nv\n"),
+    )
+
+    assert text(corpus.train) == "a\nb\n<|endoftext|>"
+    assert text(corpus.validation) == "v<|endoftext|>"
+    assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [4, 1]
+
+
+def test_a_validation_file_alone_can_be_evaluated(tmp_path):
+    file = write(tmp_path / "b.txt", "v\n")
+
+    corpus = opened(tmp_path, validation_file=file)
+
+    assert corpus.train == ()
+    assert text(corpus.validation) == "v\n<|endoftext|>"
+
+
+def test_a_text_column_for_a_text_file_is_said_to_have_no_effect(tmp_path, caplog):
+    opened(tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), text_column="body")
+
+    assert "--text_column body has no effect on" in caplog.text
+
+
+def test_a_missing_validation_file_is_named_by_its_option(tmp_path):
+    with pytest.raises(DataError, match=r"--validation_file .*b\.txt does not exist"):
+        opened(
+            tmp_path,
+            train_file=write(tmp_path / "a.txt", "a\nb\n"),
+            validation_file=tmp_path / "b.txt",
+        )
+
+
+@pytest.mark.parametrize("with_validation", [True, False])
+def test_a_data_set_brings_its_validation_split_or_is_split(
+    tmp_path, monkeypatch, tmp_path_factory, with_validation
+):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    if with_validation:
+        write(folder / "validation.jsonl", '{"text": "v"}\n')
+
+    corpus = opened(tmp_path, dataset_name=folder)
+
+    assert text(corpus.validation) == ("v" if with_validation else "a") + "<|endoftext|>"
+    assert text(corpus.train) == ("a<|endoftext|>" if with_validation else "") + "b<|endoftext|>"
+    # A warm start does not need the library.
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert text(opened(tmp_path, dataset_name=folder).validation) == text(corpus.validation)
