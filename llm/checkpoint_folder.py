@@ -34,7 +34,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 def leftovers(folder: Path) -> list[Path]:
     """What saves and removals are writing or have left behind; other names are the user's."""
-    return sorted([*folder.glob(".step_*.tmp"), *folder.glob(".survivors_*.tmp")])
+    return sorted(folder.glob(".step_*.tmp"))
 
 
 def clear_leftovers(folder: Path) -> None:

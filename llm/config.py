@@ -42,6 +42,11 @@ class GPTConfig:
         "max_failed_saves": Removed(
             3, "training stops when four checkpoints in a row cannot be written"
         ),
+        "on_peer_loss": Removed(
+            "stop",
+            "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint goes on "
+            "without a lost node",
+        ),
     }
 
     model_name_or_path: str | None = option(
@@ -745,14 +750,6 @@ class GPTConfig:
         group=DECENTRALIZED,
         requires=("data_parallel=gossip",),
         resume="fixed",
-    )
-    on_peer_loss: Literal["stop", "continue"] = option(
-        "stop",
-        "What ranks of gossip or diloco do when another one dies or hangs: end, to go on from the "
-        "newest checkpoint, or save what they have and go on as a smaller job, which changes the "
-        "run.",
-        group=DECENTRALIZED,
-        requires=("data_parallel=gossip", "data_parallel=diloco"),
     )
     sync_every: int = option(
         500,

@@ -22,11 +22,6 @@ def layout_problems(config: GPTConfig) -> list[str]:
 def _decentralized_problems(config: GPTConfig) -> list[str]:
     mode = config.data_parallel
     problems = []
-    if config.on_peer_loss == "continue" and config.gossip_group == "nodes":
-        problems.append(
-            "--on_peer_loss continue takes ranks that each have weights of their own, not "
-            "--gossip_group nodes; leave one of them out."
-        )
     if config.kfac and mode != "allreduce":
         problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "

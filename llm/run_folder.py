@@ -25,9 +25,7 @@ _FILES = (
     "all_results.json",
 )
 _FOLDERS = {
-    "checkpoints": (
-        r"step_\d+(\.replaced|\.superseded)?|\.(step|survivors)_.*\.tmp|best|\.best\.link"
-    ),
+    "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }

@@ -166,7 +166,6 @@ class Interruption:
         self.received: signal.Signals | None = None
         self._first = 0.0
         self._deadline = None if after is None else time.monotonic() + after
-        self._arrivals: int | None = None
 
     @property
     def reason(self) -> str | None:
@@ -185,19 +184,6 @@ class Interruption:
             # does not: it passes Ctrl-C on and soon kills ranks that ignore it.
             if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._remember)
-        self._arrivals, end = os.pipe()
-        os.set_blocking(self._arrivals, False)
-        os.set_blocking(end, False)
-        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-
-    def has_come(self) -> bool:
-        """Whether there is a reason, even one that the main thread, in a wait, has not seen yet."""
-        if self.reason is not None or self._arrivals is None:
-            return self.reason is not None
-        try:
-            return bool(os.read(self._arrivals, 1))
-        except BlockingIOError:
-            return False
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -60,7 +60,6 @@ class Watchdog:
 
     Attributes:
         verdict: Which rank is lost, and why; None as long as none is.
-        go_on: Called when one is lost; it may go on without, and then does not return.
         speaker: The rank that tells the world: 0, or 1 once rank 0 is the one that is lost.
     """
 
@@ -81,8 +80,6 @@ class Watchdog:
         self._since = time.monotonic()
         self._ended = threading.Event()
         self.verdict: str | None = None
-        self.go_on: Callable[[], None] | None = None
-        self._settled = threading.Event()
         self.speaker = 0
         self._connection: socket.socket | None = None
         if world_size == 1:
@@ -140,10 +137,6 @@ class Watchdog:
             time.sleep(0.1)
         return self.verdict
 
-    def wait_until_settled(self) -> None:
-        """After a verdict: wait until all that follows from it is done."""
-        self._settled.wait()
-
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             self._send(left=False)
@@ -198,17 +191,13 @@ class Watchdog:
         self._end(f"rank 0 on {self._host} {what}")
 
     def _end(self, verdict: str) -> None:
-        self.verdict = verdict
-        end = "ends too" if self.go_on is None else "saves what it has, to go on without"
-        logger.error(f"error: {verdict}; this rank {self._rank} {end}.")
+        logger.error(f"error: {verdict}; this rank {self._rank} ends too.")
         try:
             with contextlib.suppress(OSError):  # nothing shall keep this process from ending
                 self._on_loss(verdict)
-            if self.go_on is not None:
-                self.go_on()
         finally:
-            self._settled.set()
-            # Long enough for the thread that trains to end by itself if it can.
+            self.verdict = verdict  # the thread that trains may end the process from here on
+            # Long enough for it to end by itself if it can.
             if not self._ended.wait(3 * _BEAT_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 

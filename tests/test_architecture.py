@@ -49,7 +49,7 @@ FLOORS = [
     {"report.*"},
     {"checkpoint_folder", "snapshot"},
     {"saving"},
-    {"trainers.gpt.loop", "survivors"},
+    {"trainers.gpt.loop"},
     {"trainers.gpt.corpora", "trainers.gpt.start", "trainers.gpt.kfac", "trainers.gpt.replicas"},
     {"trainers.gpt.inputs"},
     {"trainers.gpt.publish", "trainers.gpt.reporting"},

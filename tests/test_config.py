@@ -279,6 +279,11 @@ def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_pat
             "kfac_grad_worker_fraction = 0.5",
             "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5",
         ),
+        (
+            ["--on_peer_loss", "continue"],
+            'on_peer_loss = "continue"',
+            "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint",
+        ),
     ],
 )
 def test_an_option_of_an_earlier_version_is_refused_with_what_to_use(

@@ -44,7 +44,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 FOREIGN = {
     "torchrun": {
         "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
-        "rdzv_endpoint", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
+        "rdzv_endpoint", "rdzv_conf", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
     },
     "accelerate launch": {"multi_gpu"},
     "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},

@@ -101,28 +101,6 @@ def test_what_the_user_says_of_threads_holds(monkeypatch):
     assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
-# The second lock of a mutex waits for ever, in C, where Python answers no signal.
-WAITING = """
-import ctypes, os, signal, threading, time
-from llm.runtime import Interruption
-interruption = Interruption()
-interruption.watch()
-def look():
-    before = interruption.has_come()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
-    os._exit(7 if (before, interruption.received, interruption.has_come()) == (0, None, 1) else 1)
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-lock(mutex)
-threading.Timer(0.5, look).start()
-lock(mutex)
-"""
-
-
-def test_a_signal_is_known_even_if_the_main_thread_waits_where_it_sees_none():
-    assert subprocess.run([sys.executable, "-c", WAITING], timeout=60).returncode == 7
-
-
 SIGNALLED = """
 import os, signal
 from llm.runtime import Interruption

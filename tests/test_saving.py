@@ -317,7 +317,7 @@ def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch
 
 
 def test_a_save_clears_what_others_left_behind_and_nothing_of_the_users(tmp_path):
-    for name in (".step_00000001.tmp", ".survivors_1.tmp", ".mine.tmp", "mine"):
+    for name in (".step_00000001.tmp", ".mine.tmp", "mine"):
         (tmp_path / name).mkdir()
     save(tmp_path, 2)
     left = sorted(path.name for path in tmp_path.iterdir())

@@ -80,18 +80,17 @@ def plan_batches(
     num_train_epochs: int,
     max_train_steps: int | None,
     max_train_samples: int | None,
-    evenly: bool = True,
 ) -> BatchPlan:
     """Work out batches and length; `max_train_*` come before epochs.
 
     Raises:
-        ConfigError: The global batch cannot be shared out evenly, and shall be.
+        ConfigError: The global batch cannot be shared out evenly.
     """
     together = per_device_train_batch_size * world_size
     batch = together * gradient_accumulation_steps
     if global_batch_size is not None:
         batch = global_batch_size
-        if evenly and batch % together:
+        if batch % together:
             raise ConfigError(
                 f"--global_batch_size {global_batch_size} is no multiple of "
                 f"--per_device_train_batch_size {per_device_train_batch_size} times {world_size} "

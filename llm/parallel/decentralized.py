@@ -7,7 +7,6 @@ gradient is not finite skips its step alone.
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -57,7 +56,6 @@ class DecentralizedStrategy(AcceleratedStrategy):
     Attributes:
         replica: Number of the replica that this rank holds.
         num_replicas: How many there are.
-        changing: Is held while weights and moments change, so that who holds it finds them whole.
 
     Args:
         accelerator: Accelerate's view of the processes, devices and precision.
@@ -65,7 +63,6 @@ class DecentralizedStrategy(AcceleratedStrategy):
         make_averaging: Makes what brings the replicas together.
         ranks_per_replica: How many ranks in a row train one replica: their gradients are averaged
             exactly, by DistributedDataParallel.
-        changing: What `make_averaging` gives the averaging, to hold it too.
         division: What the strategy takes that divides a replica, where one does.
     """
 
@@ -76,7 +73,6 @@ class DecentralizedStrategy(AcceleratedStrategy):
         mixed_precision: str,
         make_averaging: MakeAveraging,
         ranks_per_replica: int = 1,
-        changing: "threading.Lock | None" = None,  # which is no class before Python 3.13
         **division: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision, **division)
@@ -89,7 +85,6 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self.num_replicas = self.world_size // ranks_per_replica
         self._ranks_per_replica = ranks_per_replica
         self._make_averaging = make_averaging
-        self.changing = changing or threading.Lock()
         self._apart = False
         if self.world_size > 1:
             self._votes = Votes(rank=self.rank, world_size=self.world_size, group=self._host_group)
@@ -141,8 +136,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         """Clip and update this rank's weights, or skip; norm and skip are those of this rank."""
         self._apart = True
         self._averaging.before_step()
-        with self.changing:
-            norm, skipped = super().optimizer_step(max_grad_norm)
+        norm, skipped = super().optimizer_step(max_grad_norm)
         self._averaging.after_step()
         return norm, skipped
 
@@ -167,28 +161,25 @@ class DecentralizedStrategy(AcceleratedStrategy):
         Before the first step, when all ranks are equal, `model` has the live weights, so that
         others can be read into them. Every rank must call it.
         """
-        replica, common = self.replica_state(), self.common_state()
-        own = replica["model"]
+        common = self._common_state()
+        own = self._trained()
         if self._apart:
             self._averaging.settle()
             common["model"].update(self._mean())
         else:
-            replica["model"] = {name: tensor.clone() for name, tensor in own.items()}
+            own = {name: tensor.clone() for name, tensor in own.items()}
+        replica = {
+            "model": own,
+            "optimizer": super().state_dict()["optimizer"],
+            "scaler": self._scaler_tensors(),
+        }
         return {**common, replica_key(self.replica): replica}
 
     def _mean(self) -> dict[str, Tensor]:
         """The mean of all replicas' trained weights."""
         return dict(zip(self._trained(), self._consensus.mean(), strict=True))
 
-    def replica_state(self) -> dict[str, Any]:
-        """What this replica has of its own: trained weights, moments, loss scale; live."""
-        return {
-            "model": self._trained(),
-            "optimizer": super().state_dict()["optimizer"],
-            "scaler": self._scaler_tensors(),
-        }
-
-    def common_state(self) -> dict[str, Any]:
+    def _common_state(self) -> dict[str, Any]:
         """The rest of the state, live, with this replica's weights in the place of the mean."""
         return {"model": model_tensors(self.model), "averaging": self._averaging.state_dict()}
 

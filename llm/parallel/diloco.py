@@ -5,7 +5,6 @@ began and the mean of where they are is the gradient of an outer SGD with Nester
 whose result all go on. The inner optimizer's moments stay with their rank.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ class OuterOptimizer:
         learning_rate: That of the outer step; 1 without momentum is a plain mean.
         momentum: Nesterov momentum of the outer step.
         bucket_bytes: About how much a message holds.
-        changing: Is entered while the weights change.
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class OuterOptimizer:
         learning_rate: float = 0.7,
         momentum: float = 0.9,
         bucket_bytes: int = BUCKET_BYTES,
-        changing: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         self._tensors = dict(tensors)
         self._world_size = world_size
@@ -47,7 +44,6 @@ class OuterOptimizer:
         self._momentum = momentum
         # Since the last outer one; a tensor, to be saved and read as the others are.
         self._inner_steps = torch.zeros((), dtype=torch.int64)
-        self._changing = changing or contextlib.nullcontext()
         self._start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start.items()}
         self._buckets = make_buckets(list(tensors.values()), bucket_bytes=bucket_bytes)
@@ -73,11 +69,6 @@ class OuterOptimizer:
             if self._world_size > 1:
                 dist.all_reduce(bucket.flat, group=self._group)
                 bucket.flat.div_(self._world_size)
-        with self._changing:
-            self._step_to_means()
-
-    def _step_to_means(self) -> None:
-        for bucket in self._buckets:
             bucket.empty()
         weights = list(self._tensors.values())
         start = list(self._start.values())

@@ -7,7 +7,6 @@ as in D-PSGD (Lian et al. 2017, arXiv:1705.09056), with one group per rank and r
 exponential graphs (Ying et al. 2021, arXiv:2110.13363).
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +49,6 @@ class Mixer:
         divided: Whether each of these holds a part of the weights, in place of all of them.
         overlap: Whether an exchange goes on until the next step.
         bucket_bytes: About how much a message holds.
-        changing: Is entered while the weights change.
     """
 
     def __init__(
@@ -63,10 +61,8 @@ class Mixer:
         divided: bool = False,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
-        changing: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         self.round = 0
-        self._changing = changing or contextlib.nullcontext()
         self._rounds = rounds
         self._replica, self._part = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
@@ -150,10 +146,6 @@ class Mixer:
         exchange, self._under_way = self._under_way, None
         if exchange is None:
             return
-        with self._changing:
-            self._take_means(exchange)
-
-    def _take_means(self, exchange: _Exchange) -> None:
         if exchange.incoming:
             torch._foreach_add_(self._parts, exchange.incoming)
         torch._foreach_div_(self._parts, len(exchange.group))

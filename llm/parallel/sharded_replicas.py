@@ -55,9 +55,9 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
         finally:
             self._let_go()
 
-    def common_state(self) -> dict[str, Any]:
+    def _common_state(self) -> dict[str, Any]:
         """As parts that each replica holds alike, so that one of them is written."""
-        state = super().common_state()
+        state = super()._common_state()
         model = {name: self._of_all(tensor) for name, tensor in state["model"].items()}
         return {**state, "model": model}
 

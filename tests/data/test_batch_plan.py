@@ -98,15 +98,6 @@ def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, 
     assert order.tolist() == [*range(48, 70), -1, -1]
 
 
-def test_survivors_share_a_batch_that_does_not_divide_evenly():
-    batch = {"per_device_train_batch_size": 2, "global_batch_size": 8, "max_train_steps": 2}
-    three = plan(world_size=3, evenly=False, **batch)
-
-    assert (three.global_batch_size, three.accumulation, three.total_steps) == (8, 2, 2)
-    shares = [three.rank_samples(1, rank).tolist() for rank in range(3)]
-    assert shares == [[[8, 9], [14, 15]], [[10, 11], [-1, -1]], [[12, 13], [-1, -1]]]
-
-
 def test_two_ranks_take_turns_by_micro_batch():
     made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
     assert made.rank_samples(0, 0).tolist() == [[0, 1], [4, 5]]

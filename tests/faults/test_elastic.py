@@ -1,11 +1,15 @@
-"""One run on 1, 2, 4 and 2 ranks in turn is the run of one rank."""
+"""Runs whose number of ranks changes: by hand, and by torchrun when a node is lost."""
 
+import os
+import signal
 from collections.abc import Sequence
 
 import pytest
 
+from llm.checkpoint import newest_valid
 from tests.support.faults import Fault, install
-from tests.support.ranks import run_ranks, values
+from tests.support.launch import Launch, wait_until_there
+from tests.support.ranks import free_port, run_ranks, values
 from tests.support.training import Bench, Run
 
 pytestmark = pytest.mark.faults
@@ -67,3 +71,75 @@ def test_the_same_samples_in_the_same_order_and_the_same_losses(tmp_path):
     run, straight = Run(bench.folder / "elastic", []), Run(bench.folder / "alone", [])
     assert len(run.losses) == 24
     assert run.losses == pytest.approx(straight.losses, rel=1e-5)
+
+
+def lose_a_node(bench: Bench, name: str, **options) -> tuple[Run, str]:
+    """Three torchruns of one rank each, of which the last is killed in step 8; 2 to 3 may go on."""
+    command = bench.command(name, max_train_steps=12, checkpointing_steps=3, **options)
+    launcher = ["--nnodes", "2:3", "--max_restarts", "3"]
+    settings = "last_call_timeout=5,keep_alive_interval=1"  # 30 s and 5 s unless given
+    stopped, port = bench.folder / f"{name}-stopped", free_port()
+    stop = Fault(
+        at="llm.trainers.gpt.loop:Trainer.train_step", what="SIGSTOP", call=8, file=stopped
+    )
+    nodes = [
+        Launch(
+            command,
+            ranks=1,
+            faults=[stop] if node == 2 else [],
+            launcher=[*launcher, "--rdzv_conf", f"is_host={int(node == 0)},{settings}"],
+            port=port,
+        )
+        for node in range(3)
+    ]
+    try:
+        wait_until_there(stopped)
+        for pid in nodes[2].alive():
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        outputs = [node.end(timeout=180) for node in nodes]
+    output = "\n".join(outputs)
+    assert [node.process.returncode for node in nodes] == [0, 0, -9], output
+    assert [node.left for node in nodes] == [[], [], []]
+    return Run(bench.folder / name, []), output
+
+
+def test_torchrun_goes_on_without_a_node_that_is_lost_with_the_losses_of_all(tmp_path):
+    bench = Bench(tmp_path, **NO_DROPOUT)
+    # Three ranks accumulate over 2 micro-batches, two over 3.
+    options = {
+        "per_device_train_batch_size": 2,
+        "global_batch_size": 12,
+        "resume_from_checkpoint": True,
+        "async_checkpoint": False,
+    }
+    straight = bench.train_well("straight", ranks=3, max_train_steps=12, **options)
+
+    run, output = lose_a_node(bench, "lost", **options)
+
+    assert "at step 6." in output
+    assert "number of ranks was 3 and is 2" in output
+    assert [record["step"] for record in run.metrics if "loss" in record] == [*range(1, 13)]
+    assert run.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert run.read_json("status.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{"data_parallel": "gossip"}, {"data_parallel": "diloco", "sync_every": 3}],
+    ids=["gossip", "diloco"],
+)
+def test_replicas_go_on_from_their_mean(tmp_path, mode):
+    bench = Bench(tmp_path)
+    options = {"per_device_train_batch_size": 2, "global_batch_size": 12, **mode}
+
+    run, output = lose_a_node(
+        bench, "lost", resume_from_checkpoint=True, async_checkpoint=False, **options
+    )
+
+    assert "The checkpoint holds 3 replicas of the model and this run has 2" in output
+    assert [record["step"] for record in run.metrics if "loss" in record] == [*range(1, 13)]
+    assert run.losses[-1] < run.losses[0] - 0.3
+    newest = newest_valid(run.folder / "checkpoints")
+    assert newest is not None
+    assert (newest.step, newest.facts["replicas"]) == (12, 2)

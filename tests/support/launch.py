@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.support.faults import Fault, in_environment
 from tests.support.ranks import free_port
@@ -25,6 +24,7 @@ class Launch:
         ranks: Number of ranks.
         faults: What shall happen to them.
         launcher: More arguments of torchrun.
+        port: Where the launchers of several nodes meet; a free one unless given.
         environment: More variables.
     """
 
@@ -35,9 +35,10 @@ class Launch:
         ranks: int = 2,
         faults: Sequence[Fault] = (),
         launcher: Sequence[str] = (),
+        port: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self._mark = uuid.uuid4().hex
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
@@ -96,29 +97,6 @@ class Launch:
             except OSError:
                 return False
             return True
-
-
-def start_tasks(argv: Sequence[str], *, ranks: int, faults: Sequence[Fault]) -> list[Any]:
-    """The trainer in processes that nobody ends when one of them dies."""
-    port = free_port()
-    common = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **in_environment(faults),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "llm.trainers.gpt", *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
 
 
 def wait_until_there(path: Path, timeout: float = 120) -> None:

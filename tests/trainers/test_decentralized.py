@@ -163,43 +163,6 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_ranks_that_have_to_end_with_a_lost_one_save_what_they_have_and_any_number_goes_on(bench):
-    # 8 samples a step in micro-batches of 2: of three ranks, one has two of the four.
-    options = {
-        **RING,
-        "topology": "exp",
-        "on_peer_loss": "continue",
-        "per_device_train_batch_size": 2,
-        "max_train_steps": 12,
-    }
-    kill = Fault(at=STEP, what="SIGKILL", call=9, rank=2)
-
-    run = bench.train("lost", ranks=4, faults=[kill], **options)
-
-    for rank in (0, 1, 3):  # by itself, or by its watchdog where it waits for another one
-        outcome = run.outcomes[rank]
-        assert outcome.value == 76 or outcome.error == "ended with code 76", run.output
-    assert "Traceback" not in run.output
-    newest = newest_valid(run.folder / "checkpoints")
-    assert newest is not None
-    assert newest.step in (8, 9)  # the step before the kill, or the one that it cut short
-    assert newest.facts["replicas"] == 3
-    mean, replicas = saved_replicas(run)
-    for name in replicas[0]:
-        of_ranks = torch.stack([weights[name] for weights in replicas])
-        torch.testing.assert_close(mean[name], of_ranks.mean(dim=0), rtol=0, atol=5e-7)
-
-    options["resume_from_checkpoint"] = True
-    again = bench.train_well("lost", ranks=3, **options)
-
-    assert "3 ranks average in a ring: --topology exp takes others." in again.output
-    logged = [record for record in again.metrics if "loss" in record]
-    steps = [record["step"] for record in logged]
-    assert steps == [step for step in range(1, 13) if step != 9 or 9 in steps]
-    assert logged[-1]["samples"] == 12 * 8
-    assert again.losses[-1] < again.losses[0] - 0.3
-
-
 def test_a_step_that_one_rank_skips_is_reported_and_other_ranks_go_on_from_whole_counts(bench):
     options = {"global_batch_size": 8, "checkpointing_steps": 4, **RING}
     undefined = Fault(at=LOSS, what="nan", call=3, rank=1)
@@ -250,11 +213,6 @@ def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench):
         ({"accum_steps": 4, "optimizer": "adamw", **RING}, "--accum_steps needs --optimizer"),
         ({"kfac": True, **RING}, "--kfac needs the gradients of all ranks.*gossip"),
         ({"kfac": True, **DILOCO}, "--kfac needs the gradients of all ranks.*diloco"),
-        (
-            {"on_peer_loss": "continue"},
-            "--on_peer_loss needs --data_parallel gossip or --data_parallel diloco",
-        ),
-        ({"on_peer_loss": "continue", "gossip_group": "nodes", **RING}, "not --gossip_group nodes"),
         ({"topology": "star", **RING}, "complete, exp, ring, alternating-exp-ring"),
     ],
 )

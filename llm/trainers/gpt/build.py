@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import math
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +22,12 @@ from llm.models.made_up import made_up_weights
 from llm.models.masking import check_documents_apart
 from llm.models.stages import check_cut
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.decentralized import DecentralizedStrategy
 from llm.profiling import StepProfiler
 from llm.rules import profiled_steps, recomputation, ties_gradients
 from llm.runtime import Interruption, World, device_of
 from llm.saving import Saver
 from llm.state import TrainState
 from llm.strategy import Strategy
-from llm.survivors import Survivors
 from llm.tracking import Meter, Tracker
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
@@ -293,31 +289,6 @@ def _facts_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
         "data": inputs.data_digest,
         **inputs.replicas.facts(),
     }
-
-
-def make_survivors(
-    config: GPTConfig,
-    inputs: Inputs,
-    trainer: Trainer,
-    interruption: Interruption,
-    *,
-    restarts: bool,
-) -> Survivors:
-    """What goes on with the run where another rank is lost; every rank must call it."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, DecentralizedStrategy)
-    return Survivors(
-        strategy=strategy,
-        state=trainer.state,
-        # An interval of the log that was cut short is not told.
-        parts={"meter": Meter(strategy.device, rank=strategy.rank)},
-        facts=_facts_of(config, inputs),
-        checkpoints=inputs.run.checkpoints,
-        job=strategy.share(uuid.uuid4().hex),
-        interruption=interruption,
-        save_seconds=config.save_timeout or math.inf,
-        restarts=restarts,
-    )
 
 
 def _make_saver(

@@ -287,8 +287,6 @@ def _plan(
         num_train_epochs=config.num_train_epochs,
         max_train_steps=config.max_train_steps,
         max_train_samples=config.max_train_samples,
-        # Survivors keep the samples of a step, and some of them have more of these.
-        evenly=resume_from is None or config.on_peer_loss == "stop",
     )
 
 

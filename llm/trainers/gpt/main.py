@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(words)
         if config.fast_malloc and argv is None:
             restart_with_kept_memory()
-        return run(config, world, config_file=config_file_of(words), restarts=argv is None)
+        return run(config, world, config_file=config_file_of(words))
     except LLMError as error:
         _refuse(error, world)
         return 2
@@ -121,16 +121,13 @@ def _refuse(error: LLMError, world: World) -> None:
             logger.error(f"error: {error}")
 
 
-def run(
-    config: GPTConfig, world: World, *, config_file: Path | None, restarts: bool = False
-) -> int:
+def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     """Train or evaluate as configured; returns the exit code.
 
     Args:
         config: The options.
         world: Which rank this is.
         config_file: The TOML file that some of them are from.
-        restarts: Whether this process is a program of its own, which can begin anew.
     """
     adopt_launcher()
     calm_threads()
@@ -156,7 +153,7 @@ def run(
     if config.eval_only:
         code = _evaluate(config, inputs, model, strategy)
     else:
-        code = _train_and_tell(config, inputs, model, strategy, restarts=restarts)
+        code = _train_and_tell(config, inputs, model, strategy)
     if code == EXIT_PEER_LOST:
         return code  # what is under way never ends
     strategy.close()
@@ -170,8 +167,6 @@ def _train_and_tell(
     inputs: "Inputs",
     model: "PreTrainedModel",
     strategy: "AcceleratedStrategy",
-    *,
-    restarts: bool,
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
 
@@ -188,14 +183,13 @@ def _train_and_tell(
             inputs.run.open(overwrite=config.overwrite_output_dir, config=toml)
             log_to_file(inputs.run.log)
             logger.addHandler(EventHandler(inputs.run.events))
-        code = _train(config, inputs, model, strategy, watchdog, restarts=restarts)
+        code = _train(config, inputs, model, strategy, watchdog)
         watchdog.close()
         return code
     except BaseException as error:
         # Where another rank is the reason, it is known a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         if watchdog.wait_for_verdict(0.0 if foreseen else PEER_SECONDS) is not None:
-            watchdog.wait_until_settled()
             return EXIT_PEER_LOST
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             tell(f"{type(error).__name__}: {error}")
@@ -227,10 +221,8 @@ def _train(
     model: "PreTrainedModel",
     strategy: "AcceleratedStrategy",
     watchdog: Watchdog,
-    *,
-    restarts: bool,
 ) -> int:
-    from llm.trainers.gpt.build import make_survivors, make_trainer
+    from llm.trainers.gpt.build import make_trainer
     from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import (
         log_beginning,
@@ -247,11 +239,7 @@ def _train(
     trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, watchdog)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
-    if config.on_peer_loss == "continue" and strategy.world_size > 1:
-        survivors = make_survivors(config, inputs, trainer, interruption, restarts=restarts)
-        watchdog.go_on = survivors.go_on
     outcome = trainer.fit()
-    watchdog.go_on = None
     tracker.close()
     step = trainer.state.step
     if outcome == "preempted":

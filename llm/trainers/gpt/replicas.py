@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.layout import Layout
 from llm.parallel.mixing import Mixer
 from llm.parallel.pipeline import PipelineStrategy
-from llm.parallel.rounds import Round, Topology, check_topology, make_rounds
+from llm.parallel.rounds import Round, check_topology, make_rounds
 from llm.parallel.sharded import ShardedStrategy
 from llm.parallel.sharded_replicas import ShardedReplicas
 from llm.parallel.tensor import divide_layers
@@ -78,9 +77,8 @@ def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | 
         if config.gossip_group == "nodes":
             _check_whole_nodes(config, on_node)
             number, ranks_each, on_node = world_size // on_node, on_node, 1
-        goes_on = config.on_peer_loss == "continue" and resume_from is not None
-        topology = _topology(config, number, on_node, or_ring=goes_on)
-        rounds = make_rounds(topology, ranks=number, ranks_per_node=on_node)
+        check_topology(config.topology, ranks=number, ranks_per_node=on_node)
+        rounds = make_rounds(config.topology, ranks=number, ranks_per_node=on_node)
     return Replicas(
         number=number,
         ranks_each=ranks_each,
@@ -96,18 +94,6 @@ def _check_whole_nodes(config: GPTConfig, ranks_per_node: int) -> None:
             f"--gossip_group nodes divides a replica over all ranks of a node, and there are "
             f"{ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
         )
-
-
-def _topology(config: GPTConfig, ranks: int, ranks_per_node: int, *, or_ring: bool) -> Topology:
-    """The topology that was asked for, or what any number of survivors can do."""
-    try:
-        check_topology(config.topology, ranks=ranks, ranks_per_node=ranks_per_node)
-    except ConfigError:
-        if not or_ring:
-            raise
-        logger.info(f"{ranks} ranks average in a ring: --topology {config.topology} takes others.")
-        return "ring"
-    return config.topology
 
 
 def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
@@ -182,7 +168,6 @@ def _decentralized(
     config: GPTConfig, replicas: Replicas, accelerator: Accelerator, **division: Any
 ) -> DecentralizedStrategy:
     """Replicas that gossip, each divided over its ranks or not, or that step together at times."""
-    changing = threading.Lock()
 
     def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
         if config.data_parallel == "gossip":
@@ -193,7 +178,6 @@ def _decentralized(
                 ranks_per_replica=replicas.ranks_each,
                 divided=bool(division),
                 overlap=config.gossip_order == "overlap",
-                changing=changing,
             )
         return OuterOptimizer(
             tensors,
@@ -202,7 +186,6 @@ def _decentralized(
             sync_every=config.sync_every if replicas.number > 1 else sys.maxsize,
             learning_rate=config.outer_learning_rate,
             momentum=config.outer_momentum,
-            changing=changing,
         )
 
     strategy = ShardedReplicas if division else DecentralizedStrategy
@@ -211,7 +194,6 @@ def _decentralized(
         mixed_precision=config.mixed_precision,
         make_averaging=make_averaging,
         ranks_per_replica=replicas.ranks_each,
-        changing=changing,
         **division,
     )
 
