@@ -99,9 +99,9 @@ class Launch:
             return True
 
 
-def wait_until_there(path: Path, timeout: float = 120) -> None:
-    """Wait for a file that a fault writes."""
+def wait_until_there(path: Path, timeout: float = 120, *, ranks: int = 1) -> None:
+    """Wait for a file to which so many ranks have written that a fault happens."""
     end = time.monotonic() + timeout
-    while not path.exists():
+    while not path.exists() or len(path.read_text(encoding="utf-8").splitlines()) < ranks:
         assert time.monotonic() < end, f"{path.name} is not reached"
         time.sleep(0.02)
