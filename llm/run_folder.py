@@ -78,7 +78,8 @@ class RunFolder:
             raise ConfigError(
                 f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
             ) from error
-        if trained + exported and not self._holds_run():
+        is_run = "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
+        if trained + exported and not is_run:
             names = [str(path.relative_to(self.path)) for path in trained + exported]
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ConfigError(
@@ -98,9 +99,6 @@ class RunFolder:
                 f"{link} is a link, and --overwrite_output_dir removes nothing through a link: "
                 "remove it or what it leads to, or name another --output_dir."
             )
-
-    def _holds_run(self) -> bool:
-        return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
 
     def _of_training(self) -> list[Path]:
         """What there is of what a run writes before it exports its model."""

@@ -4,6 +4,7 @@ What several ranks hold is written by one of them; a tensor that is divided over
 piece by piece, each piece once.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -44,7 +45,9 @@ def share_out(
     divided = [(path, tensor) for path, tensor in items if isinstance(tensor, DTensor)]
     pieces = _Files()
     for number, (path, tensor) in enumerate(divided):
-        file_of[path] = pieces.put(tensor.nbytes // _pieces(tensor))
+        axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        num_pieces = math.prod(size for size, place in axes if not place.is_replicate())
+        file_of[path] = pieces.put(tensor.nbytes // num_pieces)
         if tensor.to_local().numel() and _writes_piece(tensor, number):
             own[path] = tensor
     return own, file_of
@@ -62,14 +65,6 @@ class _Files:
             self._number, self._bytes = self._number + 1, 0
         self._bytes += num_bytes
         return self._number
-
-
-def _pieces(tensor: DTensor) -> int:
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    pieces = 1
-    for size, placement in sizes:
-        pieces *= 1 if placement.is_replicate() else size
-    return pieces
 
 
 def _writes_piece(tensor: DTensor, number: int) -> bool:

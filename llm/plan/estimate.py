@@ -59,16 +59,19 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     flops[-1] += trace.loss_flops
     tokens = batches.global_batch_size * job.length
 
-    def seconds(efficiency: float) -> float:
-        return _step_seconds(
-            job,
-            memory,
-            sent,
-            flops=max(flops) * batches.accumulation,
-            bubble=bubble,
-            efficiency=efficiency,
-        )
+    device, fp32 = job.device, job.options.mixed_precision == "no"
+    peak = (device.fp32_tflops if fp32 else device.tflops) * 1e12
+    inline = sum(t.seconds(job) for t in sent if not t.overlapped)
+    hidden = sum(t.seconds(job) for t in sent if t.overlapped)
+    # The optimizer reads and writes weights and moments and reads gradients.
+    stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
 
+    def seconds(efficiency: float) -> float:
+        """What hides behind products counts only as far as it takes longer than they do."""
+        working = max(flops) * batches.accumulation / (peak * efficiency) + inline
+        return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
+
+    step_seconds = seconds(job.options.efficiency)
     return Estimate(
         layout=layout,
         micro_batches=batches.accumulation,
@@ -79,32 +82,9 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         bubble=bubble,
         transfers=sent,
         floor_seconds=seconds(1.0),
-        step_seconds=seconds(job.options.efficiency),
-        tokens_per_second=tokens / seconds(job.options.efficiency),
+        step_seconds=step_seconds,
+        tokens_per_second=tokens / step_seconds,
     )
-
-
-def _step_seconds(
-    job: Job,
-    memory: Memory,
-    sent: list[Transfer],
-    *,
-    flops: float,
-    bubble: float,
-    efficiency: float,
-) -> float:
-    """Seconds of a step: products, what is sent among them, the bubble, the optimizer.
-
-    What can be hidden behind products counts only as far as it takes longer than they do.
-    """
-    device = job.device
-    peak = device.fp32_tflops if job.options.mixed_precision == "no" else device.tflops
-    inline = sum(t.seconds(job) for t in sent if not t.overlapped)
-    hidden = sum(t.seconds(job) for t in sent if t.overlapped)
-    # The optimizer reads and writes weights and moments and reads gradients.
-    stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
-    working = flops / (peak * 1e12 * efficiency) + inline
-    return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
 
 
 def checkpoint_bytes(job: Job) -> int:

@@ -15,7 +15,7 @@ from llm.models.pieces import Pieces, find_pieces
 from llm.models.stages import check_depth
 from llm.parallel.layout import Layout
 from llm.parallel.schedules import check_micro_batches
-from llm.plan.census import Census, shard_sizes, take_census
+from llm.plan.census import Census, take_census
 from llm.plan.devices import DEVICES, GIB, Device
 from llm.plan.optimizer import optimizer_memory
 from llm.plan.options import PlanOptions
@@ -58,7 +58,6 @@ class Job:
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
-        self.block_shards = functools.cache(self._block_shards)
 
     def outline(self) -> PreTrainedModel:
         """Make the model on the meta device, as the trainer makes it."""
@@ -142,10 +141,6 @@ class Job:
         check_depth(num_layers, num_stages)
         stages = self._pieces.share_out(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
-
-    def _block_shards(self, tensor: int, ranks: int) -> list[tuple[int, int]]:
-        """For each block, the elements on one of so many ranks: all, and those trained."""
-        return [shard_sizes(block, ranks) for block in self.census(tensor).blocks]
 
 
 def _device(options: PlanOptions) -> Device:

@@ -1,6 +1,7 @@
 """Memory of one rank, by kind, at the fullest moment of a step."""
 
 import dataclasses
+import itertools
 
 from llm.parallel.layout import Layout
 from llm.plan.census import FP32, num_elements, shard_sizes
@@ -93,9 +94,8 @@ class _Stage:
             for p in self.census.others
             if (p in head and self.is_last) or (is_first and (p not in head or self.census.is_tied))
         ]
-        blocks = job.block_shards(layout.tensor, ranks)
-        sizes = [*(blocks[number] for number in numbers), shard_sizes(self.others, ranks)]
-        self.own, self.trained = (sum(column) for column in zip(*sizes, strict=True))
+        blocks = (self.census.blocks[number] for number in numbers)
+        self.own, self.trained = shard_sizes(itertools.chain(self.others, *blocks), ranks)
         self.micro_batches = job.batches(layout).accumulation
         self.flight = in_flight(
             job.options.pipeline_schedule,

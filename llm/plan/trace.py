@@ -104,6 +104,7 @@ def trace(
     config = model.config.get_text_config()
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]
+    forward_flops = flops["block done"] - flops["block"]
     return Trace(
         inputs=before.live,
         block=after.live - before.live,
@@ -114,10 +115,7 @@ def trace(
         loss_left=max(0, level["backward"].live - after.live - head),
         loss_kept=max(0, level["end"].live - gradients) if on_host else 0,
         block_backward_extra=level["backward done"].peak - level["backward"].live,
-        block_flops=flops["block done"]
-        - flops["block"]
-        + flops["backward done"]
-        - flops["backward"],
+        block_flops=forward_flops + flops["backward done"] - flops["backward"],
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,
         width=config.hidden_size,
