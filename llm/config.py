@@ -42,6 +42,9 @@ class GPTConfig:
         "max_failed_saves": Removed(
             3, "training stops when four checkpoints in a row cannot be written"
         ),
+        "start_timeout": Removed(1800.0, "the first step may take three times --timeout"),
+        "step_timeout": Removed(600.0, "--timeout says how long a step may take"),
+        "save_timeout": Removed(1800.0, "a checkpoint may take three times --timeout"),
         "on_peer_loss": Removed(
             "stop",
             "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint goes on "
@@ -627,22 +630,11 @@ class GPTConfig:
         group=FAULTS,
         at_least=1,
     )
-    start_timeout: float = option(
-        1800.0,
-        "Seconds that a rank may take until its first step is done; then it counts as hung, is "
-        "named, and all ranks end. 0 waits for ever.",
-        group=FAULTS,
-        at_least=0,
-    )
-    step_timeout: float = option(
+    timeout: float = option(
         600.0,
-        "The same for each further step and each batch of an evaluation.",
-        group=FAULTS,
-        at_least=0,
-    )
-    save_timeout: float = option(
-        1800.0,
-        "The same for a checkpoint, and for the export at the end.",
+        "Seconds that a rank may take for a step, or a batch of an evaluation, before it counts as "
+        "hung, is named, and all ranks end; three times as many for the first step, a "
+        "checkpoint and the export. 0 waits for ever.",
         group=FAULTS,
         at_least=0,
     )

@@ -280,6 +280,17 @@ def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_pat
             "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5",
         ),
         (
+            ["--start_timeout", "60"],
+            "start_timeout = 60",
+            "the first step may take three times --timeout",
+        ),
+        (["--step-timeout=60"], "step_timeout = 60", "--timeout says how long a step may take"),
+        (
+            ["--save_timeout", "0"],
+            "save_timeout = 0",
+            "a checkpoint may take three times",
+        ),
+        (
             ["--on_peer_loss", "continue"],
             'on_peer_loss = "continue"',
             "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint",

@@ -5,12 +5,14 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, is_fp8_available
+from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
 from llm.state import model_tensors
@@ -58,13 +60,24 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerator:
+def make_accelerator(
+    mixed_precision: str, *, device: torch.device, timeout: float = 600.0
+) -> Accelerator:
     """Form the process groups.
 
     Accelerate has two ways of its own on a CPU: it joins several processes only when
     told to use the CPU, and trains fp16 as float32 without a word. The first is told
     here; the second is left to `AcceleratedStrategy`, which does that autocast itself.
+
+    Args:
+        mixed_precision: no, fp8, fp16 or bf16.
+        device: Of this process.
+        timeout: Seconds that a step may take, 0 for any number; messages may take longer, so that
+            a rank that hangs is named first.
     """
+    patience = timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
+        setattr(distributed_c10d, name, patience)
     on_cpu = device.type == "cpu"
     # Else DistributedDataParallel is told the rank's number on its node as its device, which is
     # another one where a task sees its own GPU only. Batches are on the device already.
@@ -75,7 +88,7 @@ def make_accelerator(mixed_precision: str, *, device: torch.device) -> Accelerat
     return Accelerator(
         cpu=on_cpu,
         mixed_precision="no" if on_cpu and mixed_precision == "fp16" else mixed_precision,
-        kwargs_handlers=[data_parallel],
+        kwargs_handlers=[data_parallel, InitProcessGroupKwargs(timeout=patience)],
     )
 
 

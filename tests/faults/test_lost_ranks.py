@@ -53,7 +53,7 @@ def test_a_rank_that_is_stopped_is_named_within_its_limit_and_five_seconds(bench
     stopped = tmp_path / "stopped"
     fault = Fault(at=STEP, what="SIGSTOP", call=6, rank=victim, file=stopped)
     name = f"stopped-{victim}"
-    started = bench.start(name, ranks=3, faults=[fault], step_timeout=4, **OPTIONS)
+    started = bench.start(name, ranks=3, faults=[fault], timeout=4, **OPTIONS)
     started.wait_for_death()
     seconds = time.time() - stopped.stat().st_mtime
     others = [process for rank, process in enumerate(started.processes) if rank != victim]
@@ -110,7 +110,7 @@ def test_torchrun_alone_ends_soon_when_a_rank_is_killed_and_the_status_names_it(
 def test_no_stopped_process_is_left_behind_by_torchrun(bench):
     stop = Fault(at=STEP, what="SIGSTOP", call=6, rank=1)
 
-    launch = Launch(bench.command("held", step_timeout=3, **OPTIONS), faults=[stop])
+    launch = Launch(bench.command("held", timeout=3, **OPTIONS), faults=[stop])
     launch.end()
 
     assert launch.process.returncode != 0

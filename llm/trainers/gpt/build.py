@@ -105,7 +105,9 @@ def make_strategy(
     config: GPTConfig, inputs: Inputs, model: PreTrainedModel, world: World
 ) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
-    accelerator = make_accelerator(config.mixed_precision, device=device_of(world))
+    accelerator = make_accelerator(
+        config.mixed_precision, device=device_of(world), timeout=config.timeout
+    )
     strategy = choose_strategy(
         config, inputs.replicas, inputs.layout, accelerator, model, seed=inputs.seed
     )

@@ -40,7 +40,7 @@ from llm.runtime import (
     world_from_environment,
 )
 from llm.toml import to_toml
-from llm.watchdog import EXIT_PEER_LOST, Watchdog
+from llm.watchdog import EXIT_PEER_LOST, Phase, Watchdog
 
 PEER_SECONDS = 3.0
 """For so long a rank whose communication failed waits to hear which other one is the reason."""
@@ -200,16 +200,17 @@ def _make_watchdog(
     config: GPTConfig, strategy: "AcceleratedStrategy", *, on_loss: Callable[[str], None]
 ) -> Watchdog:
     """Let the ranks watch one another from here on."""
-    limits = {
-        "start": config.start_timeout,
-        "step": config.step_timeout,
-        "evaluation": config.step_timeout,
-        "save": config.save_timeout,
+    step = config.timeout or math.inf
+    limits: dict[Phase, float] = {
+        "start": 3 * step,
+        "step": step,
+        "evaluation": step,
+        "save": 3 * step,
     }
     return Watchdog(
         rank=strategy.rank,
         world_size=strategy.world_size,
-        limits={phase: limit or math.inf for phase, limit in limits.items()},  # type: ignore[misc]
+        limits=limits,
         share=strategy.share,
         on_loss=on_loss,
     )
