@@ -192,7 +192,7 @@ class Health:
     def wait_for_verdict(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
         deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
-        while self.verdict is None and time.monotonic() < deadline:
+        while self.verdict is None and (time.monotonic() < deadline or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
         return self.verdict
 
@@ -282,9 +282,11 @@ class Health:
         silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS and not p.beat["left"]]
         worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
         limit = min(self._limits[peer.beat["phase"]] for peer in late)
+        alike = not silent and all(p.beat["step"] == worst.beat["step"] for p in peers)
+        who = "every rank" if alike else worst.beat["name"]
         return (
-            f"{worst.beat['name']} hangs: nothing in {now - worst.since:.0f} s of its "
-            f"{worst.beat['phase']} after step {worst.beat['step']} (limit {limit:g} s)"
+            f"{who} hangs: nothing in {now - worst.since:.0f} s of its {worst.beat['phase']} after "
+            f"step {worst.beat['step']} (limit {limit:g} s)"
         )
 
     def _end(self, verdict: str, board: Board | None = None) -> None:
