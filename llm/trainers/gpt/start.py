@@ -60,7 +60,7 @@ def check_folder(
     Raises:
         ConfigError: The folder is taken, or an input lies in it where the run would replace it.
     """
-    own = {run.path.resolve(), run.checkpoints.resolve()}
+    own = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
     if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
         run.check(resume=True, overwrite=False)
         return
