@@ -86,18 +86,17 @@ class TokenCache:
             LLMError: What another rank has found.
         """
         folder = self.folder / plan_digest([source], _output(self.folder), self.encoding)
-        if not self._is_made(folder):
-            try:
+        try:
+            if not self._is_made(folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _lock(beside(folder, ".lock")) as locked:
                     if not self._is_made(folder):
                         self._make_or_note(source, folder, locked=locked, optional=optional)
-            except OSError as error:
-                raise DataError(
-                    f"The token cache in {self.folder} cannot be written "
-                    f"({error.strerror or error}); free some space there, or choose another "
-                    f"folder with {_OPTION}."
-                ) from error
+        except OSError as error:
+            raise DataError(
+                f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
+                f"free some space there, or choose another folder with {_OPTION}."
+            ) from error
         if (folder / "absent").exists():
             return None
         return folder / "tokens"
