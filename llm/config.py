@@ -138,7 +138,7 @@ class GPTConfig:
         "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
         "the best that the model supports.",
         group=MODEL,
-        resume="told",
+        resume="logged",
     )
     pad_vocab_to_multiple_of: int | None = option(
         None,
@@ -312,10 +312,14 @@ class GPTConfig:
     )
 
     per_device_train_batch_size: int = option(
-        8, "Samples of one micro-batch on one device.", group=BATCH, resume="told", at_least=1
+        8, "Samples of one micro-batch on one device.", group=BATCH, resume="logged", at_least=1
     )
     per_device_eval_batch_size: int = option(
-        8, "Samples of one evaluation batch on one device.", group=BATCH, resume="told", at_least=1
+        8,
+        "Samples of one evaluation batch on one device.",
+        group=BATCH,
+        resume="logged",
+        at_least=1,
     )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1
@@ -462,27 +466,27 @@ class GPTConfig:
     )
 
     torch_compile: bool = option(
-        False, "Compile the model with torch.compile.", group=SPEED, resume="told"
+        False, "Compile the model with torch.compile.", group=SPEED, resume="logged"
     )
     fused_gelu: bool = option(
         True,
         "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; the same function.",
         group=SPEED,
-        resume="told",
+        resume="logged",
     )
     chunked_loss: bool = option(
         True,
         "Compute the loss a few hundred tokens at a time, where the model's output head allows it; "
         "the full logits are never built.",
         group=SPEED,
-        resume="told",
+        resume="logged",
     )
     tied_gradients: bool = option(
         True,
         "Where the embedding is also the output head, make one gradient of its two; not with "
         "torch_compile.",
         group=SPEED,
-        resume="told",
+        resume="logged",
     )
     fast_malloc: bool = option(
         True,
@@ -517,7 +521,7 @@ class GPTConfig:
         None,
         "Evaluation batches at most, over all devices; by default the whole validation split.",
         group=EVALUATION,
-        resume="told",
+        resume="logged",
         at_least=1,
     )
     eval_metrics: tuple[str, ...] = option(
@@ -672,7 +676,7 @@ class GPTConfig:
         "Ranks that each hold a part of every weight, gradient and moment; what the sizes leave "
         "over holds copies.",
         group=PARALLEL,
-        resume="told",
+        resume="logged",
         at_least=1,
     )
     tensor_parallel_size: int = option(
@@ -680,14 +684,14 @@ class GPTConfig:
         "Ranks that compute every layer together, each some of its heads and columns; keep them on "
         "one node.",
         group=PARALLEL,
-        resume="told",
+        resume="logged",
         at_least=1,
     )
     context_parallel_size: int = option(
         1,
         "Ranks that each hold a part of every sample; block_size is a multiple of twice as many.",
         group=PARALLEL,
-        resume="told",
+        resume="logged",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
@@ -695,7 +699,7 @@ class GPTConfig:
         "Ranks that each hold some of the layers; the micro-batches of a step run through them "
         "one behind the other, so gradient_accumulation_steps should be several times as many.",
         group=PARALLEL,
-        resume="told",
+        resume="logged",
         at_least=1,
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(

@@ -28,7 +28,7 @@ class Option:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    resume: Literal["fixed", "told", "free"] = "free"
+    resume: Literal["fixed", "logged", "free"] = "free"
     one_shot: bool = False
     path: bool = False
     requires: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    resume: Literal["fixed", "told", "free"] = "free",
+    resume: Literal["fixed", "logged", "free"] = "free",
     one_shot: bool = False,
     path: bool = False,
     requires: tuple[str, ...] = (),
@@ -60,9 +60,9 @@ def option(
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
-        resume: `fixed` when a resumed run must keep the value of the run it continues; `told` when
-            the log names a change, which is one of rounding or of what is compared.
-        one_shot: An order for one start and no setting of the run: `to_toml` leaves it out.
+        resume: `fixed` when a resumed run must keep the value of the run it continues; `logged`
+            when it may change the value and logs that, since rounding or evaluation change too.
+        one_shot: It applies to a single start, so `to_toml` leaves it out.
         path: Whether a text names a file or folder, or may do so.
         requires: What the option is for, as NAME or NAME=VALUE: it is refused unless one of these
             is given, or has that value.

@@ -1,6 +1,6 @@
 """Combinations of options that cannot work, by subject.
 
-That an option needs another one is said where it is declared (`requires`). The rules run before
+Where an option needs another one, its declaration says so (`requires`). The rules run before
 anything heavy is imported, so that a command that cannot work is refused at once.
 """
 

@@ -69,9 +69,11 @@ class RunFolder:
         """
         if is_too_long(str(self.path)):  # the default one: others were looked at before
             raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
-        if self.path.exists() and not self.path.is_dir():
+        # Unlike Path.exists, os.path's take a folder that may not be entered.
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"--output_dir {self.path} is a file; name a folder.")
-        there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        parents = (self.path, *self.path.absolute().parents)
+        there = next(path for path in parents if os.path.exists(path))
         if not os.access(there, os.W_OK):
             raise ConfigError(f"--output_dir {self.path}: {there} is not writable for you.")
         try:
@@ -95,12 +97,22 @@ class RunFolder:
                 "it by --resume_from_checkpoint, remove it by --overwrite_output_dir, or name "
                 "another folder."
             )
-        link = next((p.parent for p in trained if p.parent.is_symlink()), self.path)
-        if overwrite and link != self.path:
+        folders = {path.parent for path in trained if path.parent != self.path}
+        links = sorted(folder for folder in folders if folder.is_symlink())
+        if overwrite and links:
             raise ConfigError(
-                f"{link} is a link, and --overwrite_output_dir removes nothing through a link: "
+                f"{links[0]} is a link, and --overwrite_output_dir removes nothing through a link: "
                 "remove it or what it leads to, or name another --output_dir."
             )
+
+    def _own_files(self) -> tuple[list[Path], list[Path]]:
+        """`_of_training` and `_of_model`; a ConfigError where a folder cannot be read."""
+        try:
+            return self._of_training(), self._of_model()
+        except OSError as error:
+            raise ConfigError(
+                f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
+            ) from error
 
     def _of_training(self) -> list[Path]:
         """What there is of what a run writes before it exports its model."""
@@ -123,12 +135,16 @@ class RunFolder:
 
         Args:
             source: A file or folder; it, and what lies in it, may be a link.
+
+        Raises:
+            ConfigError: This folder cannot be read.
         """
         folders = map(self.path.joinpath, _FOLDERS)
-        own = _places(*folders, *self._of_training(), *self._of_model())
+        trained, exported = self._own_files()
+        own = _places(*folders, *trained, *exported)
         read = _places(source, *_links(source))
         inside = any(place in own or not own.isdisjoint(place.parents) for place in read)
-        return inside or source.resolve() == self.path.resolve()
+        return inside or os.path.realpath(source) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
         """Refuse to start afresh over a run that has ended, in the name of resuming it.
@@ -244,7 +260,9 @@ def _places(*paths: Path) -> set[Path]:
     """Where paths lie: as they are written, and with links followed, but for the last or all."""
     found = set()
     for path in paths:
-        found |= {Path(os.path.abspath(path)), path.parent.resolve() / path.name, path.resolve()}
+        # Unlike Path.resolve, realpath takes links that lead to themselves.
+        parent, followed = os.path.realpath(path.parent), os.path.realpath(path)
+        found |= {Path(os.path.abspath(path)), Path(parent, path.name), Path(followed)}
     return found
 
 

@@ -1,6 +1,8 @@
+import errno
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -97,8 +99,10 @@ def test_overwriting_removes_nothing_through_a_link(tmp_path):
     run.checkpoints.symlink_to(elsewhere)
     run.say("finished")
     run.check(resume=True, overwrite=False)
-    with pytest.raises(ConfigError, match="checkpoints is a link, and --overwrite_output_dir"):
-        run.check(resume=False, overwrite=True)
+    (tmp_path / "linked").symlink_to(run.path)
+    for folder in (run, RunFolder(tmp_path / "linked")):
+        with pytest.raises(ConfigError, match="checkpoints is a link, and --overwrite_output_dir"):
+            folder.check(resume=False, overwrite=True)
 
 
 @pytest.fixture
@@ -136,6 +140,25 @@ def test_what_lies_beside_the_files_of_a_run_is_safe_from_it(tmp_path):
     (run.path / "text.txt").write_text("text")
     (tmp_path / "link.txt").symlink_to(run.path / "text.txt")
     assert not any(run.endangers(path) for path in (tmp_path, tmp_path / "link.txt"))
+
+
+def test_an_input_with_a_link_to_itself_is_looked_at_like_any_other(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "loop").symlink_to("loop")
+    assert not RunFolder(tmp_path / "run").endangers(tmp_path / "data")
+
+
+def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    run.checkpoints.mkdir()
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    for look in (lambda: run.check(resume=False, overwrite=True), lambda: run.endangers(tmp_path)):
+        with pytest.raises(ConfigError, match=r"checkpoints cannot be read \(Permission denied"):
+            look()
 
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path):

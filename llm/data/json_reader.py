@@ -15,7 +15,7 @@ from llm.data.text_blocks import TextBlocks
 from llm.errors import DataError
 
 _FIRST_RECORDS = 100
-"""By so many of a file's records its column is chosen."""
+"""Records at the beginning of a file from which its column is chosen."""
 
 
 def json_lines(part: Part) -> Iterator[list[str]]:

@@ -197,8 +197,8 @@ def is_of_plan(prefix: Path, plan: str) -> bool:
 
 
 def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
-    """The UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`."""
-    return np.fromfile(beside(prefix, ".bytes"), _ROW_BYTES)
+    """The UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`, mapped."""
+    return np.memmap(beside(prefix, ".bytes"), _ROW_BYTES, mode="r")
 
 
 def damage(prefix: Path, output: Output) -> list[str]:

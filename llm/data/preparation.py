@@ -64,8 +64,8 @@ def prepare_files(
         fork: As for `tokenize_parts`.
 
     Raises:
-        DataError: A text is broken, empty or changes meanwhile, an output exists or cannot be
-            written.
+        DataError: A text is broken or empty or changes while it is read, or an output exists or
+            cannot be written.
     """
     todo = []
     for texts, output in jobs:

@@ -1,10 +1,10 @@
 """Text that a run is given, as token files: prepared once per file system, whoever comes first.
 
     CACHE/KEY/tokens.*        the result: what `llm.data.prepare` writes, and the bytes of each row
-    CACHE/KEY/tokens.parts/   what is done of it; the next start goes on from there
-    CACHE/KEY/absent          in their place: the data set has no such split
+    CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
+    CACHE/KEY/absent          instead of these: the data set has no such split
     CACHE/KEY.lock            held by the process that prepares
-    CACHE/KEY.launch          what the last launch of several ranks made of it, or its error
+    CACHE/KEY.launch          tells the other ranks of a launch that it is prepared, or the error
 
 A result is read without a lock: the name `tokens.bin` comes last.
 """
@@ -81,23 +81,22 @@ class TokenCache:
             Their path without suffix; None where there is no such text.
 
         Raises:
-            DataError: The text is missing, broken, empty or changes meanwhile, or the cache
-                cannot be written.
+            DataError: The text is missing, broken or empty, it changes while it is read, or the
+                cache cannot be written.
             LLMError: What another rank has found.
         """
         folder = self.folder / plan_digest([source], _output(self.folder), self.encoding)
-        if not self._is_made(folder):
-            try:
+        try:
+            if not self._is_made(folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _lock(beside(folder, ".lock")) as locked:
                     if not self._is_made(folder):
                         self._make_or_note(source, folder, locked=locked, optional=optional)
-            except OSError as error:
-                raise DataError(
-                    f"The token cache in {self.folder} cannot be written "
-                    f"({error.strerror or error}); free some space there, or choose another "
-                    f"folder with {_OPTION}."
-                ) from error
+        except OSError as error:
+            raise DataError(
+                f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
+                f"free some space there, or choose another folder with {_OPTION}."
+            ) from error
         if (folder / "absent").exists():
             return None
         return folder / "tokens"
@@ -135,7 +134,7 @@ class TokenCache:
 
     def _make(self, source: Source, folder: Path, *, optional: bool) -> None:
         if self.overwrite:
-            shutil.rmtree(folder, ignore_errors=True)  # who has it mapped keeps it
+            shutil.rmtree(folder, ignore_errors=True)  # processes that have it mapped keep it
         folder.mkdir(exist_ok=True)
         if optional and not source.exists():
             (folder / "absent").touch()
@@ -157,7 +156,7 @@ class TokenCache:
         sync_folder(self.folder)
 
     def _make_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
-        """The work may be done twice, each time in a folder of its own: slower, but as right."""
+        """The work may be done twice, each time in a folder of its own: slower, but correct."""
         own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
             self._make(source, own, optional=optional)

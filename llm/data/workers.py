@@ -28,11 +28,11 @@ def num_cores() -> int:
 
 
 def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
-    """The workers that a user asked for, or as many as are of use where that is less.
+    """The workers that a user asked for, but no more than are useful.
 
     Args:
-        wanted: As asked for; None is all that are of use.
-        most: How many are of use; None is the cores that this process may use.
+        wanted: As asked for; None is all that are useful.
+        most: How many are useful; None is the cores that this process may use.
     """
     most = most or num_cores()
     if wanted is None:

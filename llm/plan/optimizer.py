@@ -64,7 +64,7 @@ def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of so many, none of which exist: collectives return at once."""
+    """Pretend to be rank 0 of `world_size` ranks: collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

@@ -146,7 +146,7 @@ class _Marks:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        # When Python collects the graph's cycles is chance, and would be in the numbers.
+        # Python collects the graph's cycles at unpredictable times, which would change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
         try:

@@ -34,7 +34,7 @@ class ReportOptions:
     )
     png: str | None = option(
         None,
-        "Folder for the charts as PNG files besides.",
+        "Folder to write the charts to as PNG files, beside the page.",
         group="Report",
     )
     x: Literal["steps", "tokens", "time"] = option(

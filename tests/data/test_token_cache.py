@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import logging
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,6 +223,15 @@ def test_a_cache_that_may_not_be_written_is_one_sentence(tmp_path):
 
     with pytest.raises(DataError, match=r"cannot be written \(.*--data_cache_dir"):
         cache_bytes(tmp_path / "file" / "cache")
+
+
+def test_a_cache_whose_folder_may_not_be_entered_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(DataError, match=r"cannot be written \(Permission denied\)"):
+        cache_bytes(tmp_path / "cache")
 
 
 def test_the_other_ranks_of_a_launch_repeat_the_error_and_not_the_work(tmp_path):

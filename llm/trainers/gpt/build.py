@@ -35,7 +35,7 @@ from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
-from llm.trainers.gpt.start import fixed_options, tell_changes, told_options
+from llm.trainers.gpt.start import fixed_options, log_changes, logged_options
 
 logger = logging.getLogger("llm")
 
@@ -242,7 +242,7 @@ def make_trainer(
             f"Resumed from {inputs.resume_from.path} at step {state.step}.",
             extra=event("resume", step=state.step, checkpoint=inputs.resume_from.path.name),
         )
-        tell_changes(config, inputs.resume_from, ranks=strategy.world_size)
+        log_changes(config, inputs.resume_from, ranks=strategy.world_size)
     loader = TrainLoader(
         samples=inputs.samples,
         plan=plan,
@@ -286,7 +286,7 @@ def _facts_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
     assert inputs.plan is not None
     return {
         "fixed": fixed_options(dataclasses.replace(config, seed=inputs.seed)),
-        "told": told_options(config),
+        "logged": logged_options(config),
         "global_batch_size": inputs.plan.global_batch_size,
         "data": inputs.data_digest,
         **inputs.replicas.facts(),

@@ -11,7 +11,7 @@ from llm.models.configuration import one_line
 from llm.run_folder import MODEL_FILES
 
 _OF_THE_RUN = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
-"""Patterns of what stays here."""
+"""Patterns of files that are not uploaded."""
 
 logger = logging.getLogger("llm")
 

@@ -60,7 +60,7 @@ def check_folder(
     Raises:
         ConfigError: The folder is taken, or an input lies in it where the run would replace it.
     """
-    own = {run.path.resolve(), run.checkpoints.resolve()}
+    own = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
     if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
         run.check(resume=True, overwrite=False)
         return
@@ -171,9 +171,9 @@ def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> d
     return fixed
 
 
-def told_options(config: GPTConfig) -> dict[str, Any]:
-    """The options that a resumed run may change, and tells, as JSON has them."""
-    return _options(config, resume="told")
+def logged_options(config: GPTConfig) -> dict[str, Any]:
+    """The options that a resumed run may change, and logs, as JSON has them."""
+    return _options(config, resume="logged")
 
 
 def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
@@ -185,12 +185,12 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
     return {n: list(value) if isinstance(value, tuple) else value for n, value in values.items()}
 
 
-def tell_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
-    """Log with what other settings a run goes on, as far as they change its numbers."""
-    fixed, told = found.facts["fixed"], found.facts.get("told", {})
+def log_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
+    """Log the settings that differ from those before the resume, if they change its numbers."""
+    fixed, logged = found.facts["fixed"], found.facts.get("logged", {})
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
-        *differences(told, told_options(config)),
+        *differences(logged, logged_options(config)),
         *differences({"number of ranks": found.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
