@@ -15,15 +15,17 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from llm import __version__
 from llm.command_line import parse
 from llm.errors import LLMError, ParallelError
-from llm.launcher import adopt_launcher
+from llm.health import Board
+from llm.launcher import adopt_launcher, hosts_of
 from llm.options import option
-from llm.roll_call import Roll, differences, silent, stuck
 from llm.runtime import World, device_of, world_from_environment
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _GRACE_SECONDS = 5.0
 _REPEATS = 3
+STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
+"""How far a rank has come in the communication that is tried."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,41 +125,40 @@ def describe(world: World) -> dict[str, Any]:
 def _check_together(options: PreflightOptions, world: World, facts: dict[str, Any]) -> int:
     # torchrun keeps a store already.
     serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    roll = Roll(_store(options.timeout, serve=serve), world)
+    store = _store(options.timeout, serve=serve)
+    board = Board(store, rank=world.rank, world_size=world.world_size)
     host_of_rank_0 = os.environ["MASTER_ADDR"]
-    roll.say("here", facts)
+    board.say("here", facts)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
-        roll.wait("here", deadline)
-        here = roll.heard("here")  # somebody may have come since
+        board.wait("here", deadline)
+        here = board.heard("here")  # somebody may have come since
         complete = len(here) == world.world_size
         found = differences(here) if complete else silent(here, world, options.timeout)
-        roll.judge("here", found)
-    verdict = roll.verdict("here", deadline + _GRACE_SECONDS)
+        board.post("verdict/here", found)
+    verdict = board.read("verdict/here", deadline + _GRACE_SECONDS)
     if verdict == "":
-        verdict = _communicate_in_time(options, world, roll)
+        verdict = _communicate_in_time(options, world, board)
     if verdict is None:
         return _complain(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
     if world.is_main:
-        times = roll.heard("times")
-        for rank, said in roll.heard("here").items():
+        times = board.heard("times")
+        for rank, said in board.heard("here").items():
             sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
-        code = _complain(verdict) if verdict else _praise(options, roll, world)
+        code = _complain(verdict) if verdict else _praise(options, board, world)
         # A launcher ends all ranks once one has ended with an error, so rank 0 speaks first. It
         # leaves last, because the store goes with it.
-        roll.judge("spoken", "")
-        roll.say("left", True)
-        roll.wait("left", time.monotonic() + _GRACE_SECONDS)
+        board.post("spoken", "")
+        board.say("left", True)
+        board.wait("left", time.monotonic() + _GRACE_SECONDS)
         return code
-    roll.verdict("spoken", time.monotonic() + _GRACE_SECONDS)
-    roll.say("left", True)
+    board.read("spoken", time.monotonic() + _GRACE_SECONDS)
+    board.say("left", True)
     return 1 if verdict else 0
 
 
 def _store(timeout: float, *, serve: bool = False) -> "Store":
     """A connection to what all ranks read and write."""
-    from datetime import timedelta
-
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -170,41 +173,41 @@ def _store(timeout: float, *, serve: bool = False) -> "Store":
     return shared
 
 
-def _communicate_in_time(options: PreflightOptions, world: World, roll: Roll) -> str | None:
+def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
     """Time the collectives; returns the verdict, also where they hang."""
     deadline = time.monotonic() + options.timeout
 
     def work() -> None:
         try:
-            roll.say("times", communicate(options, world, roll))
-            roll.say("stage", "done")
-            roll.say("done", True)
+            board.say("times", communicate(options, world, board))
+            board.say("stage", "done")
+            board.say("done", True)
         except Exception as error:  # whatever a library raises, rank 0 shall hear of it
-            roll.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            first = str(error).strip().partition("\n")[0]
+            board.say("failed", f"{type(error).__name__}: {first}")
+            board.post("failure", "")
 
     # What hangs in a library can only be left behind: a daemon ends with the process.
     threading.Thread(target=work, daemon=True).start()
     if world.is_main:
-        fine = roll.wait("done", deadline)
-        roll.judge("communication", "" if fine else stuck(roll, options.timeout))
-    return roll.verdict("communication", deadline + _GRACE_SECONDS)
+        fine = board.wait("done", deadline, unless="failure")
+        board.post("verdict/communication", "" if fine else stuck(board, options.timeout))
+    return board.read("verdict/communication", deadline + _GRACE_SECONDS)
 
 
-def communicate(options: PreflightOptions, world: World, roll: Roll) -> dict[str, float]:
+def communicate(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
     """All-reduce and broadcast a tensor; returns the seconds of each on this rank.
 
     Raises:
         ParallelError: The sum is wrong.
     """
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     device = device_of(world)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    roll.say("stage", "connecting")
+    board.say("stage", "connecting")
     dist.init_process_group(
         _BACKENDS.get(device.type, "gloo"),
         store=_store(options.timeout),  # another: the first is asked meanwhile
@@ -214,13 +217,13 @@ def communicate(options: PreflightOptions, world: World, roll: Roll) -> dict[str
     )
     tensor = torch.full((options.message_mb * 2**18,), world.rank + 1.0, device=device)
     dist.all_reduce(tensor[:1].clone())  # connections are made at their first use
-    roll.say("stage", "all-reduce")
+    board.say("stage", "all-reduce")
     dist.all_reduce(tensor)
     expected = world.world_size * (world.world_size + 1) / 2
     if tensor.min().item() != expected or tensor.max().item() != expected:
         raise ParallelError(f"an all-reduce gives {tensor.max().item()} in place of {expected}")
     reduce_seconds = _seconds(lambda: dist.all_reduce(tensor), device)
-    roll.say("stage", "broadcast")
+    board.say("stage", "broadcast")
     broadcast_seconds = _seconds(lambda: dist.broadcast(tensor, src=0), device)
     dist.destroy_process_group()
     return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
@@ -242,6 +245,76 @@ def _seconds(action: Any, device: "torch.device") -> float:
     return (time.perf_counter() - began) / _REPEATS
 
 
+def silent(here: dict[int, Any], world: World, timeout: float) -> str:
+    """Says which ranks have not answered, and on which hosts they were to run."""
+    missing = [rank for rank in range(world.world_size) if rank not in here]
+    sentence = (
+        f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
+        f"{', '.join(map(str, missing))}."
+    )
+    answers = Counter(_short(said["host"]) for said in here.values())
+    hosts = hosts_of(os.environ)
+    if not hosts:
+        return f"{sentence} Answers came from {', '.join(answers)} only."
+    each = world.world_size / len(hosts)
+    lost = [host for host in hosts if answers[_short(host)] < each]
+    return (
+        f"{sentence} These hosts do not answer: {', '.join(lost)}. See whether Python starts "
+        f"there, or leave them out (Slurm: --exclude={','.join(lost)})."
+    )
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
+
+
+def differences(here: dict[int, Any]) -> str:
+    """Says in which versions and devices the ranks differ; empty if they do not."""
+    found = []
+    for name in sorted({name for said in here.values() for name in said["versions"]}):
+        found.append(_difference(name, {r: s["versions"].get(name) for r, s in here.items()}))
+    kinds = {rank: said["device"].partition(":")[0] for rank, said in here.items()}
+    found.append(_difference("the kind of device", kinds))
+    users: dict[str, list[int]] = {}
+    for rank, said in here.items():
+        if said["id"] is not None:
+            users.setdefault(said["id"], []).append(rank)
+    for ranks in users.values():
+        if len(ranks) > 1:
+            numbers = " and ".join(map(str, ranks))
+            found.append(f"Ranks {numbers} share one device of {here[ranks[0]]['host']}.")
+    return " ".join(filter(None, found))
+
+
+def _difference(name: str, values: dict[int, Any]) -> str:
+    if len(set(values.values())) == 1:
+        return ""
+    ranks_with: dict[Any, list[str]] = {}
+    for rank, value in values.items():
+        ranks_with.setdefault(value, []).append(str(rank))
+    parts = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_with.items()]
+    return f"The ranks differ in {name}: {'; '.join(parts)}."
+
+
+def stuck(board: Board, timeout: float) -> str:
+    """Says which ranks failed in the collectives, or keep the others waiting."""
+    names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.heard("here").items()}
+    failed = board.heard("failed")
+    if failed:
+        return "; ".join(f"{names[rank]} fails: {why}" for rank, why in failed.items()) + "."
+    stages = dict.fromkeys(names, STAGES[0]) | board.heard("stage")
+    first = min(STAGES.index(stage) for stage in stages.values())
+    behind = [names[rank] for rank, stage in stages.items() if STAGES.index(stage) == first]
+    what = f"within {timeout:g} s"
+    if len(behind) < len(names):
+        return f"{', '.join(behind)} did not get beyond {STAGES[first]} {what}; the others did."
+    return (
+        f"All ranks have answered, and none got beyond {STAGES[first]} {what}: they reach rank 0 "
+        "and not one another. NCCL_DEBUG=INFO says which network interface is used, "
+        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) chooses another."
+    )
+
+
 def _line(rank: int, facts: dict[str, Any], times: dict[str, float] | None) -> str:
     words = [f"rank {rank} on {facts['host']}: {facts['device']} ({facts['kind']})"]
     words += [f"{name} {version}" for name, version in facts["versions"].items()]
@@ -249,10 +322,10 @@ def _line(rank: int, facts: dict[str, Any], times: dict[str, float] | None) -> s
     return ", ".join(words)
 
 
-def _praise(options: PreflightOptions, roll: Roll, world: World) -> int:
-    hosts = {said["host"] for said in roll.heard("here").values()}
+def _praise(options: PreflightOptions, board: Board, world: World) -> int:
+    hosts = {said["host"] for said in board.heard("here").values()}
     slowest: dict[str, float] = {}
-    for times in roll.heard("times").values():
+    for times in board.heard("times").values():
         for name, seconds in times.items():
             slowest[name] = max(seconds, slowest.get(name, 0.0))
     spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())

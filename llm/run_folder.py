@@ -27,6 +27,7 @@ _FILES = (
 _FOLDERS = {
     "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
+    "stacks": r"rank_\d+\.txt",
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """What a run writes to each of its folders."""
@@ -50,6 +51,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.stacks = path / "stacks"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.log = path / "log.txt"

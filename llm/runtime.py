@@ -285,8 +285,10 @@ def _others_run() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' hints and progress bars out of the run's log."""
+    """Keep the libraries' hints and progress bars out of the run's log; call before torch."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Else torch shows where in C++ a store of a rank that has died was missed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 

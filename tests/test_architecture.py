@@ -29,8 +29,8 @@ FLOORS = [
     {"command_line", "config"},
     {"layout_rules"},
     {"rules"},
-    {"runtime", "state", "sentencepiece_model", "strategy", "watchdog"},
-    {"tokenizer", "roll_call"},
+    {"runtime", "state", "sentencepiece_model", "strategy", "health"},
+    {"tokenizer"},
     {"text_tokenizer"},
     {
         "data.*",

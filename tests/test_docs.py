@@ -24,6 +24,7 @@ from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.events import Kind
 from llm.generate import GenerateOptions
+from llm.health import EXIT_PEER_LOST
 from llm.jobs.__main__ import main as write_job
 from llm.jobs.options import JobOptions
 from llm.options import fields
@@ -33,7 +34,6 @@ from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.runtime import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
-from llm.watchdog import EXIT_PEER_LOST
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
 
 ROOT = PACKAGE.parent

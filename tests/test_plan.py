@@ -166,9 +166,13 @@ DEPTHS = {
     "145.6B": 80,
     "310.1B": 96,
 }
+LARGE = ("39.1B", "76.1B", "145.6B", "310.1B")
 
 
-@pytest.mark.parametrize("size", DEPTHS)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in DEPTHS],
+)
 def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size: str) -> None:
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
     model = job.outline()

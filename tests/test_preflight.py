@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 
-from llm.preflight import main
-from llm.roll_call import differences
+from llm.preflight import differences, main
 from tests.support.faults import Fault, install
 from tests.support.ranks import run_ranks, values
 

@@ -71,7 +71,7 @@ def test_overwriting_removes_what_a_run_has_written_and_nothing_else(tmp_path):
     run = RunFolder(tmp_path)
     written = (
         "metrics.jsonl", ".metrics.jsonl.12.tmp", "tensorboard/events.out.tfevents.1.host.2.0",
-        "profile/rank0.trace.json.gz", "profile/profile.txt",
+        "profile/rank0.trace.json.gz", "profile/profile.txt", "stacks/rank_00000.txt",
         "checkpoints/step_00000001/manifest.json", "checkpoints/.step_00000002.tmp/state.json",
         "checkpoints/step_00000003.superseded/manifest.json",
     )  # fmt: skip

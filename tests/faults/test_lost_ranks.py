@@ -70,6 +70,17 @@ def test_a_rank_that_is_stopped_is_named_within_its_limit_and_five_seconds(bench
     assert "limit 4 s" in status["reason"]
 
 
+def test_where_no_rank_is_behind_the_stacks_of_all_say_which_one_hangs(bench):
+    hang = Fault(at=STEP, what="wait", amount=120, call=6, rank=1)
+    started = bench.start("hung", ranks=2, faults=[hang], timeout=4, **OPTIONS)
+    run = Run(bench.folder / "hung", started.outcomes(timeout=60))
+
+    assert "every rank hangs: nothing in" in run.read_json("status.json")["reason"]
+    stacks = [(run.folder / "stacks" / f"rank_0000{r}.txt").read_text() for r in range(2)]
+    assert ["_happen" in text for text in stacks] == [False, True]
+    assert ["in train_step" in text for text in stacks] == [True, False]  # which is not begun
+
+
 def test_torchrun_starts_the_ranks_again_and_the_run_ends_with_the_same_bits(bench):
     # Each save is done before the next step, so that it is known where the run goes on.
     options = {**OPTIONS, "resume_from_checkpoint": True, "async_checkpoint": False}

@@ -21,7 +21,10 @@ from typing import Any, Literal
 
 VARIABLE = "LLM_TEST_FAULTS"
 
-What = Literal["SIGKILL", "SIGTERM", "SIGSTOP", "wait", "nan", "small files", "large files", "note"]
+What = Literal[
+    *("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"),
+    *("wait", "nan", "small files", "large files", "note"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,11 @@ def dropout(tmp_path_factory) -> Bench:
 
 
 @pytest.fixture(scope="module")
+def first(dropout) -> Run:
+    return dropout.train_well("first")
+
+
+@pytest.fixture(scope="module")
 def alone(plain) -> Run:
     return plain.train_well("alone", per_device_train_batch_size=8, eval_metrics="accuracy")
 
@@ -67,15 +72,14 @@ def test_ranks_and_accumulation_do_not_change_the_losses(plain, alone, ranks, op
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-def test_two_fresh_runs_with_the_same_seed_are_bit_identical(dropout):
-    first = dropout.train_well("first")
+def test_two_fresh_runs_with_the_same_seed_are_bit_identical(dropout, first):
     second = dropout.train_well("second")
     assert without_times(first) == without_times(second)
     assert weights_hash(first.folder) == weights_hash(second.folder)
 
 
-def test_another_seed_gives_another_run(dropout):
-    assert dropout.train_well("first-again").losses != dropout.train_well("other", seed=2).losses
+def test_another_seed_gives_another_run(dropout, first):
+    assert dropout.train_well("other", seed=2).losses != first.losses
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -113,8 +117,7 @@ def test_ten_steps_resume_ten_steps_are_bit_identical_to_twenty(dropout, ranks, 
     assert weights_hash(cut) == weights_hash(straight.folder)
 
 
-def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain):
-    straight = plain.train_well("straight", per_device_train_batch_size=8)
+def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain, alone):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     plain.train_well("elastic", max_train_steps=5, checkpointing_steps=5, **options)
     plain.train_well(
@@ -128,7 +131,7 @@ def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain):
         **options,
     )
     run = Run(plain.folder / "elastic", [])
-    assert run.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     assert run.metrics[-1]["samples"] == 160
 
 

@@ -127,12 +127,17 @@ def test_half_precision_is_that_of_one_rank(plain, layout):
     assert run.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
-def test_a_run_goes_on_under_other_layouts(plain, alone):
+@pytest.mark.parametrize(
+    "layouts",
+    [("FSDP2", "PP2"), pytest.param(("FSDP4", "PP2xTP2"), marks=pytest.mark.layouts)],
+    ids=" then ".join,
+)
+def test_a_run_goes_on_under_other_layouts(plain, alone, layouts):
     """The same samples, the same losses; a stage's rank reads what another's has written."""
-    for end, layout in ((5, "FSDP4"), (11, "PP2xTP2"), (20, None)):
+    for end, layout in zip((5, 11, 20), (*layouts, None), strict=True):
         ranks, sizes = LAYOUTS[layout] if layout else (1, {})
         plain.train_well(
-            "moving",
+            f"moving-{layouts[0]}",
             ranks=ranks,
             per_device_train_batch_size=4 // data_ranks(ranks, sizes),
             gradient_accumulation_steps=2,
@@ -143,7 +148,7 @@ def test_a_run_goes_on_under_other_layouts(plain, alone):
             eval_metrics="accuracy",
             **sizes,
         )
-    run = Run(plain.folder / "moving", [])
+    run = Run(plain.folder / f"moving-{layouts[0]}", [])
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     assert run.metrics[-1]["samples"] == 160
 

@@ -15,6 +15,7 @@ from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.events import event
+from llm.health import Health
 from llm.models.context import check_divisible
 from llm.models.gpt import build_model
 from llm.models.loss import LanguageModelLoss
@@ -35,7 +36,6 @@ from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.replicas import choose_strategy, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.start import fixed_options, log_changes, logged_options
-from llm.watchdog import Watchdog
 
 logger = logging.getLogger("llm")
 
@@ -224,7 +224,7 @@ def make_trainer(
     model: PreTrainedModel,
     tracker: Tracker,
     interruption: Interruption,
-    watchdog: Watchdog,
+    health: Health,
 ) -> Trainer:
     """Put the trainer together, at the state of the checkpoint if there is one."""
     assert inputs.plan is not None
@@ -259,9 +259,9 @@ def make_trainer(
         meter=meter,
         tracker=tracker,
         interruption=interruption,
-        evaluate=make_evaluate(config, inputs, strategy, on_batch=watchdog.still_going),
+        evaluate=make_evaluate(config, inputs, strategy, on_batch=health.still_going),
         saver=_make_saver(config, inputs, strategy, parts),
-        watchdog=watchdog,
+        health=health,
         profiler=StepProfiler(
             profiled_steps(config),
             folder=inputs.run.path / "profile",

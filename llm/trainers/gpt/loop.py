@@ -10,6 +10,7 @@ from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.events import event
+from llm.health import Health
 from llm.optim.schedule import Schedule
 from llm.profiling import StepProfiler
 from llm.runtime import Interruption, SaveTimer, seed_step
@@ -17,7 +18,6 @@ from llm.saving import Saver
 from llm.state import TrainState
 from llm.strategy import Strategy
 from llm.tracking import Meter, Tracker
-from llm.watchdog import Watchdog
 
 logger = logging.getLogger("llm")
 
@@ -39,7 +39,7 @@ class Trainer:
         interruption: Remembers a request to stop.
         evaluate: Evaluates on all ranks; None without validation data.
         saver: Writes checkpoints.
-        watchdog: Is told of all progress.
+        health: Is told of all progress.
         profiler: Watches some of the steps, if asked to.
         seed: Seed of the run.
         max_grad_norm: Where to clip the gradient; 0 is off.
@@ -66,7 +66,7 @@ class Trainer:
         interruption: Interruption,
         evaluate: Callable[[], dict[str, float]] | None,
         saver: Saver,
-        watchdog: Watchdog,
+        health: Health,
         profiler: StepProfiler,
         seed: int,
         max_grad_norm: float,
@@ -89,7 +89,7 @@ class Trainer:
         self.interruption = interruption
         self.evaluate = evaluate
         self.saver = saver
-        self.watchdog = watchdog
+        self.health = health
         self.profiler = profiler
         self.seed = seed
         self.max_grad_norm = max_grad_norm
@@ -127,7 +127,7 @@ class Trainer:
                     break
                 waiting_since = time.perf_counter()
         self.profiler.close()
-        self.watchdog.got_on(step=state.step, phase="save")
+        self.health.got_on(step=state.step, phase="save")
         self.saver.finish(last=True)
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
@@ -142,7 +142,7 @@ class Trainer:
             if evaluates:
                 self.run_evaluation()
                 self.tracker.commit(step)
-                self.watchdog.got_on(step=step, phase="start")
+                self.health.got_on(step=step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""
@@ -162,7 +162,7 @@ class Trainer:
         """Log, evaluate and save what is due after a step, and hear a request to stop."""
         step = self.state.step
         last = step == self.plan.total_steps
-        self.watchdog.got_on(step=step, phase="step")
+        self.health.got_on(step=step, phase="step")
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.agree(asked)
         stop = stop and not last
@@ -182,13 +182,13 @@ class Trainer:
                 self.sample(step)
             self.tracker.commit(step)
             if saving:
-                self.watchdog.got_on(step=step, phase="save")
+                self.health.got_on(step=step, phase="save")
                 self.meter.fold(self.strategy.reduce_sum)
                 self.report_skipped()  # what is saved is not reported again after a resume
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
                 self.saved_at = step
-            self.watchdog.got_on(step=step, phase="step")
+            self.health.got_on(step=step, phase="step")
         return "preempted" if stop else "training"
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
@@ -247,7 +247,7 @@ class Trainer:
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
         assert self.evaluate is not None
-        self.watchdog.got_on(step=self.state.step, phase="evaluation")
+        self.health.got_on(step=self.state.step, phase="evaluation")
         self.results = self.evaluate()
         self.tracker.log_evaluation(
             self.results, step=self.state.step, training=self.training_in_words()

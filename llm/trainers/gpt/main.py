@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from llm.config import GPTConfig
 from llm.errors import ConfigError, LLMError
 from llm.events import EventHandler
 from llm.files import write_whole
+from llm.health import EXIT_PEER_LOST, Health
 from llm.launcher import adopt_launcher
 from llm.rules import check
 from llm.runtime import (
@@ -40,7 +41,6 @@ from llm.runtime import (
     world_from_environment,
 )
 from llm.toml import to_toml
-from llm.watchdog import EXIT_PEER_LOST, Phase, Watchdog
 
 PEER_SECONDS = 3.0
 """For so long a rank whose communication failed waits to hear which other one is the reason."""
@@ -131,6 +131,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     """
     adopt_launcher()
     calm_threads()
+    quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.models.gpt import without_weights
     from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
@@ -138,7 +139,6 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     from llm.trainers.gpt.publish import open_repository, push
 
     repository = None
-    quiet_libraries()
     inputs = read_inputs(config, world, config_file=config_file)
     model = make_model(config, inputs, world)
     if world.is_main and not config.eval_only:
@@ -171,10 +171,17 @@ def _train_and_tell(
     """Train, and keep `status.json` true whatever happens."""
 
     def tell(verdict: str) -> None:
-        if strategy.rank == watchdog.speaker:
+        if strategy.rank == health.speaker:
             inputs.run.say("failed", reason=verdict)
 
-    watchdog = _make_watchdog(config, strategy, on_loss=tell)
+    health = Health(
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        timeout=config.timeout,
+        share=strategy.share,
+        on_loss=tell,
+        stacks=inputs.run.stacks,
+    )
     try:
         if strategy.rank == 0:
             folder = str(inputs.run.path)
@@ -183,37 +190,17 @@ def _train_and_tell(
             inputs.run.open(overwrite=config.overwrite_output_dir, config=toml)
             log_to_file(inputs.run.log)
             logger.addHandler(EventHandler(inputs.run.events))
-        code = _train(config, inputs, model, strategy, watchdog)
-        watchdog.close()
+        code = _train(config, inputs, model, strategy, health)
+        health.close()
         return code
     except BaseException as error:
         # Where another rank is the reason, it is known a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
-        if watchdog.wait_for_verdict(0.0 if foreseen else PEER_SECONDS) is not None:
+        if health.wait_for_verdict(0.0 if foreseen else PEER_SECONDS) is not None:
             return EXIT_PEER_LOST
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             tell(f"{type(error).__name__}: {error}")
         raise
-
-
-def _make_watchdog(
-    config: GPTConfig, strategy: "AcceleratedStrategy", *, on_loss: Callable[[str], None]
-) -> Watchdog:
-    """Let the ranks watch one another from here on."""
-    step = config.timeout or math.inf
-    limits: dict[Phase, float] = {
-        "start": 3 * step,
-        "step": step,
-        "evaluation": step,
-        "save": 3 * step,
-    }
-    return Watchdog(
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        limits=limits,
-        share=strategy.share,
-        on_loss=on_loss,
-    )
 
 
 def _train(
@@ -221,7 +208,7 @@ def _train(
     inputs: "Inputs",
     model: "PreTrainedModel",
     strategy: "AcceleratedStrategy",
-    watchdog: Watchdog,
+    health: Health,
 ) -> int:
     from llm.trainers.gpt.build import make_trainer
     from llm.trainers.gpt.reporting import make_tracker
@@ -237,7 +224,7 @@ def _train(
     interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
     interruption.watch()
     tracker = make_tracker(config, inputs, strategy, model)
-    trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, watchdog)
+    trainer = make_trainer(config, inputs, strategy, model, tracker, interruption, health)
     if inputs.plan is not None and trainer.state.step == inputs.plan.total_steps:
         logger.info(f"All {trainer.state.step:,} steps are done already: nothing is left to train.")
     outcome = trainer.fit()

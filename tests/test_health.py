@@ -2,20 +2,29 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
+import torch.distributed  # noqa: F401  so that a forked rank need not load it
 
-from llm.watchdog import EXIT_PEER_LOST, Watchdog
+from llm.health import EXIT_PEER_LOST, Health
 
 CONTEXT = multiprocessing.get_context("fork")
-LIMITS = {"start": 60.0, "step": 4.0, "evaluation": 60.0, "save": 60.0}
+LIMIT = 4.0
+
+
+def stand_still():
+    time.sleep(60)
 
 
 class Ranks:
     """Processes that watch one another; each makes a step every tenth of a second."""
 
-    def __init__(self, world_size, *, steps=10_000):
+    def __init__(self, world_size, *, steps=10_000, hangs=None):
+        self.hangs = hangs
+        self.stacks = Path(tempfile.mkdtemp())
         self.address = CONTEXT.SimpleQueue()
         self.verdicts = CONTEXT.SimpleQueue()
         self.processes = [
@@ -33,17 +42,20 @@ class Ranks:
                 return address
             return self.address.get()
 
-        watchdog = Watchdog(
+        health = Health(
             rank=rank,
             world_size=world_size,
-            limits=LIMITS,
+            timeout=LIMIT,
             share=share,
             on_loss=lambda verdict: self.verdicts.put((rank, verdict)),
+            stacks=self.stacks,
         )
         for step in range(steps):
-            watchdog.got_on(step=step, phase="step")
+            if step == 10 and rank == self.hangs:
+                stand_still()
+            health.got_on(step=step, phase="step")
             time.sleep(0.1)
-        watchdog.close()
+        health.close()
 
     def ends(self):
         """Waits for all ranks but the first victim; returns seconds and exit codes."""
@@ -87,12 +99,25 @@ def test_a_rank_that_was_stopped_is_named_after_its_limit():
     os.kill(ranks.processes[1].pid, signal.SIGKILL)
     ranks.ends()
 
-    assert LIMITS["step"] - 2 < seconds < LIMITS["step"] + 5
+    assert LIMIT - 2 < seconds < LIMIT + 5
     said = ranks.said()
     assert said.keys() >= {0, 2}
     assert "rank 1 on" in said[0]
     assert "hangs" in said[0]
     assert "limit 4 s" in said[0]
+
+
+def test_a_rank_that_hangs_is_named_and_all_ranks_leave_their_stacks():
+    ranks = Ranks(3, hangs=2)
+
+    seconds, codes = ranks.ends()
+
+    assert seconds < 1 + LIMIT + 10
+    assert codes == [EXIT_PEER_LOST] * 3
+    assert all("rank 2 on" in verdict for verdict in ranks.said().values())
+    stacks = [(ranks.stacks / f"rank_{rank:05d}.txt").read_text() for rank in range(3)]
+    assert ["in stand_still" in text for text in stacks] == [False, False, True]
+    assert all("rank 2 on" in text and "in work" in text for text in stacks)
 
 
 def test_ranks_that_end_in_good_order_are_not_missed():
@@ -105,14 +130,14 @@ def test_ranks_that_end_in_good_order_are_not_missed():
 
 
 def test_a_single_rank_is_not_watched():
-    watchdog = Watchdog(
-        rank=0, world_size=1, limits=LIMITS, share=lambda value: value, on_loss=print
+    health = Health(
+        rank=0, world_size=1, timeout=LIMIT, share=lambda value: value, on_loss=print, stacks=Path()
     )
 
-    watchdog.got_on(step=1, phase="step")
-    watchdog.close()
+    health.got_on(step=1, phase="step")
+    health.close()
 
-    assert watchdog.verdict is None
+    assert health.verdict is None
 
 
 @pytest.mark.faults
@@ -128,7 +153,7 @@ def test_the_first_rank_is_missed_like_any_other_when_it_was_stopped():
     os.kill(ranks.processes[0].pid, signal.SIGKILL)
     ranks.ends()
 
-    assert LIMITS["step"] - 2 < seconds < LIMITS["step"] + 5
+    assert LIMIT - 2 < seconds < LIMIT + 5
     said = ranks.said()
     assert said.keys() >= {1, 2}
     assert f"rank 0 on {socket.gethostname()} hangs" in said[1]
