@@ -1,11 +1,11 @@
 """Knows which ranks of a job live and get on, by stores that rank 0 and each other rank keep.
 
-On the board, a TCPStore of rank 0, every rank says each half second how far it has come; rank 0
-finds those that have not got on within their limit. Every process besides serves a store of its
-own, which answers as long as the process lives, even where Python does nothing: the rank before
-asks it, and loses the connection as soon as the process dies. Who loses the board knows that rank
-0 has died. A verdict goes to the board, and each rank ends itself: what it waits for would only
-time out, half an hour later and without a name.
+Every rank sends a heartbeat with its progress to the board, a TCPStore of rank 0, twice a second;
+rank 0 finds the ranks that make no progress within their limit. Every process also serves a store
+of its own, which answers as long as the process lives, even while Python is blocked: the previous
+rank polls it, and loses the connection as soon as the process dies. A rank that loses the board
+knows that rank 0 has died. The verdict is posted on the board and every rank ends itself, since the
+collective that it waits for would time out only half an hour later, without a name.
 """
 
 import contextlib
