@@ -1,11 +1,11 @@
 """Knows which ranks of a job live and get on, by stores that rank 0 and each other rank keep.
 
-On the board, a TCPStore of rank 0, every rank says each half second how far it has come; rank 0
-finds those that have not got on within their limit. Every process besides serves a store of its
-own, which answers as long as the process lives, even where Python does nothing: the rank before
-asks it, and loses the connection as soon as the process dies. Who loses the board knows that rank
-0 has died. A verdict goes to the board, and each rank ends itself: what it waits for would only
-time out, half an hour later and without a name.
+Every rank sends a heartbeat with its progress to the board, a TCPStore of rank 0, twice a second;
+rank 0 finds the ranks that make no progress within their limit. Every process also serves a store
+of its own, which answers as long as the process lives, even while Python is blocked: the previous
+rank polls it, and loses the connection as soon as the process dies. A rank that loses the board
+knows that rank 0 has died. The verdict is posted on the board and every rank ends itself, since the
+collective that it waits for would time out only half an hour later, without a name.
 """
 
 import contextlib
@@ -67,8 +67,13 @@ class Board:
         if self._store.check(keys):
             return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
         # A read of what is missing would block.
-        there = [rank for rank in self._ranks if self._store.check([keys[rank]])]
-        return {rank: json.loads(self._store.get(keys[rank])) for rank in there}
+        said = {rank: self.heard_from(name, rank) for rank in self._ranks}
+        return {rank: value for rank, value in said.items() if value is not None}
+
+    def heard_from(self, name: str, rank: int) -> Any:
+        """What one rank has said; None if it has not."""
+        key = f"{name}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
         """Wait until every rank has said it; false once it is too late, or `unless` is posted."""
@@ -147,7 +152,9 @@ class Health:
         self.got_on(step=0, phase="start")
         if world_size == 1:
             return
-        self._own = _serve()
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._host_0, port = share((socket.gethostname(), self._own.port))
         # The name of a host may mean nothing to others, and even nothing to itself.
         names = [os.environ.get("MASTER_ADDR", self._host_0), self._host_0]
@@ -198,12 +205,15 @@ class Health:
 
     def _attend(self, board: Board) -> None:
         """Beats, and hears what is posted, until this rank or rank 0 leaves, or one is lost."""
+        first = None
         try:
             while True:
                 leaves = self._ended.is_set() or board.read("closed") is not None
                 self._beat(board, left=leaves)
                 verdict = None if leaves else board.read("verdict")
-                self._heard = time.monotonic()
+                # The board answers even while Python is blocked on rank 0; only beats stop.
+                first, before = board.heard_from("beat", 0), first
+                self._heard = self._heard if first == before else time.monotonic()
                 if leaves or verdict is not None:
                     break
                 if self._rank == 0 and (hung := self._find_hung(board)) is not None:
@@ -238,7 +248,7 @@ class Health:
         """Asks the store of the next rank until its process dies."""
         rank = self._rank + 1
         with contextlib.suppress(RuntimeError):  # `_attend` finds out that rank 0 has died
-            while (found := board.heard("address").get(rank)) is None:
+            while (found := board.heard_from("address", rank)) is None:
                 time.sleep(_BEAT_SECONDS)
             host, port = found
             store = _connect([host], port)
@@ -252,13 +262,13 @@ class Health:
                 while True:
                     store.check(["alive"])  # waits where the process is stopped
                     time.sleep(_BEAT_SECONDS)
-            last = board.heard("beat").get(rank, {})
+            last = board.heard_from("beat", rank) or {}
             if not last.get("left"):
                 name, step = last.get("name", f"rank {rank} at {host}"), last.get("step", 0)
                 board.post("verdict", f"{name} has died, about step {step}")
 
     def _watch_clock(self) -> None:
-        """Misses a rank 0 that was stopped: the thread that talks to it waits too."""
+        """Notices a rank 0 that is blocked, also where `_attend`, which talks to it, is held up."""
         while not self._ended.wait(_BEAT_SECONDS):
             silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
@@ -299,18 +309,15 @@ class Health:
                 if " hangs: " in verdict:
                     self._dump_stacks(verdict)
             if self._rank == 0 and board is not None:  # the board goes with it
+                deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
                 with contextlib.suppress(RuntimeError):
-                    self._wait_for_others(board)
+                    while len(board.heard("gone")) < others and time.monotonic() < deadline:
+                        time.sleep(_POLL_SECONDS)
         finally:
             self.verdict = verdict  # the thread that trains may end the process from here on
             # Long enough for it to end by itself if it can.
             if not self._ended.wait(_END_SECONDS):
                 os._exit(EXIT_PEER_LOST)
-
-    def _wait_for_others(self, board: Board) -> None:
-        deadline = time.monotonic() + _SILENT_SECONDS
-        while len(board.heard("gone")) < self._world_size - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
 
     def _dump_stacks(self, verdict: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
@@ -318,13 +325,6 @@ class Health:
             file.write(f"{verdict}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
-
-
-def _serve() -> Any:
-    """A store of this process."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _connect(names: list[str], port: int) -> Any:

@@ -285,9 +285,9 @@ def _others_run() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' hints and progress bars out of the run's log; call before torch."""
+    """Keep the libraries' hints out of the run's log; call before importing torch."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Else torch shows where in C++ a store of a rank that has died was missed.
+    # Otherwise torch prints C++ stack traces when the store of a dead rank has gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging

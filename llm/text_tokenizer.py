@@ -53,7 +53,8 @@ class TextTokenizer:
             names in a text are text.
         eos_token_id: Id of the token that ends a text; None where there is none.
         bos_token_id: Id of the token that begins one; None where there is none.
-        size: Number of tokens, with those added to the vocabulary.
+        size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
+            than the largest.
         fingerprint: Equal for tokenizers that give equal ids, `llm.tokenizer.fingerprint`.
     """
 
@@ -121,9 +122,14 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
         encode_slow=encode_slow if backend is None else None,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        size=len(tokenizer),
+        size=_size(backend, len(tokenizer)),
         fingerprint=fingerprint(tokenizer),
     )
+
+
+def _size(backend: "Tokenizer | None", num_tokens: int) -> int:
+    ids = {} if backend is None else backend.get_vocab()
+    return max(num_tokens, 1 + max(ids.values(), default=-1))
 
 
 def _direct(place: Place, name: str) -> TextTokenizer | None:
@@ -148,7 +154,7 @@ def _direct(place: Place, name: str) -> TextTokenizer | None:
         name=name,
         backend=backend,
         encode_slow=None,
-        size=backend.get_vocab_size(),
+        size=_size(backend, 0),
         fingerprint=backend_fingerprint(backend, **ends),
         **ends,
     )

@@ -1,3 +1,4 @@
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -138,6 +139,23 @@ def test_a_single_rank_is_not_watched():
     health.close()
 
     assert health.verdict is None
+
+
+@pytest.mark.faults
+def test_a_first_rank_that_is_blocked_in_c_is_named_by_the_others(monkeypatch):
+    hold_the_gil = ctypes.PyDLL(None).sleep
+    monkeypatch.setattr(f"{__name__}.stand_still", lambda: hold_the_gil(60))
+    ranks = Ranks(3, hangs=0)
+
+    for rank in (1, 2):
+        ranks.processes[rank].join(timeout=30)
+    os.kill(ranks.processes[0].pid, signal.SIGKILL)
+    _, codes = ranks.ends()
+
+    assert codes[1:] == [EXIT_PEER_LOST] * 2
+    assert all(
+        " hangs: " in verdict and "rank 0 on" in verdict for verdict in ranks.said().values()
+    )
 
 
 @pytest.mark.faults

@@ -1,6 +1,5 @@
 """`python -m llm.data.prepare`: text to token files, ahead of training."""
 
-import dataclasses
 import logging
 import os
 import sys
@@ -184,9 +183,6 @@ def prepare(config: PrepareConfig) -> None:
         use_fast=not config.use_slow_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
-    if tokenizer.backend is not None:  # the ids may have gaps, and then go beyond their number
-        bound = 1 + max(tokenizer.backend.get_vocab().values(), default=0)
-        tokenizer = dataclasses.replace(tokenizer, size=max(tokenizer.size, bound))
     if config.format == "nanogpt" and tokenizer.size > 1 << 16:
         raise ConfigError(
             f"--format nanogpt holds ids below 65,536, and the tokenizer has {tokenizer.size:,}; "

@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from llm.config import GPTConfig
 from llm.errors import DataError
@@ -10,12 +12,12 @@ from tests.support.models import tiny_config
 from tests.support.tokenizers import tiny_tokenizer
 
 
-def opened(folder, **options):
+def opened(folder, *, tokenizer=None, **options):
     """The corpus of a run with these options."""
     paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
     settings = {"data_cache_dir": str(folder / "cache"), "validation_split_percentage": 50.0}
     config = GPTConfig(**{**settings, **options, **paths})
-    return open_corpus_of(config, tiny_config("gpt2"), tiny_tokenizer(), None)
+    return open_corpus_of(config, tiny_config("gpt2"), tokenizer or tiny_tokenizer(), None)
 
 
 def text(parts):
@@ -100,3 +102,17 @@ def test_a_data_set_brings_its_validation_split_or_is_split(
     # A warm start does not need the library.
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     assert text(opened(tmp_path, dataset_name=folder).validation) == text(corpus.validation)
+
+
+def test_an_id_beyond_two_bytes_is_refused_and_not_cut_to_a_smaller_one(tmp_path):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 65_537}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    with pytest.raises(DataError, match="holds the token id 65537, and the vocabulary"):
+        opened(
+            tmp_path,
+            tokenizer=tokenizer,
+            train_file=write(tmp_path / "a.txt", "a b\n"),
+            append_eos=False,
+        )

@@ -78,7 +78,7 @@ def open_corpus_of(
         encoding=Encoding(
             tokenizer=text_tokenizer,
             end_token=end_token(text_tokenizer, config.append_eos),
-            dtype=token_dtype(vocab_size),
+            dtype=token_dtype(max(vocab_size, text_tokenizer.size)),
         ),
         workers=bounded_workers(config.preprocessing_num_workers),
         overwrite=config.overwrite_cache,
