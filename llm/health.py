@@ -306,7 +306,7 @@ class Health:
         try:
             with contextlib.suppress(OSError):  # nothing shall keep this process from ending
                 self._on_loss(verdict)
-                if " hangs: " in verdict:
+                if " hangs: " in verdict:  # also where another rank has found it
                     self._dump_stacks(verdict)
             if self._rank == 0 and board is not None:  # the board goes with it
                 deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1

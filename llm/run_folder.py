@@ -34,7 +34,7 @@ _FOLDERS = {
 MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
-    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|[\w.-]+\.model"
+    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
     r"|chat_template\.(jinja|json)|(configuration|modeling|tokenization)_\w+\.py"
 )
 """What an exported model and its tokenizer consist of."""

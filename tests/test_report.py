@@ -182,9 +182,9 @@ def test_a_half_written_last_line_is_passed_over(run):
 
 def test_a_line_that_is_broken_in_the_middle_is_told(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[2] = '{"step": 30, "lo'
+    lines[1:3] = ['{"step": null, "loss": 1.0}', '{"step": 30, "lo']
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert "1 lines of first/metrics.jsonl could not be read." in Reader(page_of(run)).text
+    assert "2 lines of first/metrics.jsonl could not be read." in Reader(page_of(run)).text
 
 
 def test_a_run_that_has_reported_nothing_yet_has_a_page(tmp_path):

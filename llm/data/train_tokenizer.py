@@ -224,8 +224,8 @@ def check_options(options: TrainTokenizerOptions) -> None:
         )
     if options.library == "sentencepiece":
         return
-    for name in _given(options, _SENTENCEPIECE):
-        raise ConfigError(f"--{name} is for --library sentencepiece alone; leave it out.")
+    if given := list(_given(options, _SENTENCEPIECE)):
+        raise ConfigError(f"--{given[0]} is for --library sentencepiece alone; leave it out.")
     if options.vocab_size <= NUM_BYTES:
         raise ConfigError(
             f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "

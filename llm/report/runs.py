@@ -157,7 +157,10 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
 
 def _read_metrics(path: Path) -> tuple[list[Row], int]:
     """The rows of metrics.jsonl, and the number of lines that are none."""
-    lines = _read_lines(path)
+    lines = [
+        line if line is not None and isinstance(line["step"], int) else None
+        for line in _read_lines(path)
+    ]
     if lines and lines[-1] is None:
         lines.pop()  # a run that is under way, or was killed, may have written half of it
     by_step = {

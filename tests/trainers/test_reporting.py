@@ -1,6 +1,7 @@
 """What a run tells while it trains: samples of what it writes, TensorBoard's table of runs."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from llm.config import GPTConfig
+from llm.run_folder import RunFolder
 from llm.trainers.gpt import results
 from llm.trainers.gpt.reporting import write_sample
 from tests.support.models import tiny_config, tiny_model
@@ -70,3 +72,12 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
     assert results.start_command(8, *words) == f"{nodes} {trainer}"
+
+
+def test_a_run_that_is_stopped_is_still_pushed_by_the_command_that_goes_on_with_it(monkeypatch):
+    monkeypatch.setattr(results, "_python", lambda: "python")
+    config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
+    assert results.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
+        "python -m llm.trainers.gpt --config runs/tiny/config.toml --resume_from_checkpoint "
+        "--push_to_hub --hub_model_id someone/tiny"
+    )

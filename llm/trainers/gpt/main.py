@@ -75,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            _refuse(ConfigError(f"{error.filename} has too long a name; choose another."), world)
+            _refuse(
+                ConfigError(f"{error.filename or 'A file'} has too long a name; choose another."),
+                world,
+            )
             return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             logger.exception("The run failed.")
@@ -216,7 +219,7 @@ def _train(
         log_beginning,
         log_ending,
         log_sample,
-        start_command,
+        resume_command,
         write_results,
     )
 
@@ -232,10 +235,9 @@ def _train(
     step = trainer.state.step
     if outcome == "preempted":
         reason = interruption.reason or "a request to another rank"
-        words = ["--config", str(inputs.run.path / "config.toml"), "--resume_from_checkpoint"]
         logger.info(
             f"Stopped by {reason} after step {step}, which is saved. To go on: "
-            f"{start_command(strategy.world_size, *words)}"
+            f"{resume_command(config, inputs.run, strategy.world_size)}"
         )
         if strategy.rank == 0:
             inputs.run.say("preempted", reason=reason, step=step)

@@ -20,6 +20,7 @@ from llm.events import event
 from llm.files import write_whole
 from llm.models.export import export_model, write_model_card
 from llm.models.gpt import parameter_counts
+from llm.run_folder import RunFolder
 from llm.strategy import Strategy
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
@@ -222,6 +223,15 @@ def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
     onward = start_command(world_size, *trust, "--model_name_or_path", str(folder))
     logger.info(f"go on from this model: {onward} --train_file FILE")
+
+
+def resume_command(config: GPTConfig, run: RunFolder, world_size: int) -> str:
+    """The command line that goes on with a run that has been stopped, on as many ranks."""
+    words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
+    if config.push_to_hub:  # config.toml does not record it, and it has not been done
+        words += ["--push_to_hub"]
+        words += ["--hub_model_id", config.hub_model_id] if config.hub_model_id else []
+    return start_command(world_size, *words)
 
 
 def start_command(world_size: int, *words: str) -> str:
