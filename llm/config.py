@@ -497,8 +497,8 @@ class GPTConfig:
     device_peak_tflops: float | None = option(
         None,
         "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
-        "default the maker's figure for half precision, or what a matrix product reaches after "
-        "the first steps.",
+        "default the maker's figure for half precision, or the best rate that matrix products and "
+        "steps have reached so far.",
         group=SPEED,
         above=0,
     )
