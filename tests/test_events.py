@@ -36,6 +36,9 @@ def test_an_event_that_cannot_be_written_stops_no_training(tmp_path, log, monkey
     monkeypatch.setattr(logging, "raiseExceptions", False)
     (tmp_path / "events.jsonl").mkdir()
     log.info("Saved.", extra=event("save", step=20))
+    (tmp_path / "events.jsonl").rmdir()
+    log.info("Saved.", extra=event("save", step=40))
+    assert events_in(tmp_path) == [{"event": "save", "step": 40}]
 
 
 def test_every_end_of_a_run_is_an_event_and_its_resume_cuts_none_off(tmp_path):

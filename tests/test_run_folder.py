@@ -43,9 +43,13 @@ def test_files_that_no_run_has_written_are_never_replaced(tmp_path, name, how):
 
 def test_a_folder_with_files_of_the_users_own_is_free(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    for name in ("notes.txt", "model-old.safetensors", "train.py", "checkpoints/mine.txt"):
+    names = ("notes.txt", "model-old.safetensors", "train.py", "checkpoints/mine.txt")
+    for name in names:
         (tmp_path / name).write_text("mine")
-    RunFolder(tmp_path).check(resume=False, overwrite=False)
+    run = RunFolder(tmp_path)
+    run.check(resume=False, overwrite=False)
+    run.open(overwrite=False, config="seed = 1\n")
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
 
 def test_checkpoints_that_were_moved_to_another_folder_are_a_run(tmp_path):
