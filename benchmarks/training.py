@@ -26,6 +26,7 @@ def our_case(
     ranks: int = 1,
     threads: int | None = None,
     flags: tuple[str, ...] = (),
+    checkout: Path = ROOT,
 ) -> Case:
     """The trainer as a user runs it, its log and TensorBoard included."""
     command = [
@@ -47,7 +48,7 @@ def our_case(
         name=name,
         command=command,
         folder=folder / name.replace(" ", "-").replace("/", "-"),
-        environment={"PYTHONPATH": str(ROOT), **_threads(threads)},
+        environment={"PYTHONPATH": str(checkout), **_threads(threads)},
         read=lambda run: _our_figures(run, shape),
         milestone=r"^step +",
     )
