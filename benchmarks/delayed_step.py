@@ -21,7 +21,7 @@ from llm.parallel.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.mixing import Mixer
 from llm.parallel.rounds import make_rounds
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 
 
 class _Compute(torch.autograd.Function):

@@ -35,7 +35,7 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.models.loss import LanguageModelLoss
     from llm.optim.groups import make_adamw
     from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-    from llm.strategy import MicroBatch
+    from llm.data.micro_batch import MicroBatch
     from tests.support.models import tiny_config
 
     config = tiny_config(family)

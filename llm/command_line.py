@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm.errors import ConfigError
-from llm.files import is_too_long
-from llm.options import Field, after_unknown, check_ranges, fields, paths, refusal, shown
+from llm.options import (
+    Field,
+    after_unknown,
+    check_ranges,
+    fields,
+    is_too_long,
+    paths,
+    refusal,
+    shown,
+)
 from llm.toml import read_toml
 
 ConfigT = TypeVar("ConfigT")

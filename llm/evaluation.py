@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from llm.errors import ConfigError
-from llm.strategy import MicroBatch, Strategy
+from llm.data.micro_batch import MicroBatch
+from llm.strategy import Strategy
 
 ACCURACY = Path(__file__).parent / "next_token_accuracy.py"
 

@@ -10,8 +10,6 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """What a file system without locks answers."""
 
 _CHUNK = 1 << 22
-_BELOW = 128
-"""Bytes for what lies below a path, such as a checkpoint's files in the folder of a run."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -28,16 +26,6 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def is_too_long(path: str) -> bool:
-    """Whether a path, with a file some folders below it, or a name in it is beyond the limits."""
-    encoded = os.fsencode(path)
-    longest = max(map(len, encoded.split(b"/")))
-    return (
-        longest > os.pathconf("/", "PC_NAME_MAX")
-        or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
-    )  # fmt: skip
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

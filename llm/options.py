@@ -9,12 +9,16 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 import re
 import types
 import typing
 from typing import Any, Literal
 
 from llm.errors import ConfigError
+
+_BELOW = 128
+"""Bytes for what lies below a path, such as a checkpoint's files in the folder of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,3 +292,13 @@ def paths(config: Any) -> list[tuple[str, str]]:
         words = value if isinstance(value, tuple) else (value,)
         found += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
     return found
+
+
+def is_too_long(path: str) -> bool:
+    """Whether a path, with a file some folders below it, or a name in it is beyond the limits."""
+    encoded = os.fsencode(path)
+    longest = max(map(len, encoded.split(b"/")))
+    return (
+        longest > os.pathconf("/", "PC_NAME_MAX")
+        or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
+    )  # fmt: skip

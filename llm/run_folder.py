@@ -12,7 +12,8 @@ from typing import Literal
 
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.events import append_event
-from llm.files import is_too_long, try_lock, write_whole
+from llm.files import try_lock, write_whole
+from llm.options import is_too_long
 
 Status = Literal["running", "finished", "preempted", "failed"]
 

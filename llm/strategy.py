@@ -5,27 +5,11 @@ Data, loss, schedule, checkpoint, evaluation and log do not know which layout ru
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-
-class MicroBatch(NamedTuple):
-    """What the model reads at once; each int64 `[micro_batch_size, block_size]`.
-
-    Attributes:
-        input_ids: The tokens.
-        labels: The token that follows each of them; -100 is ignored.
-        positions: Position of each token in its document; None for positions in the window.
-        documents: Number of each token's document in its window, if attention shall not cross
-            from one to another.
-    """
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor | None = None
-    documents: torch.Tensor | None = None
-
+from llm.data.micro_batch import MicroBatch
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

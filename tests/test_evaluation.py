@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llm.evaluation import EvaluatedPart, evaluate_parts, share_batches
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 
 
 class Told:

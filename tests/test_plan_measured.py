@@ -19,7 +19,7 @@ from llm.parallel.sharded import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from llm.trainers.gpt.build import model_of
 from llm.trainers.gpt.inputs import choose_layout, open_model_config
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of

@@ -25,7 +25,6 @@ from llm.models.configuration import max_positions, one_line
 from llm.models.fused_gelu import fuse_gelu
 from llm.models.initialize import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
-from llm.models.piecewise import fill_parts
 from llm.models.recomputation import Recomputation, recompute_activations
 from llm.models.tied_embedding import tie_gradients
 
@@ -56,7 +55,7 @@ def build_model(
         weights_from: A Hub name or folder whose weights to go on from; None starts afresh.
         seed: Keys the initial weights, together with each parameter's name.
         device: Where the model will live; a fresh one never exists anywhere else. On the meta
-            device it has no weights until `fill_model`. Pretrained ones are loaded whole.
+            device it has no weights until `piecewise.fill_model`. Pretrained ones are loaded whole.
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
         attention_implementation: "eager", "sdpa", "flash_attention_2" ...; None is the library's
             choice.
@@ -94,32 +93,6 @@ def build_model(
     recompute_activations(model, activation_checkpointing)
     windows_are_whole()
     return model.train()
-
-
-def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bias: bool) -> None:
-    """Give a model that was built on the meta device, and divided since, memory and weights.
-
-    Every rank draws one parameter at a time and keeps its part: the weights are those that
-    `build_model` gives an undivided model.
-
-    Args:
-        model: Changed in place.
-        seed: As for `build_model`.
-        device: Where the parts will live.
-        no_bias: As for `build_model`.
-    """
-    model_class, config = type(model), model.config
-
-    def make_recipe() -> PreTrainedModel:
-        with torch.device("meta"):
-            recipe: PreTrainedModel = model_class(copy.deepcopy(config))
-        return recipe
-
-    fill_parts(model, make_recipe, seed=seed, device=device)
-    if no_bias:
-        with torch.no_grad():
-            for bias in _biases(model):
-                bias.zero_()
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:

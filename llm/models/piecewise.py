@@ -6,6 +6,7 @@ is kept. So the weights are bit for bit those of `initialize.materialize`, howev
 divided, and no rank ever holds a whole model.
 """
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,33 @@ _META = torch.device("meta")
 
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}
 """What Python calls for `weight[0] = 0`, `weight /= 2` ..."""
+
+
+def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bias: bool) -> None:
+    """Give a model that was built on the meta device, and divided since, memory and weights.
+
+    Every rank draws one parameter at a time and keeps its part: the weights are those that
+    `build_model` gives an undivided model.
+
+    Args:
+        model: Changed in place.
+        seed: As for `build_model`.
+        device: Where the parts will live.
+        no_bias: As for `build_model`.
+    """
+    model_class, config = type(model), model.config
+
+    def make_recipe() -> PreTrainedModel:
+        with torch.device("meta"):
+            recipe: PreTrainedModel = model_class(copy.deepcopy(config))
+        return recipe
+
+    fill_parts(model, make_recipe, seed=seed, device=device)
+    if no_bias:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.zero_()
 
 
 def fill_parts(

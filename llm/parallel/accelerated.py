@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
 from llm.state import model_tensors
-from llm.strategy import MakeOptimizer, MicroBatch, SecondOrder, SpreadOptimizer
+from llm.data.micro_batch import MicroBatch
+from llm.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer
 
 logger = logging.getLogger("llm.parallel")
 

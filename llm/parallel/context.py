@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.parallel.layout import Layout
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 
 
 class ContextPart:

@@ -22,7 +22,8 @@ from llm.parallel.layout import Layout
 from llm.parallel.schedules import Chunk, Schedule, idle_share, make_schedule
 from llm.parallel.sharded import ShardedStrategy
 from llm.runtime import seed_torch
-from llm.strategy import MakeOptimizer, MicroBatch
+from llm.data.micro_batch import MicroBatch
+from llm.strategy import MakeOptimizer
 
 logger = logging.getLogger("llm.parallel")
 

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from llm.parallel.accelerated import AcceleratedStrategy, stepped_by
 from llm.parallel.context import ContextPart
 from llm.parallel.layout import Layout
-from llm.strategy import MakeOptimizer, MicroBatch
+from llm.data.micro_batch import MicroBatch
+from llm.strategy import MakeOptimizer
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:

@@ -141,7 +141,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 from llm.models.blocks import find_blocks
-from llm.models.gpt import fill_model
+from llm.models.piecewise import fill_model
 from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_model
 

@@ -15,7 +15,7 @@ from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.parallel.context import ContextPart
 from llm.parallel.layout import Layout, lay_out
 from llm.parallel.sharded import ShardedStrategy
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 

@@ -11,7 +11,7 @@ from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.parallel.decentralized import DecentralizedStrategy
 from llm.parallel.mixing import Mixer
 from llm.parallel.rounds import make_rounds
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from tests.support.decentralized import (
     Case,
     finish,

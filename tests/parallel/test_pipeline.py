@@ -19,7 +19,7 @@ from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.parallel.layout import lay_out
 from llm.parallel.pipeline import PipelineStrategy
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

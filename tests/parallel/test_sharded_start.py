@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from llm.models.blocks import find_blocks
-from llm.models.gpt import fill_model
+from llm.models.piecewise import fill_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
 from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
 from llm.parallel.layout import lay_out
 from llm.parallel.sharded import ShardedStrategy
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench

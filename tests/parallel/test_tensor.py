@@ -20,7 +20,7 @@ from llm.parallel.layout import lay_out
 from llm.parallel.own_randomness import OwnRandomness
 from llm.parallel.sharded import ShardedStrategy
 from llm.parallel.tensor import divide_layers
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

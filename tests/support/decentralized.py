@@ -14,7 +14,7 @@ from llm.parallel.decentralized import DecentralizedStrategy
 from llm.parallel.diloco import OuterOptimizer
 from llm.parallel.mixing import Mixer
 from llm.parallel.rounds import make_rounds, mixing_matrix
-from llm.strategy import MicroBatch
+from llm.data.micro_batch import MicroBatch
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
 

@@ -20,7 +20,7 @@ from llm.errors import CheckpointError, ConfigError
 from llm.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
 from llm.models.context import divide_attention
-from llm.models.gpt import fill_model
+from llm.models.piecewise import fill_model
 from llm.models.pieces import find_pieces
 from llm.models.plans import tensor_plan
 from llm.models.stages import cut_model
