@@ -19,9 +19,9 @@ from benchmarks.measure import Case, CaseFailed, figures, interleave, run
 from benchmarks.report import Section, machine, render, spread, table
 from benchmarks.shapes import SHAPES, make_inputs
 from benchmarks.training import ROOT, our_case
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
 Part = Literal["training", "start", "prepare", "save"]

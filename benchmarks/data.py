@@ -16,9 +16,9 @@ from benchmarks import batches, preparation
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.measure import CaseFailed
 from benchmarks.report import Goal, Section, machine, render
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "transformers", "datasets", "gigatoken", "tiktoken")
 Part = Literal["prepare", "start", "assembly", "far", "waiting"]

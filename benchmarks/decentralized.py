@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.report import Section, machine, render
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 Part = Literal["loss", "delay", "simulation"]
 Method = Literal["allreduce", "ring", "exp", "alternating-exp-ring", "ring-adamw", "diloco"]

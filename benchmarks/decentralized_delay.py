@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.delayed_link import DelayedNetwork, why_not
 from benchmarks.report import Goal, Section, table
 from llm.errors import LLMError
-from llm.parallel.rounds import link_bytes, make_rounds
+from llm.parallel.gossip.rounds import link_bytes, make_rounds
 
 ROOT = Path(__file__).parent.parent
 _ALLOWED = 1.1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Goal, Section, table
-from llm.parallel.rounds import (
+from llm.parallel.gossip.rounds import (
     Round,
     busiest_links,
     consensus_distance,

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw
-from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.decentralized import Averaging, DecentralizedStrategy
-from llm.parallel.diloco import OuterOptimizer
-from llm.parallel.mixing import Mixer
-from llm.parallel.rounds import make_rounds
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
+from llm.parallel.gossip.diloco import OuterOptimizer
+from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.rounds import make_rounds
 from llm.data.micro_batch import MicroBatch
 
 

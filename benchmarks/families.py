@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report import Section, at_most, machine, render, table
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import LLMError
-from llm.options import option
+from llm.config.options import option
 
 _BATCH, _LENGTH = 4, 64
 
@@ -31,10 +31,10 @@ def our_step(family: str) -> Callable[[], None]:
     """One step of the trainer's strategy, without data and log."""
     import torch
 
-    from llm.models.gpt import build_model
+    from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.optim.groups import make_adamw
-    from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
+    from llm.parallel.base import AcceleratedStrategy, make_accelerator
     from llm.data.micro_batch import MicroBatch
     from tests.support.models import tiny_config
 

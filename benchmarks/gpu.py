@@ -19,9 +19,9 @@ from benchmarks.report import Goal, Section, at_least, at_most, machine, program
 from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
 from benchmarks.train import say
 from benchmarks.training import nanogpt_case, our_case, peer_case
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 Model = Literal["gpt2", "gpt2-xl", "llama-1b", "toy"]
 Precision = Literal["bf16", "fp16", "no"]

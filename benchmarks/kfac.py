@@ -22,9 +22,9 @@ from benchmarks import kfac_costs, kfac_shorter
 from benchmarks.kfac_costs import Taken
 from benchmarks.kfac_curves import Found, plot, share_of_steps
 from benchmarks.report import Goal, Section, at_most, machine, render, table
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 ROOT = Path(__file__).parent.parent
 Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import GPTNeoConfig
 
-from llm.allocator import restart_with_kept_memory
-from llm.models.gpt import build_model
+from llm.runtime.allocator import restart_with_kept_memory
+from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw, parameter_groups
 from llm.optim.kfac.curvature import Curvature

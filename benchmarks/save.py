@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Goal, Section, machine, render, table
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import LLMError
-from llm.options import option
+from llm.config.options import option
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class State:
 
 def measure(options: SaveBenchmarkOptions, folder: Path) -> Section:
     """Time the three ways of saving, turn by turn."""
-    from llm.saving import Saver
+    from llm.checkpoint.save import Saver
 
     state = State(options)
     size = sum(file_bytes(state.state_dict()[kind]) for kind in ("model", "optimizer"))

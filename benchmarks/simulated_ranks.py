@@ -15,13 +15,13 @@ from torch.func import functional_call, grad, vmap
 from transformers import GPTNeoConfig
 
 from benchmarks.kfac_run import BETAS, WEIGHT_DECAY, Text, validation_loss
-from llm.models.gpt import build_model
+from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.accum_adamw import AccumAdamW
 from llm.optim.groups import decays
 from llm.optim.schedule import make_schedule
-from llm.parallel.diloco import OuterOptimizer
-from llm.parallel.rounds import TOPOLOGIES, make_rounds, mixing_matrix
+from llm.parallel.gossip.diloco import OuterOptimizer
+from llm.parallel.gossip.rounds import TOPOLOGIES, make_rounds, mixing_matrix
 
 MAX_GRAD_NORM = 1.0
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm import checkpoint
-from llm.checkpoint import Checkpoint
-from llm.checkpoint_folder import BEST, leftovers
-from llm.command_line import parse
+from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.retention import BEST, leftovers
+from llm.config.command_line import parse
 from llm.errors import CheckpointError, ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 from llm.trainers.gpt.trained_model import (
     choose_checkpoint,
     follow_best,
@@ -193,7 +193,7 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
-    from llm.runtime import calm_threads, quiet_libraries
+    from llm.runtime.world import calm_threads, quiet_libraries
 
     calm_threads()
     quiet_libraries()

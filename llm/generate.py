@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm import checkpoint
-from llm.command_line import parse
+from llm.checkpoint import format as checkpoint
+from llm.config.command_line import parse
 from llm.errors import ConfigError, DivergedError, LLMError
-from llm.options import option
-from llm.runtime import (
+from llm.config.options import option
+from llm.runtime.world import (
     calm_threads,
     device_of,
     draw_seed,
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(options: GenerateOptions) -> None:
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     model, tokenizer = _open(options)
-    from llm.models.gpt import sample_text
+    from llm.models.build import sample_text
 
     model = model.to(device_of(world_from_environment()))
     max_new_tokens = _room(options.max_new_tokens, prompt, model, tokenizer)
@@ -229,7 +229,7 @@ def _open_checkpoint(run: Path, name: str) -> "Model":
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     quiet_libraries()
     from llm.models.configuration import one_line
-    from llm.tokenizer import load_tokenizer
+    from llm.tokenizers.load import load_tokenizer
 
     tokenizer = load_tokenizer(
         name=str(folder),

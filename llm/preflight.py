@@ -21,12 +21,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from llm import __version__
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import LLMError, ParallelError
-from llm.health import Board
-from llm.launcher import adopt_launcher, hosts_of
-from llm.options import option
-from llm.runtime import World, device_of, world_from_environment
+from llm.runtime.health import Board
+from llm.runtime.launcher import adopt_launcher, hosts_of
+from llm.config.options import option
+from llm.runtime.world import World, device_of, world_from_environment
 
 if TYPE_CHECKING:
     import torch

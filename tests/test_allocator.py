@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm import allocator
+from llm.runtime import allocator
 
 pytestmark = pytest.mark.skipif(
     not allocator._has_glibc() or any(map(os.path.exists, allocator._ACCELERATORS)),
@@ -77,7 +77,7 @@ print(faults() - before)
 """
     counts = {}
     for name, restart in (("plain", ""), ("kept", "restart_with_kept_memory()")):
-        source = f"from llm.allocator import restart_with_kept_memory\n{restart}\n{work}"
+        source = f"from llm.runtime.allocator import restart_with_kept_memory\n{restart}\n{work}"
         plain = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
         done = subprocess.run(
             [sys.executable, "-c", source],

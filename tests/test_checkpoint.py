@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
-from llm import checkpoint, snapshot
-from llm.checkpoint import MANIFEST, PLAIN, REPLACED, seal
-from llm.checkpoint_folder import prune, set_aside
+from llm.checkpoint import format as checkpoint, snapshot
+from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, seal
+from llm.checkpoint.retention import prune, set_aside
 from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 

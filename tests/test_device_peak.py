@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from llm.device_peak import device_peak_flops, measured_flops, memory_in_use, peak_flops
+from llm.metrics.hardware import device_peak_flops, measured_flops, memory_in_use, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_the_measured_peak_is_about_what_a_larger_product_reaches():
 @pytest.mark.parametrize(("seconds", "sizes"), [(0.01, [512, 1024, 2048]), (1.0, [512])])
 def test_products_grow_until_one_takes_too_long(monkeypatch, seconds, sizes):
     clock = itertools.count(step=seconds)
-    monkeypatch.setattr("llm.device_peak.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("llm.metrics.hardware.time.perf_counter", lambda: next(clock))
     multiplied = []
     monkeypatch.setattr("torch.mm", lambda one, other, out: multiplied.append(len(one)))
 
@@ -59,7 +59,7 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run_and_the_log_says_at_least
     caplog.set_level("INFO", logger="llm")
     asked = []
     monkeypatch.setattr(
-        "llm.device_peak.measured_flops", lambda device, dtype: asked.append(dtype) or 2.5e11
+        "llm.metrics.hardware.measured_flops", lambda device, dtype: asked.append(dtype) or 2.5e11
     )
     for precision in ("no", "bf16", "fp16"):
         device_peak_flops(CPU, precision)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed  # noqa: F401  so that a forked rank need not load it
 
-from llm.health import EXIT_PEER_LOST, Health
+from llm.runtime.health import EXIT_PEER_LOST, Health
 
 CONTEXT = multiprocessing.get_context("fork")
 LIMIT = 4.0

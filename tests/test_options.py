@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError
-from llm.options import lacking, option, to_markdown
-from llm.toml import read_toml, to_toml
+from llm.config.options import lacking, option, to_markdown
+from llm.config.toml import read_toml, to_toml
 
 
 @dataclass(kw_only=True)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.fsdp import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
 from llm.data.micro_batch import MicroBatch
-from llm.trainers.gpt.build import model_of
+from llm.trainers.gpt.setup import model_of
 from llm.trainers.gpt.inputs import choose_layout, open_model_config
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from tests.support.ranks import run_ranks, values

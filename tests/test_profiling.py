@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm.profiling import StepProfiler, table, time_by_class
+from llm.metrics.profiler import StepProfiler, table, time_by_class
 from tests.support.training import Bench
 
 

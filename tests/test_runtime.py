@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm.runtime import (
+from llm.runtime.world import (
     World,
     calm_threads,
     draw_seed,

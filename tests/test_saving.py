@@ -15,9 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm import checkpoint, checkpoint_folder, saving, snapshot
+from llm.checkpoint import (
+    format as checkpoint,
+    retention as checkpoint_folder,
+    save as saving,
+    snapshot,
+)
 from llm.errors import CheckpointError
-from llm.saving import NotFiniteError, Saver
+from llm.checkpoint.save import NotFiniteError, Saver
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 from tests.support.ranks import run_ranks, values
 

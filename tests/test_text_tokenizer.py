@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.text_tokenizer import TextTokenizer, from_transformers, load_text_tokenizer
-from llm.tokenizer import load_tokenizer
+from llm.tokenizers.fast import TextTokenizer, from_transformers, load_text_tokenizer
+from llm.tokenizers.load import load_tokenizer
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXT = "The king <|endoftext|> said:  to be, or not.\n\tnaïve café 12345 <pad></s>"
@@ -220,7 +220,7 @@ def test_a_plain_file_is_read_without_torch_and_transformers(
 ) -> None:
     options = {name: str(value) for name, value in make(tmp_path).items()}
     program = (
-        "import json, sys; from llm.text_tokenizer import load_text_tokenizer\n"
+        "import json, sys; from llm.tokenizers.fast import load_text_tokenizer\n"
         "options = {'name': None, 'vocab_file': None, 'merges_file': None}\n"
         "print(load_text_tokenizer(**{**options, **json.loads(sys.argv[1])}).fingerprint)\n"
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"

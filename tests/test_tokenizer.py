@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
-from llm.tokenizer import fingerprint, load_tokenizer
+from llm.tokenizers.load import fingerprint, load_tokenizer
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXT = "The king said: to be, or not to be.\n\tnaïve café"
@@ -157,7 +157,7 @@ def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) 
 
 def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     program = (
-        "import sys; from llm.tokenizer import fingerprint, load_tokenizer; print(fingerprint("
+        "import sys; from llm.tokenizers.load import fingerprint, load_tokenizer; print(fingerprint("
         "load_tokenizer(name=sys.argv[1], vocab_file=None, merges_file=None, use_fast=True, "
         "trust_remote_code=False)))"
     )
@@ -203,7 +203,7 @@ def test_other_ids_mean_another_fingerprint() -> None:
 
 def test_the_module_is_cheap_to_import() -> None:
     program = (
-        "import sys, llm.tokenizer\n"
+        "import sys, llm.tokenizers.load\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run(

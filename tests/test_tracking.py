@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llm.tracking import Meter, Tracker
+from llm.metrics.tracker import Meter, Tracker
 
 CPU = torch.device("cpu")
 
@@ -174,7 +174,7 @@ def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
 def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
     # Begun; paused; paused once more, to find the peak; reported.
     clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0])
-    monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
     tracker.start(step=0, tokens=0, seconds=5.0)
     with tracker.paused():
@@ -189,7 +189,7 @@ def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
 def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
     # Begun; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
     clock = iter([0.0, 0.0, 0.0, 2.0, 3.0, 7.0])
-    monkeypatch.setattr("llm.tracking.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [], peak_flops=0.8e9)
     tracker.start(step=0, tokens=0, seconds=0.0)
     for step in (1, 2, 3):

@@ -8,8 +8,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.flat_file import FlatTokenFile
-from llm.data.token_file import TokenFile
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
 
 _DIGEST_TOKENS = 1 << 16

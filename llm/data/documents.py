@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.flat_file import FlatTokenFile
-from llm.data.token_file import TokenFile
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
 
 _DOCUMENTS_LOOKED_AT = 100

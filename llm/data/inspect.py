@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.config.options import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llm.data.flat_file import FlatTokenFile
-    from llm.data.sidecar import Sidecar
-    from llm.data.token_file import TokenFile
+    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.sidecar import Sidecar
+    from llm.data.formats.megatron import TokenFile
 
 _MEASURED = 1_000_000  # documents whose length is measured
 _SAMPLED = 1_000  # documents whose last token is looked at
@@ -85,15 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(options: InspectOptions) -> tuple[list[str], int]:
-    from llm.data.sidecar import verify
+    from llm.data.formats.sidecar import verify
 
     faults = verify(Path(options.path))
     return (faults, 1) if faults else (["all checks passed"], 0)
 
 
 def _describe(options: InspectOptions) -> list[str]:
-    from llm.data.sidecar import read_sidecar
-    from llm.data.token_file import TokenFile, open_token_file
+    from llm.data.formats.sidecar import read_sidecar
+    from llm.data.formats.megatron import TokenFile, open_token_file
 
     file = open_token_file(Path(options.path))
     sidecar = read_sidecar(file.prefix)
@@ -124,8 +124,8 @@ def _tokenizer(
             name = sidecar.tokenizer
         # Looked for on this machine alone: nobody has asked for a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from llm.runtime import quiet_libraries
-    from llm.tokenizer import fingerprint, load_tokenizer
+    from llm.runtime.world import quiet_libraries
+    from llm.tokenizers.load import fingerprint, load_tokenizer
 
     quiet_libraries()
     try:
@@ -153,8 +153,8 @@ def _row(name: str, value: str) -> str:
 
 
 def _facts(file: "TokenFile | FlatTokenFile") -> list[str]:
-    from llm.data.token_file import TokenFile
-    from llm.data.token_paths import beside
+    from llm.data.formats.megatron import TokenFile
+    from llm.data.formats.paths import beside
 
     if isinstance(file, TokenFile):
         name = file.prefix

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.corpus import TokenStream
-from llm.data.flat_file import FlatTokenFile
-from llm.data.token_file import TokenFile
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.megatron import TokenFile
 from llm.errors import ConfigError, DataError
 
 DEFAULT_SPLIT = "969,30,1"

@@ -17,21 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llm.command_line import parse
-from llm.data.sources import text_sources
-from llm.data.tokenizer_libraries import (
-    END_OF_TEXT,
-    NUM_BYTES,
-    train_huggingface,
-    train_sentencepiece,
-)
-from llm.data.training_texts import TrainingTexts
-from llm.data.workers import bounded_workers, num_cores
+from llm.config.command_line import parse
+from llm.data.text.sources import text_sources
+from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
+from llm.data.text.training_texts import TrainingTexts
+from llm.data.prepare.workers import bounded_workers, num_cores
 from llm.errors import ConfigError, LLMError
-from llm.options import option
-from llm.runtime import set_up_logging
-from llm.sentencepiece_model import convert_sentencepiece
-from llm.text_tokenizer import load_text_tokenizer
+from llm.config.options import option
+from llm.runtime.world import set_up_logging
+from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.tokenizers.fast import load_text_tokenizer
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jinja2
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.files import write_whole
+from llm.runtime.files import write_whole
 from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES, choose_queue
 from llm.trainers.gpt.main import parse_args

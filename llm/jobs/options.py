@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llm.options import option
+from llm.config.options import option
 
 
 @dataclass(frozen=True, kw_only=True)

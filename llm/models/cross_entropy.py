@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llm.models.tied_embedding import TiedEmbedding
+from llm.models.patches.tied_embedding import TiedEmbedding
 
 IGNORED = -100
 """The label of a position that has no loss."""

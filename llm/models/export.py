@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llm.files import write_whole
+from llm.runtime.files import write_whole
 
 _SHARD_SIZE = "5GB"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.layout import Layout
+from llm.parallel.dims import Layout
 from llm.data.micro_batch import MicroBatch
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from llm.parallel.own_randomness import OwnRandomness, has_attention_dropout
+from llm.parallel.tp_rng import OwnRandomness, has_attention_dropout
 
 _FUSED = 3  # query, key and value lie side by side in GPT-2's columns
 _SPLITTING = ("colwise", "conv1d_heads")

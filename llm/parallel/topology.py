@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
-from llm.parallel.rounds import (
+from llm.config.options import option
+from llm.parallel.gossip.rounds import (
     Round,
     Topology,
     busiest_links,

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
 from llm.plan.options import PlanOptions, check
 
@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     """The lines to print, and whether what they plan fits."""
-    from llm.runtime import calm_threads, quiet_libraries
+    from llm.runtime.world import calm_threads, quiet_libraries
 
     calm_threads()
     quiet_libraries()
-    from llm.plan import page
+    from llm.plan import render as page
     from llm.plan.estimate import estimate
     from llm.plan.job import Job
     from llm.plan.plot import check_plot, draw

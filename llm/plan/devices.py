@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llm.device_peak import PEAK_TFLOPS
+from llm.metrics.hardware import PEAK_TFLOPS
 
 GIB = 2**30
 

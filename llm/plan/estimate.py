@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from llm.parallel.layout import Layout
-from llm.parallel.schedules import idle_share
+from llm.parallel.dims import Layout
+from llm.parallel.pipeline.passes import idle_share
 from llm.plan.census import FP32
 from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from llm.parallel.layout import Layout
+from llm.parallel.dims import Layout
 from llm.plan.census import FP32, num_elements, shard_sizes
 from llm.plan.devices import GIB
 from llm.plan.job import Job

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
-from llm.options import option
-from llm.rules import check_planned
+from llm.config.options import option
+from llm.trainers.gpt.rules import check_planned
 
 PLAN = "Plan"
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from llm.errors import ConfigError
-from llm.parallel.layout import Layout
+from llm.parallel.dims import Layout
 from llm.plan.estimate import Estimate, estimate
 from llm.plan.job import Job
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from llm.parallel.layout import Layout
+from llm.parallel.dims import Layout
 from llm.plan.census import FP32, num_elements
 from llm.plan.job import Job
-from llm.rules import recomputation
+from llm.trainers.gpt.rules import recomputation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

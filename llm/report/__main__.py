@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from llm.command_line import parse
+from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.files import write_whole
-from llm.options import option
+from llm.runtime.files import write_whole
+from llm.config.options import option
 from llm.report.runs import X, read_runs
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from llm import checkpoint
+from llm.checkpoint import format as checkpoint
 from llm.errors import ConfigError
-from llm.run_folder import RunFolder
+from llm.checkpoint.run_folder import RunFolder
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from llm.config import GPTConfig
-from llm.toml import read_toml
+from llm.trainers.gpt.config import GPTConfig
+from llm.config.toml import read_toml
 from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 
 pytestmark = pytest.mark.cluster
@@ -183,7 +183,7 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
 
 
 def test_a_python_of_the_batch_script_is_alone_and_those_of_a_step_are_ranks(slurm, submission):
-    ask = "from llm.runtime import world_from_environment as w; print(w())"
+    ask = "from llm.runtime.world import world_from_environment as w; print(w())"
     script = submission.folder / "ranks.sh"
     script.write_text(
         "#!/bin/bash\n#SBATCH --output=%x-%j.log\n"

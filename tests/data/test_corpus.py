@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import TokenStream, whole
-from llm.data.token_file import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.errors import DataError
 
 

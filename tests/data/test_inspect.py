@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from llm.data.inspect import main
-from llm.data.sidecar import Sidecar, checksums, write_sidecar
-from llm.data.token_file import TokenFileWriter
-from llm.tokenizer import fingerprint
+from llm.data.formats.sidecar import Sidecar, checksums, write_sidecar
+from llm.data.formats.megatron import TokenFileWriter
+from llm.tokenizers.load import fingerprint
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
 
 

@@ -10,7 +10,7 @@ from llm.data.documents import DocumentEnds
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.data.sampler import WindowSampler
 from llm.data.samples import Samples
-from llm.data.token_file import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.errors import DataError
 
 CPU = torch.device("cpu")

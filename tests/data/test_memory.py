@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from llm.data import memory
+from llm.data import in_memory as memory
 from llm.data.corpus import TokenStream
-from llm.data.token_file import open_token_file
+from llm.data.formats.megatron import open_token_file
 from tests.support.token_files import write_pair
 
 

@@ -4,9 +4,16 @@ import json
 import numpy as np
 import pytest
 
-from llm.data import parts
-from llm.data.encoder import Encoding
-from llm.data.parts import Progress, each_row, read_array, read_part, remove_part, write_part
+from llm.data.prepare import parts
+from llm.data.prepare.encoder import Encoding
+from llm.data.prepare.parts import (
+    Progress,
+    each_row,
+    read_array,
+    read_part,
+    remove_part,
+    write_part,
+)
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llm.data import text_blocks
-from llm.data.readers import Faults
-from llm.data.sources import file_source
+from llm.data.text import text_blocks
+from llm.data.text.readers import Faults
+from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from llm.data.sidecar import (
+from llm.data.formats.sidecar import (
     Sidecar,
     check_tokenizer,
     checksums,
@@ -14,7 +14,7 @@ from llm.data.sidecar import (
     verify,
     write_sidecar,
 )
-from llm.data.token_file import TokenFileWriter
+from llm.data.formats.megatron import TokenFileWriter
 from llm.errors import DataError
 
 MIB = 2**20
@@ -165,7 +165,7 @@ def test_sound_files_have_no_faults(prefix, tmp_path):
 
 
 def test_every_changed_bit_is_found_and_located(prefix, monkeypatch):
-    monkeypatch.setattr("llm.data.sidecar.CHUNK_BYTES", 16)
+    monkeypatch.setattr("llm.data.formats.sidecar.CHUNK_BYTES", 16)
     write_sidecar(prefix, sidecar_of(prefix))
     for kind in ("bin", "idx"):
         path = prefix.with_suffix(f".{kind}")

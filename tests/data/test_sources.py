@@ -7,7 +7,7 @@ import os
 import pytest
 import zstandard
 
-from llm.data.sources import check_unchanged, file_source, text_sources
+from llm.data.text.sources import check_unchanged, file_source, text_sources
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.data.splits import WeightedPath, cut, cut_rows, parse_blend, parse_split
-from llm.data.token_file import TokenFile, TokenFileWriter, open_token_file
+from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.data import text_blocks
-from llm.data.text_blocks import TextBlocks, is_compressed, kind_of
+from llm.data.text import text_blocks
+from llm.data.text.text_blocks import TextBlocks, is_compressed, kind_of
 from llm.errors import DataError
 
 TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line feed"

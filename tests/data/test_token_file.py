@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.data.token_check import check, id_range
-from llm.data.token_file import TokenFile, TokenFileWriter, token_dtype
+from llm.data.formats.token_check import check, id_range
+from llm.data.formats.megatron import TokenFile, TokenFileWriter, token_dtype
 from llm.errors import DataError
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]]]
@@ -200,7 +200,7 @@ def test_a_damaged_pair_is_refused_with_its_name_and_fault(tmp_path, damage, mes
 @pytest.fixture
 def unchecked_index(monkeypatch):
     """An index of which opening looks at nothing, as between the samples of a large one."""
-    monkeypatch.setattr("llm.data.token_file.index_faults", lambda *_, **__: [])
+    monkeypatch.setattr("llm.data.formats.megatron.index_faults", lambda *_, **__: [])
 
 
 @pytest.mark.usefixtures("unchecked_index")
@@ -288,7 +288,7 @@ def test_of_a_large_index_opening_looks_at_samples_and_the_check_at_everything(
     tmp_path, monkeypatch
 ):
     for name, number in {"_BLOCK": 2, "_WHOLE": 9, "_SAMPLES": 2}.items():
-        monkeypatch.setattr(f"llm.data.index_check.{name}", number)
+        monkeypatch.setattr(f"llm.data.formats.index_check.{name}", number)
     prefix = write(tmp_path / "text", [[[1, 2]]] * 10)
     assert check(TokenFile(prefix), vocab_size=3) == []
     idx = bytearray((tmp_path / "text.idx").read_bytes())

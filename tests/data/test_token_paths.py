@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm.data.flat_file import FlatTokenFile
-from llm.data.token_check import check
-from llm.data.token_file import TokenFile, TokenFileWriter, open_token_file
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.token_check import check
+from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
 from llm.errors import DataError
 
 

@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from llm.data import train_tokenizer as program
-from llm.data.sources import text_sources
+from llm.data.text.sources import text_sources
 from llm.data.train_tokenizer import main
-from llm.data.training_texts import TrainingTexts
-from llm.data.workers import num_cores
-from llm.text_tokenizer import TextTokenizer, load_text_tokenizer
-from llm.tokenizer import load_tokenizer
+from llm.data.text.training_texts import TrainingTexts
+from llm.data.prepare.workers import num_cores
+from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
+from llm.tokenizers.load import load_tokenizer
 
 CORPUS = Path(argparse.__file__).read_text(encoding="utf-8")
 DOCUMENTS = [f"{part}\n" for part in CORPUS.split("\n\n") if part]

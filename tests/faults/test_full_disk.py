@@ -27,7 +27,7 @@ def straight(bench) -> Run:
 
 def train_impatiently(argv: list[str], faults: Sequence[Fault]) -> int:
     """The trainer, with short pauses before a save is tried again."""
-    from llm import saving
+    from llm.checkpoint import save as saving
     from llm.trainers.gpt import main
 
     saving._PAUSES = (0.05, 0.1)
@@ -50,8 +50,8 @@ def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_with
 ):
     name = f"two-left-out-{rank}"
     faults = [
-        Fault(at="llm.saving:Saver._save", what="small files", call=2, amount=ROOM, rank=rank),
-        Fault(at="llm.saving:Saver._save", what="large files", call=4, rank=rank),
+        Fault(at="llm.checkpoint.save:Saver._save", what="small files", call=2, amount=ROOM, rank=rank),
+        Fault(at="llm.checkpoint.save:Saver._save", what="large files", call=4, rank=rank),
     ]
 
     run = train(bench, name, faults)
@@ -73,7 +73,7 @@ def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_with
 def test_where_there_is_never_room_again_the_run_ends_with_a_sentence_and_goes_on_from_the_old_one(
     bench, straight
 ):
-    save = "llm.saving:Saver._save"
+    save = "llm.checkpoint.save:Saver._save"
     full = Fault(at=save, what="small files", call=2, amount=ROOM)
 
     run = train(bench, "full", [full])
@@ -91,7 +91,7 @@ def test_where_there_is_never_room_again_the_run_ends_with_a_sentence_and_goes_o
 
 
 def test_training_stops_after_four_failed_saves_in_a_row(bench):
-    full = Fault(at="llm.saving:Saver._save", what="small files", call=1, amount=ROOM)
+    full = Fault(at="llm.checkpoint.save:Saver._save", what="small files", call=1, amount=ROOM)
 
     run = train(bench, "impatient", [full], checkpointing_steps=2)
 

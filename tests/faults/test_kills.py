@@ -25,19 +25,19 @@ OPTIONS = {
 
 # Function, the calls of it among which to choose, and the rank that can be in it.
 IN_A_SAVE = [
-    ("llm.saving:Saver._make_folder", (1, 5), None),
-    ("llm.saving:Saver._write_tensors", (1, 5), None),
-    ("llm.saving:sync_file", (1, 5), 1),
-    ("llm.saving:Saver._commit", (2, 5), 0),
-    ("llm.saving:put_in_place", (1, 5), 0),
-    ("llm.checkpoint_folder:sync_folder", (2, 8), 0),
-    ("llm.checkpoint_folder:remove", (1, 3), 0),
+    ("llm.checkpoint.save:Saver._make_folder", (1, 5), None),
+    ("llm.checkpoint.save:Saver._write_tensors", (1, 5), None),
+    ("llm.checkpoint.save:sync_file", (1, 5), 1),
+    ("llm.checkpoint.save:Saver._commit", (2, 5), 0),
+    ("llm.checkpoint.save:put_in_place", (1, 5), 0),
+    ("llm.checkpoint.retention:sync_folder", (2, 8), 0),
+    ("llm.checkpoint.retention:remove", (1, 3), 0),
 ]
-IN_AN_EVALUATION = [("llm.parallel.accelerated:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
+IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 WHILE_TOKENISING = [
-    ("llm.data.tokenize_parts:write_part", (1, 1), None),
-    ("llm.data.output_files:assemble", (1, 1), None),
-    ("llm.data.output_files:sync_folder", (1, 1), None),
+    ("llm.data.prepare.tokenize_parts:write_part", (1, 1), None),
+    ("llm.data.prepare.output_files:assemble", (1, 1), None),
+    ("llm.data.prepare.output_files:sync_folder", (1, 1), None),
 ]
 AT_THE_EDGES = [
     ("llm.trainers.gpt.reporting:make_tracker", (1, 1), None),
@@ -101,7 +101,7 @@ def test_a_divided_run_that_is_killed_goes_on_to_the_same_bits(bench, sizes):
     name = next(iter(sizes))
     options = {**OPTIONS, **sizes}
     straight = bench.train_well(name, ranks=2, **options)
-    places = [("llm.saving:put_in_place", 2, 0), ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1)]
+    places = [("llm.checkpoint.save:put_in_place", 2, 0), ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1)]
     for number, (at, call, rank) in enumerate(places):
         kill = Fault(at=at, what="SIGKILL", call=call, rank=rank, amount=0.0)
         run = kill_and_go_on(bench, f"{name}-{number}", [kill], together=True, **options)

@@ -13,8 +13,8 @@ from tests.support.training import Bench, Run
 pytestmark = pytest.mark.faults
 
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
-SAVE = "llm.saving:Saver._write_tensors"
-EVALUATION = "llm.parallel.accelerated:AcceleratedStrategy.evaluate"
+SAVE = "llm.checkpoint.save:Saver._write_tensors"
+EVALUATION = "llm.parallel.base:AcceleratedStrategy.evaluate"
 CALLS = {STEP: 9, SAVE: 2, EVALUATION: 3}
 OPTIONS = {"max_train_steps": 16, "checkpointing_steps": 4, "eval_steps": 6}
 HOST = socket.gethostname()

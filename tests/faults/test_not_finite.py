@@ -16,7 +16,7 @@ LOSS = "llm.models.loss:LanguageModelLoss.forward"
 
 def train_and_hash(argv: list[str], faults: Sequence[Fault]) -> tuple[int, str]:
     """The exit code, and a hash of this rank's own weights and moments at the end."""
-    from llm.parallel.accelerated import AcceleratedStrategy
+    from llm.parallel.base import AcceleratedStrategy
     from llm.trainers.gpt import main
 
     digest = hashlib.sha256()

@@ -24,13 +24,13 @@ OPTIONS = {
     "resume_from_checkpoint": True,
 }
 BEFORE_TRAINING = {
-    "start-up": ("llm.trainers.gpt.build:make_strategy", 1),
-    "tokenising": ("llm.data.output_files:assemble", 1),
+    "start-up": ("llm.trainers.gpt.setup:make_strategy", 1),
+    "tokenising": ("llm.data.prepare.output_files:assemble", 1),
 }
 IN_TRAINING = {
-    "step": ("llm.parallel.accelerated:AcceleratedStrategy.forward_backward", 6),
-    "evaluation": ("llm.parallel.accelerated:AcceleratedStrategy.evaluate", 4),
-    "save": ("llm.saving:Saver._write_tensors", 1),
+    "step": ("llm.parallel.base:AcceleratedStrategy.forward_backward", 6),
+    "evaluation": ("llm.parallel.base:AcceleratedStrategy.evaluate", 4),
+    "save": ("llm.checkpoint.save:Saver._write_tensors", 1),
 }
 
 

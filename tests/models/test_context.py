@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from llm.errors import ConfigError
-from llm.models.context import check_divisible
+from llm.parallel.context_attention import check_divisible
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 REFUSED = {"gpt_neo", "gptj", "bloom", "falcon", "mamba"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
-from llm.models.initialize import materialize
+from llm.models.init import materialize
 from tests.support.models import FAMILIES, tiny_config
 
 CPU = torch.device("cpu")

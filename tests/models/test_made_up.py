@@ -6,9 +6,9 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llm.errors import ConfigError
-from llm.models.made_up import made_up_weights
+from llm.models.dummy_weights import made_up_weights
 from llm.models.masking import check_documents_apart
-from llm.models.stages import check_cut
+from llm.parallel.pipeline.stage import check_cut
 from tests.models.test_stages import remember_across_layers
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 

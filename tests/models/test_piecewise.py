@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
-from llm.models.initialize import materialize
-from llm.models.piecewise import fill_parts
+from llm.models.init import materialize
+from llm.parallel.sharded_init import fill_parts
 from tests.support.models import FAMILIES, tiny_config
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.plans import check_tensor_parallel, planned_model_types, tensor_plan
+from llm.parallel.tensor_plans import check_tensor_parallel, planned_model_types, tensor_plan
 from tests.support.models import tiny_config
 
 

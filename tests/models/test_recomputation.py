@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import GPT2Config
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.recomputation import _policy
+from llm.models.patches.recomputation import _policy
 from tests.support.models import tiny_config, tiny_model
 
 CHOICES = ("none", "selective", "full")

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.gpt import parameter_counts, without_weights
+from llm.models.build import parameter_counts, without_weights
 from llm.models.loss import LanguageModelLoss
-from llm.models.pieces import find_pieces, share_out
-from llm.models.stages import check_cut, cut_model
+from llm.parallel.pipeline.split import find_pieces, share_out
+from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 

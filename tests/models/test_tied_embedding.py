@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.tied_embedding import TiedEmbedding, tie_gradients
+from llm.models.patches.tied_embedding import TiedEmbedding, tie_gradients
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 TIED = ("gpt2", "gpt_neo", "opt", "bloom", "falcon", "mamba")

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from llm.optim.accum_adamw import AccumAdamW
-from llm.parallel.mixing import Mixer
-from llm.parallel.rounds import make_rounds
+from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.rounds import make_rounds
 from tests.support.decentralized import BATCH, Loss, step_data, trained
 from tests.support.ranks import run_ranks, values
 

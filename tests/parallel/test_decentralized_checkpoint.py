@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from llm import checkpoint
-from llm.checkpoint import newest_valid, read_tensors
-from llm.saving import Saver
+from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import newest_valid, read_tensors
+from llm.checkpoint.save import Saver
 from tests.parallel.test_decentralized_state import DILOCO, NODES, RING
 from tests.support.decentralized import Case, Model, finish, make_strategy, train, trained
 from tests.support.ranks import run_ranks, values

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llm.parallel.diloco import OuterOptimizer
+from llm.parallel.gossip.diloco import OuterOptimizer
 from tests.support.decentralized import (
     BATCH,
     Case,

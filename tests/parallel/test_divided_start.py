@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.accelerated import make_accelerator
-from llm.parallel.layout import lay_out
-from llm.trainers.gpt.replicas import Replicas, choose_strategy
+from llm.parallel.base import make_accelerator
+from llm.parallel.dims import lay_out
+from llm.trainers.gpt.strategies import Replicas, choose_strategy
 from tests.parallel.test_sharded_start import (
     CHANGES,
     large_config,

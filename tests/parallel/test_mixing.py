@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.parallel.mixing import Mixer
-from llm.parallel.rounds import make_rounds, mixing_matrix
+from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
 from tests.support.ranks import run_ranks, values
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]

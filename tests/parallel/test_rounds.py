@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.errors import ConfigError
-from llm.parallel.rounds import (
+from llm.parallel.gossip.rounds import (
     TOPOLOGIES,
     average,
     busiest_links,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
-from llm.parallel.schedules import check_micro_batches, idle_share
-from llm.rules import check
+from llm.parallel.pipeline.passes import check_micro_batches, idle_share
+from llm.trainers.gpt.rules import check
 
 SETTINGS = {
     "train_file": "text.txt",

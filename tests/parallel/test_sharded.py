@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
-from llm.models.tied_embedding import tie_gradients
+from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
-from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.layout import lay_out
-from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.dims import lay_out
+from llm.parallel.fsdp import ShardedStrategy
 from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from llm.models.blocks import find_blocks
-from llm.models.piecewise import fill_model
+from llm.parallel.sharded_init import fill_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
-from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.layout import lay_out
-from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.dims import lay_out
+from llm.parallel.fsdp import ShardedStrategy
 from llm.data.micro_batch import MicroBatch
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values

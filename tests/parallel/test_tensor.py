@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
-from llm.models.plans import tensor_plan
+from llm.parallel.tensor_plans import tensor_plan
 from llm.optim.groups import make_adamw
-from llm.parallel.accelerated import AcceleratedStrategy, make_accelerator
-from llm.parallel.layout import lay_out
-from llm.parallel.own_randomness import OwnRandomness
-from llm.parallel.sharded import ShardedStrategy
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.dims import lay_out
+from llm.parallel.tp_rng import OwnRandomness
+from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.tensor import divide_layers
 from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config

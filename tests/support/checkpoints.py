@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from llm import checkpoint
-from llm.checkpoint import name_of
-from llm.saving import Saver
+from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import name_of
+from llm.checkpoint.save import Saver
 
 
 class Part:

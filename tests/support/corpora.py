@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from llm.data.encoder import Encoding
-from llm.data.readers import Faults
-from llm.data.sources import Source
-from llm.data.token_cache import TokenCache
+from llm.data.prepare.encoder import Encoding
+from llm.data.text.readers import Faults
+from llm.data.text.sources import Source
+from llm.data.prepare.cache import TokenCache
 from llm.errors import DataError
-from llm.text_tokenizer import TextTokenizer
+from llm.tokenizers.fast import TextTokenizer
 
 
 def texts_of(source: Source, faults: Faults | None = None) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llm.models.gpt import build_model
+from llm.models.build import build_model
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 64

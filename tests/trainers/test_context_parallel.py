@@ -2,9 +2,9 @@
 
 import pytest
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
-from llm.rules import check
+from llm.trainers.gpt.rules import check
 from tests.support.training import Bench
 
 pytestmark = pytest.mark.layouts

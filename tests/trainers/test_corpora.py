@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import DataError
 from llm.trainers.gpt.corpora import open_corpus_of
 from tests.support.corpora import write

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint import newest_valid
+from llm.checkpoint.format import newest_valid
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
@@ -21,7 +21,7 @@ RING = {"data_parallel": "gossip"}
 DILOCO = {"data_parallel": "diloco", "sync_every": 3}
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
-FORWARD = "llm.parallel.accelerated:AcceleratedStrategy.forward_backward"
+FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
 
 
 @pytest.fixture(scope="module")

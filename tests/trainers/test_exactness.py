@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llm.errors import ParallelError
-from llm.trainers.gpt.build import check_same_start
+from llm.trainers.gpt.setup import check_same_start
 from tests.parallel.test_accelerated import make_strategy
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, Run

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.kfac import max_dim
 from tests.support.faults import Fault
 from tests.support.models import tiny_config

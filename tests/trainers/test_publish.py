@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
-from llm.rules import check
+from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.publish import open_repository, push
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint import newest_valid
+from llm.checkpoint.format import newest_valid
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
@@ -12,7 +12,7 @@ from tests.support.recovery import check_same, kill_and_go_on
 from tests.support.training import Bench, Run
 from tests.trainers.test_bad_input import assert_refused
 
-FORWARD = "llm.parallel.accelerated:AcceleratedStrategy.forward_backward"
+FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
 NODES = {
     "data_parallel": "gossip",
     "gossip_group": "nodes",

@@ -6,21 +6,21 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llm.config import GPTConfig
+from llm.trainers.gpt.config import GPTConfig
 from llm.data.corpus import Corpus
 from llm.data.documents import DocumentEnds
-from llm.data.encoder import Encoding, end_token
-from llm.data.hub import dataset_sources
-from llm.data.memory import hold_in_memory
-from llm.data.sources import Source, file_source
-from llm.data.token_cache import TokenCache
+from llm.data.prepare.encoder import Encoding, end_token
+from llm.data.text.hub import dataset_sources
+from llm.data.in_memory import hold_in_memory
+from llm.data.text.sources import Source, file_source
+from llm.data.prepare.cache import TokenCache
 from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus
-from llm.data.token_file import token_dtype
-from llm.data.workers import bounded_workers
+from llm.data.formats.megatron import token_dtype
+from llm.data.prepare.workers import bounded_workers
 from llm.errors import ConfigError
-from llm.runtime import launch_id
-from llm.text_tokenizer import from_transformers
-from llm.tokenizer import fingerprint
+from llm.runtime.world import launch_id
+from llm.tokenizers.fast import from_transformers
+from llm.tokenizers.load import fingerprint
 
 logger = logging.getLogger("llm")
 

@@ -12,27 +12,27 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llm.checkpoint import Checkpoint
-from llm.config import GPTConfig
+from llm.checkpoint.format import Checkpoint
+from llm.trainers.gpt.config import GPTConfig
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, digest_of
 from llm.data.documents import DocumentEnds
 from llm.data.samples import Samples
 from llm.errors import ConfigError, DataError
-from llm.evaluation import load_metrics
+from llm.trainers.gpt.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
-from llm.models.plans import check_tensor_parallel
-from llm.models.stages import check_depth
+from llm.parallel.tensor_plans import check_tensor_parallel
+from llm.parallel.pipeline.stage import check_depth
 from llm.optim.schedule import Schedule, make_schedule
-from llm.parallel.accelerated import check_precision
-from llm.parallel.layout import Layout, lay_out
-from llm.parallel.schedules import check_micro_batches
-from llm.run_folder import RunFolder, check_unchanged
-from llm.runtime import World, device_of
-from llm.tokenizer import load_tokenizer
+from llm.parallel.base import check_precision
+from llm.parallel.dims import Layout, lay_out
+from llm.parallel.pipeline.passes import check_micro_batches
+from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.runtime.world import World, device_of
+from llm.tokenizers.load import load_tokenizer
 from llm.trainers.gpt.corpora import document_ends, hold_corpus_in_memory, open_corpus_of
-from llm.trainers.gpt.replicas import Replicas, plan_replicas
-from llm.trainers.gpt.start import (
+from llm.trainers.gpt.strategies import Replicas, plan_replicas
+from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
     choose_seed,

@@ -9,15 +9,15 @@ from typing import Literal
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
-from llm.events import event
-from llm.health import Health
+from llm.runtime.events import event
+from llm.runtime.health import Health
 from llm.optim.schedule import Schedule
-from llm.profiling import StepProfiler
-from llm.runtime import Interruption, SaveTimer, seed_step
-from llm.saving import Saver
-from llm.state import TrainState
-from llm.strategy import Strategy
-from llm.tracking import Meter, Tracker
+from llm.metrics.profiler import StepProfiler
+from llm.runtime.world import Interruption, SaveTimer, seed_step
+from llm.checkpoint.save import Saver
+from llm.checkpoint.state import TrainState
+from llm.parallel.strategy import Strategy
+from llm.metrics.tracker import Meter, Tracker
 
 logger = logging.getLogger("llm")
 

@@ -20,16 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.allocator import restart_with_kept_memory
-from llm.command_line import config_file_of, parse
-from llm.config import GPTConfig
+from llm.runtime.allocator import restart_with_kept_memory
+from llm.config.command_line import config_file_of, parse
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError, LLMError
-from llm.events import EventHandler
-from llm.files import write_whole
-from llm.health import EXIT_PEER_LOST, Health
-from llm.launcher import adopt_launcher
-from llm.rules import check
-from llm.runtime import (
+from llm.runtime.events import EventHandler
+from llm.runtime.files import write_whole
+from llm.runtime.health import EXIT_PEER_LOST, Health
+from llm.runtime.launcher import adopt_launcher
+from llm.trainers.gpt.rules import check
+from llm.runtime.world import (
     EXIT_PREEMPTED,
     Interruption,
     World,
@@ -40,7 +40,7 @@ from llm.runtime import (
     watch_launcher,
     world_from_environment,
 )
-from llm.toml import to_toml
+from llm.config.toml import to_toml
 
 PEER_SECONDS = 3.0
 """For so long a rank whose communication failed waits to hear which other one is the reason."""
@@ -50,7 +50,7 @@ SPEAKER_SECONDS = 3.0
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from llm.parallel.accelerated import AcceleratedStrategy
+    from llm.parallel.base import AcceleratedStrategy
     from llm.trainers.gpt.inputs import Inputs
 
 logger = logging.getLogger("llm")
@@ -136,8 +136,8 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     calm_threads()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
-    from llm.models.gpt import without_weights
-    from llm.trainers.gpt.build import check_same_start, load_init, make_model, make_strategy
+    from llm.models.build import without_weights
+    from llm.trainers.gpt.setup import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
     from llm.trainers.gpt.publish import open_repository, push
 
@@ -213,7 +213,7 @@ def _train(
     strategy: "AcceleratedStrategy",
     health: Health,
 ) -> int:
-    from llm.trainers.gpt.build import make_trainer
+    from llm.trainers.gpt.setup import make_trainer
     from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import (
         log_beginning,
@@ -260,7 +260,7 @@ def _train(
 def _evaluate(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
-    from llm.trainers.gpt.build import load_weights, make_evaluate
+    from llm.trainers.gpt.setup import load_weights, make_evaluate
     from llm.trainers.gpt.results import log_beginning
 
     log_beginning(config, inputs, strategy, model)

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm import checkpoint
-from llm.checkpoint import Checkpoint
-from llm.checkpoint_folder import BEST
-from llm.config import GPTConfig
+from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.retention import BEST
+from llm.trainers.gpt.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
-from llm.toml import read_toml
+from llm.config.toml import read_toml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def load_trained(
     from transformers import GenerationConfig
 
     from llm.models.configuration import has_weights
-    from llm.trainers.gpt.build import model_of
+    from llm.trainers.gpt.setup import model_of
     from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
 
     name = config.model_name_or_path

@@ -1,0 +1,1 @@
+"""How a dataclass of options becomes flags, TOML and a page of the documentation."""

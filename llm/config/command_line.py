@@ -1,0 +1,196 @@
+"""Reads a dataclass of options from the command line.
+
+The precedence is default < TOML file (`--config`) < command line. Dashes and
+underscores mean the same. A switch `--flag` has its opposite `--no_flag`; the
+word `none` unsets an optional value and empties a list.
+"""
+
+import argparse
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llm.errors import ConfigError
+from llm.config.options import (
+    Field,
+    after_unknown,
+    check_ranges,
+    fields,
+    is_too_long,
+    paths,
+    refusal,
+    shown,
+)
+from llm.config.toml import read_toml
+
+ConfigT = TypeVar("ConfigT")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ConfigErrors."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1 ", message)
+        raise ConfigError(f"{message.rstrip('.')}. See --help.")
+
+
+def parse(
+    cls: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    positional: str | None = None,
+) -> ConfigT:
+    """Read options: default < TOML file (`--config`) < command line.
+
+    Args:
+        cls: Option dataclass.
+        argv: Arguments without the program's name.
+        prog: Name of the program for `--help`.
+        description: What the program does, for `--help`.
+        positional: Option whose name can be left out: a word that belongs to no other option is
+            its value, and all such words are if it takes several.
+
+    Returns:
+        The options.
+
+    Raises:
+        ConfigError: An unknown option or a value that does not fit.
+        SystemExit: After `--help`.
+    """
+    declared = fields(cls)
+    parser = _parser(declared, prog=prog, description=description)
+    known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    given = vars(known)
+    if positional is not None and positional not in given:
+        # What follows an unknown option is likelier its value.
+        bare = [
+            word
+            for before, word in zip(["", *unknown], unknown, strict=False)
+            if not word.startswith("-") and not before.startswith("-")
+        ]
+        many = next(field.many for field in declared if field.name == positional)
+        bare = bare if many else bare[:1]
+        if bare:
+            given |= vars(parser.parse_args([f"--{positional}", *bare]))
+            unknown = [word for word in unknown if word not in bare]
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0], cls))
+    path = given.pop("config", None)
+    values = read_toml(cls, Path(path)) if path is not None else {}
+    values.update({name: _value(name, value) for name, value in given.items()})
+    config = cls(**values)
+    check_ranges(config)
+    for name, text in paths(config):
+        if is_too_long(text):
+            raise ConfigError(
+                f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "
+                "that is; choose a shorter one."
+            )
+    return config
+
+
+def config_file_of(argv: Sequence[str]) -> Path | None:
+    """The TOML file that arguments name."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", type=Path)
+    return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
+
+
+def _value(name: str, value: Any) -> Any:
+    """Lists as tuples; `none` alone empties one."""
+    if not isinstance(value, list):
+        return value
+    if None in value and len(value) > 1:
+        raise ConfigError(f"--{name} none stands alone; leave out the rest, or none.")
+    return () if None in value else tuple(value)
+
+
+def _underscored(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with any of these options; the command line overrides it.",
+    )
+    groups: dict[str, Any] = {}
+    for field in declared:
+        if field.option.group not in groups:
+            groups[field.option.group] = parser.add_argument_group(field.option.group)
+        _add(groups[field.option.group], field)
+    return parser
+
+
+def _add(group: Any, field: Field) -> None:
+    flags = [f"--{name}" for name in field.names]
+    text = field.option.help.replace("%", "%%")
+    if field.default not in (None, (), "") and not field.is_switch:
+        text += f" (default: {shown(field.default)})"
+    if field.opposites:
+        group.add_argument(
+            *[f"--{name}" for name in field.opposites],
+            dest=field.name,
+            action="store_false",
+            help=f"The opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
+        )
+    if field.is_switch:
+        group.add_argument(*flags, dest=field.name, action="store_true", help=text)
+        return
+    kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
+    kwargs["metavar"] = _metavar(field)
+    if field.many:
+        kwargs["nargs"] = "+"
+    if bool in field.members:
+        kwargs.update(nargs="?", const=True)
+    group.add_argument(*flags, **kwargs)
+
+
+def _metavar(field: Field) -> str:
+    if field.choices and field.members == (str,):
+        return "{" + ",".join(field.choices) + "}"
+    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
+    return "|".join(words[member] for member in field.members if member in words)
+
+
+def _converter(field: Field) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        empties = field.optional or (field.many and field.default == ())
+        if empties and text.lower() == "none":
+            return None
+        for member in field.members:
+            if member is bool and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if member in (int, float):
+                try:
+                    return member(text)
+                except ValueError:
+                    continue
+            if member is str and (not field.choices or text in field.choices):
+                return text
+        raise argparse.ArgumentTypeError(refusal(field, text))
+
+    return convert
+
+
+def _unknown_option(word: str, cls: type) -> str:
+    if not word.startswith("-"):
+        return f"'{word}' stands without an option before it. See --help."
+    name = word.lstrip("-").partition("=")[0]
+    flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
+    return f"There is no option --{name}{after_unknown(name, flags, cls)} See --help."

@@ -1,0 +1,304 @@
+"""Options as a flat dataclass: declaration, checks, Markdown page.
+
+A program declares its settings once, as a dataclass whose fields are made by
+[option][llm.config.options.option]. The rest follows from the declaration: the flags
+(`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), the page of the documentation.
+"""
+
+import dataclasses
+import difflib
+import math
+import operator
+import os
+import re
+import types
+import typing
+from typing import Any, Literal
+
+from llm.errors import ConfigError
+
+_BELOW = 128
+"""Bytes for what lies below a path, such as a checkpoint's files in the folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """What a field says about itself besides its type and default."""
+
+    help: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    resume: Literal["fixed", "logged", "free"] = "free"
+    one_shot: bool = False
+    path: bool = False
+    requires: tuple[str, ...] = ()
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    aliases: tuple[str, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    resume: Literal["fixed", "logged", "free"] = "free",
+    one_shot: bool = False,
+    path: bool = False,
+    requires: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field of an option dataclass.
+
+    Args:
+        default: Value when neither the TOML file nor the command line gives one.
+        help: One or two sentences for `--help` and the configuration page.
+        group: Heading under which it is listed.
+        aliases: Other names that mean the same.
+        at_least: Smallest number allowed.
+        above: Numbers must be greater than this.
+        at_most: Largest number allowed.
+        below: Numbers must be smaller than this.
+        resume: `fixed` when a resumed run must keep the value of the run it continues; `logged`
+            when it may change the value and logs that, since rounding or evaluation change too.
+        one_shot: It applies to a single start, so `to_toml` leaves it out.
+        path: Whether a text names a file or folder, or may do so.
+        requires: What the option is for, as NAME or NAME=VALUE: it is refused unless one of these
+            is given, or has that value.
+    """
+    described = Option(
+        help=help,
+        group=group,
+        aliases=aliases,
+        at_least=at_least,
+        above=above,
+        at_most=at_most,
+        below=below,
+        resume=resume,
+        one_shot=one_shot,
+        path=path,
+        requires=requires,
+    )
+    return dataclasses.field(default=default, metadata={"option": described})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """One option with its type taken apart."""
+
+    name: str
+    default: Any
+    option: Option
+    members: tuple[type, ...]
+    choices: tuple[str, ...]
+    optional: bool
+    many: bool
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone (`--flag`) and takes no value."""
+        return self.members == (bool,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The option's name and its aliases."""
+        return (self.name, *self.option.aliases)
+
+    @property
+    def opposites(self) -> tuple[str, ...]:
+        """The flags that turn a switch off: `no_x` for `x`, and `x` for `no_x`."""
+        if bool not in self.members:
+            return ()
+        return tuple(name[3:] if name.startswith("no_") else f"no_{name}" for name in self.names)
+
+    @property
+    def kind(self) -> str:
+        """What a value looks like, in words."""
+        words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        kinds = [words[member] for member in self.members if member is not str or not self.choices]
+        if self.choices:
+            kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
+        text = " or ".join(kinds)
+        return f"a list, each item {text}" if self.many else text
+
+
+def fields(cls: type) -> list[Field]:
+    """The options that a dataclass declares, in their order."""
+    hints = typing.get_type_hints(cls)
+    return [
+        _field(item.name, hints[item.name], item.default, item.metadata["option"])
+        for item in dataclasses.fields(cls)
+    ]
+
+
+def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
+    many = typing.get_origin(hint) is tuple
+    if many:
+        hint = typing.get_args(hint)[0]
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if union else (hint,)
+    members: list[type] = []
+    choices: list[str] = []
+    for part in parts:
+        if typing.get_origin(part) is Literal:
+            choices += typing.get_args(part)
+            members.append(str)
+        elif part is not type(None):
+            members.append(part)
+    return Field(
+        name=name,
+        default=default,
+        option=described,
+        members=tuple(members),
+        choices=tuple(choices),
+        optional=type(None) in parts,
+        many=many,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """An option of an earlier version; a program lists its own in a class variable REMOVED.
+
+    Attributes:
+        default: Its value in the files of runs that left it alone.
+        instead: What to do without it, the end of a sentence.
+    """
+
+    default: Any
+    instead: str
+
+
+def removed(cls: type) -> dict[str, Removed]:
+    """The options that a program no longer has, by name."""
+    return getattr(cls, "REMOVED", {})
+
+
+def after_unknown(name: str, names: list[str], cls: type) -> str:
+    """The rest of a sentence about a name that is no option: what to use, or did you mean.
+
+    Args:
+        name: The name.
+        names: Those that could have been meant.
+        cls: Option dataclass.
+    """
+    gone = removed(cls).get(name.removeprefix("no_"))
+    if gone is not None:
+        return f" any more: {gone.instead}."
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
+def refusal(field: Field, value: Any) -> str:
+    """What an option expects in place of a value that does not fit."""
+    hint = " A schedule VALUE@STEP is no longer read; give one value." if is_by_step(value) else ""
+    return f"expects {field.kind}, not {value!r}.{hint}"
+
+
+def is_by_step(value: Any) -> bool:
+    """Whether a value is a schedule, which some options of K-FAC had in earlier versions."""
+    return isinstance(value, str) and re.match(r"[^@]+@0(,|$)", value) is not None
+
+
+def check_ranges(config: Any) -> None:
+    """Refuse numbers outside the range that their option allows.
+
+    Raises:
+        ConfigError: Names the option, the bound and the number.
+    """
+    for field in fields(type(config)):
+        value = getattr(config, field.name)
+        rule = field.option
+        for number in value if isinstance(value, tuple) else (value,):
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            # An int is finite, and may be too large to be asked.
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
+            broken = [
+                f"{words} {bound:.15g}"
+                for words, bound, holds in (
+                    ("at least", rule.at_least, operator.ge),
+                    ("greater than", rule.above, operator.gt),
+                    ("at most", rule.at_most, operator.le),
+                    ("smaller than", rule.below, operator.lt),
+                )
+                if bound is not None and not holds(number, bound)
+            ]
+            if broken:
+                raise ConfigError(f"--{field.name} must be {broken[0]}, not {number}.")
+
+
+def given(config: Any) -> dict[str, Any]:
+    """The options that have another value than their default, and their values."""
+    values = [(field, getattr(config, field.name)) for field in fields(type(config))]
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def lacking(config: Any) -> list[str]:
+    """A sentence for each option that is given without any of those that it requires."""
+    values = given(config)
+    problems = []
+    for field in fields(type(config)):
+        required = [need.partition("=")[::2] for need in field.option.requires]
+        met = [name in values and value in ("", values[name]) for name, value in required]
+        if field.name in values and required and not any(met):
+            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
+            problems.append(f"--{field.name} needs {flags}; give that too, or leave it out.")
+    return problems
+
+
+def shown(value: Any) -> str:
+    """A default as a user would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def to_markdown(cls: type) -> str:
+    """Describe every option in one Markdown table a group."""
+    lines: list[str] = []
+    group = ""
+    for field in fields(cls):
+        if field.option.group != group:
+            group = field.option.group
+            lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
+        names = ", ".join(f"`{name}`" for name in field.names)
+        default = "" if field.default in (None, (), "") else f"`{shown(field.default)}`"
+        text = field.option.help.replace("|", "\\|")
+        if field.choices and field.members == (str,):
+            text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+        needs = [need.replace("=", " ") for need in field.option.requires]
+        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
+            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+        if field.option.resume == "fixed":
+            text += " *Fixed on resume.*"
+        if field.option.one_shot:
+            text += " *Not recorded.*"
+        lines.append(f"| {names} | {default} | {text} |")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def paths(config: Any) -> list[tuple[str, str]]:
+    """The files and folders that options name, or may name: option and path."""
+    found = []
+    for field in fields(type(config)):
+        value = getattr(config, field.name)
+        words = value if isinstance(value, tuple) else (value,)
+        found += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
+    return found
+
+
+def is_too_long(path: str) -> bool:
+    """Whether a path, with a file some folders below it, or a name in it is beyond the limits."""
+    encoded = os.fsencode(path)
+    longest = max(map(len, encoded.split(b"/")))
+    return (
+        longest > os.pathconf("/", "PC_NAME_MAX")
+        or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
+    )  # fmt: skip

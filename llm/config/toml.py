@@ -1,0 +1,90 @@
+"""A dataclass of options as a TOML file whose top-level keys are the options."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from llm.errors import ConfigError
+from llm.config.options import Field, after_unknown, fields, is_by_step, refusal, removed
+
+
+def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any]:
+    """Read a TOML file whose top-level keys are options.
+
+    Args:
+        cls: Option dataclass.
+        path: The file. Options that are gone may stand in it with their default.
+        recorded: Whether it describes a run that is over, maybe one of an earlier version: what
+            no longer has a meaning is left out.
+
+    Raises:
+        ConfigError: The file is absent or no TOML, a key is unknown (its nearest
+            neighbour is named) or gone, or a value has the wrong type.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
+    declared = fields(cls)
+    by_name = {name: field for field in declared for name in field.names}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        gone = removed(cls).get(name)
+        if gone is not None and (recorded or value == gone.default):
+            continue
+        if name not in by_name:
+            rest = after_unknown(name, [*by_name], cls)
+            raise ConfigError(f"{path} sets '{key}', which is no option{rest}")
+        field = by_name[name]
+        if recorded and is_by_step(value) and str not in field.members:
+            continue
+        values[field.name] = _checked(field, value, where=f"{path}: {key}")
+    return values
+
+
+def _checked(field: Field, value: Any, *, where: str) -> Any:
+    if field.many:
+        items = value if isinstance(value, list) else [value]
+        single = dataclasses.replace(field, many=False)
+        return tuple(_checked(single, item, where=where) for item in items)
+    for member in field.members:
+        if member is float and type(value) is int:
+            return float(value)
+        if type(value) is member and (
+            member is not str or not field.choices or value in field.choices
+        ):
+            return value
+    raise ConfigError(f"{where} {refusal(field, value)}")
+
+
+def to_toml(config: Any) -> str:
+    """Write every option that has a value as TOML, group by group, but for one-shot options.
+
+    Reading the text back with `read_toml` gives the same options.
+    """
+    lines: list[str] = []
+    group = ""
+    for field in fields(type(config)):
+        value = getattr(config, field.name)
+        if field.option.one_shot:
+            continue
+        if field.option.group != group:
+            group = field.option.group
+            lines.append(f"\n# {group}")
+        if value is None:
+            lines.append(f"# {field.name} is not set")
+        else:
+            lines.append(f"{field.name} = {_toml(value)}")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    # JSON's strings, numbers and booleans are TOML's as well, but for surrogate pairs and DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,276 @@
+"""`PREFIX.json` beside token files: how they were made, and the checksums of their bytes."""
+
+import dataclasses
+import json
+import logging
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.token_check import check, id_faults, id_range
+from llm.data.formats.megatron import TokenFile, open_token_file
+from llm.data.formats.paths import beside, locate
+from llm.errors import DataError
+from llm.runtime.files import write_whole
+
+FORMAT = 1
+CHUNK_BYTES = 64 << 20
+"""Bytes under one checksum: as near as a changed byte is located."""
+
+_READ_BYTES = 1 << 20
+_LARGEST_SIDECAR = 256 << 20  # the checksums of a .bin of 400 TB
+
+log = logging.getLogger("llm.data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """What is known about a pair of token files, or a flat one, that this package wrote.
+
+    Attributes:
+        tokenizer: Its name, as given.
+        tokenizer_fingerprint: Equal for tokenizers that give equal ids.
+        vocab_size: Of the tokenizer.
+        eos_token_id: Its end-of-text token, if it has one.
+        append_eos: Whether each document ends with that token.
+        dtype: Of the token ids on the disk: `uint16` or `int32`.
+        documents: Documents in the file.
+        tokens: Tokens in the file.
+        text_bytes: UTF-8 bytes of their text.
+        empty_documents: Documents without text, which are not in the file.
+        skipped_documents: Documents that could not be read, which are not in the file.
+        largest_token: The largest id; -1 where there are no tokens.
+        sources: What was read.
+        plan: A digest of input and options, which tells the same command that all is done.
+        checksums: For `bin` and `idx` (a flat file has none), the result of `checksums`.
+        format: The version of this list.
+    """
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eos_token_id: int | None
+    append_eos: bool
+    dtype: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    empty_documents: int
+    skipped_documents: int
+    largest_token: int
+    sources: list[str]
+    plan: str
+    checksums: dict[str, list[str]]
+    format: int = FORMAT
+
+
+def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
+    """Writes `PREFIX.json` so that a kill leaves the old one or the new one.
+
+    Raises:
+        DataError: The file system refuses it.
+    """
+    path = beside(prefix, ".json")
+    text = json.dumps(dataclasses.asdict(sidecar), indent=1, ensure_ascii=True) + "\n"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def read_sidecar(prefix: Path) -> Sidecar | None:
+    """Reads `PREFIX.json`.
+
+    Returns:
+        Its content; None where there is no such file.
+
+    Raises:
+        DataError: It cannot be read, or is no sidecar.
+    """
+    path = beside(prefix, ".json")
+    if not os.path.exists(path):
+        return None
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_SIDECAR:
+            raise _no_sidecar(path, "it is no file of this kind")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _no_sidecar(path, f"it is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _no_sidecar(path, "it is no JSON object")
+    if type(content.get("format")) is int and content["format"] > FORMAT:
+        raise DataError(
+            f"{path} has the format {content['format']}, of a newer version of this package; "
+            f"update it, or make the token file anew (this version reads the format {FORMAT})."
+        )
+    return _checked(path, content)
+
+
+def _checked(path: Path, content: dict[str, Any]) -> Sidecar:
+    hints = typing.get_type_hints(Sidecar)
+    for name, hint in hints.items():
+        if name not in content:
+            raise _no_sidecar(path, f"it lacks the key '{name}'")
+        value = content[name]
+        if not _fits(value, hint):
+            raise _no_sidecar(path, f"the value of '{name}' has the wrong type")
+        if type(value) is int and value < (-1 if name == "largest_token" else 0):
+            raise _no_sidecar(path, f"the value of '{name}' is {value}")
+    if content["format"] != FORMAT:
+        raise _no_sidecar(path, f"its format is {content['format']}, not {FORMAT}")
+    return Sidecar(**{name: content[name] for name in hints})
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value out of a JSON file is of a type; true is no integer here."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        (item,) = typing.get_args(hint)
+        return isinstance(value, list) and all(_fits(member, item) for member in value)
+    if typing.get_origin(hint) is dict:
+        _, item = typing.get_args(hint)
+        return isinstance(value, dict) and all(_fits(member, item) for member in value.values())
+    return type(value) is hint
+
+
+def _no_sidecar(path: Path, fault: str) -> DataError:
+    return DataError(
+        f"{path} does not describe the token file beside it: {fault}; restore it, or move it away "
+        "to use the token file without what it says."
+    )
+
+
+def checksums(path: Path) -> list[str]:
+    """The XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; none if it is empty.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    buffer = memoryview(bytearray(_READ_BYTES))
+    digests: list[str] = []
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while True:
+                digest = xxhash.xxh3_128()
+                left = CHUNK_BYTES
+                while left and (count := file.readinto(buffer[:left])):
+                    digest.update(buffer[:count])
+                    left -= count
+                if left < CHUNK_BYTES:
+                    digests.append(digest.hexdigest())
+                if left:
+                    return digests
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def verify(path: Path) -> list[str]:
+    """Looks for everything that may be wrong with token files; reads all of them.
+
+    With a sidecar every changed byte is found. Without one, what `token_check.check` finds.
+
+    Args:
+        path: As for `open_token_file`.
+
+    Returns:
+        A sentence for each fault; none where there is none.
+
+    Raises:
+        DataError: There are no such files.
+    """
+    prefix, _ = locate(path)
+    faults: list[str] = []
+    sidecar: Sidecar | None = None
+    try:
+        sidecar = read_sidecar(prefix)
+    except DataError as error:
+        faults.append(str(error))
+    if sidecar is not None:
+        faults += _changed_bytes(prefix, sidecar)
+    try:
+        token_file = open_token_file(path)
+    except DataError as error:
+        return [*faults, str(error)]
+    faults += check(token_file)
+    if token_file.num_tokens == 0:
+        faults.append(f"{beside(prefix, '.bin')} is empty: it holds no token.")
+    if sidecar is not None:
+        faults += _disagreements(token_file, sidecar)
+    return faults
+
+
+def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
+    faults: list[str] = []
+    for kind in ("bin", "idx"):
+        path = beside(prefix, f".{kind}")
+        expected = sidecar.checksums.get(kind)
+        if expected is None:
+            if path.exists():
+                faults.append(f"{prefix}.json has no checksums of {path}.")
+            continue
+        try:
+            found = checksums(path)
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        size = path.stat().st_size
+        for number in range(len(found)):
+            if number >= len(expected) or found[number] != expected[number]:
+                start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
+                faults.append(
+                    f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it is not as it "
+                    "was written."
+                )
+        if len(found) < len(expected):
+            faults.append(f"{path} ends after {size:,} bytes; it was written longer.")
+    return faults
+
+
+def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
+    ids = id_range(token_file)
+    faults = id_faults(token_file, sidecar.vocab_size, ids)
+    facts: list[tuple[str, object, object]] = [
+        ("dtype", sidecar.dtype, token_file.tokens.dtype.name),
+        ("tokens", sidecar.tokens, token_file.num_tokens),
+        ("largest_token", sidecar.largest_token, ids[1]),
+    ]
+    if isinstance(token_file, TokenFile):
+        facts.append(("documents", sidecar.documents, token_file.num_documents))
+    faults += [
+        f"{token_file.prefix}.json says {name} {said}, but it is {is_so}."
+        for name, said, is_so in facts
+        if said != is_so
+    ]
+    return faults
+
+
+def check_tokenizer(prefix: Path, sidecar: Sidecar, fingerprint: str, force: bool) -> None:
+    """Whether token files were made with the tokenizer of this run.
+
+    Args:
+        prefix: Of the token files, to name them.
+        sidecar: Of the token files.
+        fingerprint: Of the tokenizer of this run.
+        force: Warn, rather than refuse, where it is another one.
+
+    Raises:
+        DataError: It is another one.
+    """
+    if sidecar.tokenizer_fingerprint == fingerprint:
+        return
+    fault = (
+        f"The token file {prefix} was made with the tokenizer {sidecar.tokenizer} (fingerprint "
+        f"{sidecar.tokenizer_fingerprint}), not with the one of this run (fingerprint "
+        f"{fingerprint})"
+    )
+    if not force:
+        raise DataError(f"{fault}; train with that one, or pass --force to train all the same.")
+    log.warning(f"{fault}; going on because of --force.")

@@ -1,0 +1,297 @@
+"""`python -m llm.data.prepare`: text to token files, ahead of training."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llm.config.command_line import parse
+from llm.errors import ConfigError, LLMError
+from llm.config.options import option
+from llm.runtime.world import set_up_logging
+
+if TYPE_CHECKING:
+    from llm.data.prepare.output_files import Output
+    from llm.data.text.sources import Source
+
+INPUT = "Input"
+TOKENIZER = "Tokenizer"
+OUTPUT = "Output"
+RUNNING = "Running"
+
+logger = logging.getLogger("llm")
+
+
+@dataclass(kw_only=True)
+class PrepareConfig:
+    """Options of `python -m llm.data.prepare`."""
+
+    input: tuple[str, ...] = option(
+        (),
+        "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
+        "parquet also packed as gz, xz, zst or bz2.",
+        group=INPUT,
+        path=True,
+    )
+    text_column: str | None = option(
+        None,
+        "JSON key or column that holds the text; by default `text`.",
+        group=INPUT,
+        aliases=("json_key", "json_keys"),
+    )
+    text_unit: Literal["line", "paragraph", "file"] = option(
+        "file", "What of a txt file is a document; blank lines part paragraphs.", group=INPUT
+    )
+    dataset_name: str | None = option(
+        None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
+    )
+    dataset_config_name: str | None = option(
+        None, "Configuration (subset) of the data set.", group=INPUT
+    )
+    dataset_split: str = option("train", "Split of the data set.", group=INPUT)
+    streaming: bool = option(
+        False, "Read the data set over the network, keeping no copy of it.", group=INPUT
+    )
+    trust_remote_code: bool = option(
+        False, "Run tokenizer or data set code that comes with a Hub repository.", group=INPUT
+    )
+    on_error: Literal["stop", "skip"] = option(
+        "stop",
+        "Stop at a record that cannot be used, or skip and count it.",
+        group=INPUT,
+    )
+
+    tokenizer_name: str | None = option(
+        None,
+        "Hub name, folder, tokenizer.json or SentencePiece .model of the tokenizer.",
+        group=TOKENIZER,
+        path=True,
+    )
+    vocab_file: str | None = option(
+        None, "GPT-2 style vocab.json; goes with merges_file.", group=TOKENIZER, path=True
+    )
+    merges_file: str | None = option(
+        None,
+        "GPT-2 style merges.txt; goes with vocab_file.",
+        group=TOKENIZER,
+        path=True,
+        aliases=("merge_file",),
+    )
+    use_slow_tokenizer: bool = option(
+        False, "Use the tokenizer's Python implementation where there is one.", group=TOKENIZER
+    )
+    append_eos: bool = option(
+        True,
+        "End every document with the tokenizer's end-of-text token.",
+        group=TOKENIZER,
+        aliases=("append_eod",),
+    )
+    allow_special_tokens: bool = option(
+        False,
+        "Take the name of a special token in a text, such as <|endoftext|>, for that token; by "
+        "default it is text.",
+        group=TOKENIZER,
+    )
+
+    output_prefix: str | None = option(
+        None,
+        "Path of the files: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
+        "the folder PREFIX of nanoGPT's.",
+        group=OUTPUT,
+        path=True,
+    )
+    format: Literal["megatron", "nanogpt"] = option(
+        "megatron",
+        "A .bin/.idx pair as Megatron-LM, NeMo and this trainer read it, or nanoGPT's train.bin "
+        "and val.bin.",
+        group=OUTPUT,
+    )
+    output_per_input: bool = option(
+        False, "A pair of files for each input file, with its name after PREFIX.", group=OUTPUT
+    )
+    shuffle: Literal["none", "documents"] = option(
+        "none", "Shuffle the documents by the seed.", group=OUTPUT
+    )
+    seed: int = option(0, "Of the shuffling.", group=OUTPUT, at_least=0)
+    validation_split_percentage: float = option(
+        0.05,
+        "Percentage of the documents, from the first one, in nanoGPT's val.bin; 0 writes none.",
+        group=OUTPUT,
+        at_least=0,
+        below=100,
+    )
+    overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
+
+    workers: int | None = option(
+        None, "Cores to use; by default all, and never more.", group=RUNNING, at_least=1
+    )
+    log_seconds: float = option(
+        10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
+    )
+
+
+def check(config: PrepareConfig) -> None:
+    """Refuse combinations of options that cannot work.
+
+    Raises:
+        ConfigError: With all the complaints in one message, one sentence each.
+    """
+    problems = []
+    if bool(config.input) == (config.dataset_name is not None):
+        problems.append("Name the text with either --input or --dataset_name.")
+    if config.output_prefix is None:
+        problems.append("Say where to write to with --output_prefix.")
+    if (config.vocab_file is None) != (config.merges_file is None):
+        problems.append("--vocab_file and --merges_file go together; give both.")
+    elif (config.tokenizer_name is None) == (config.vocab_file is None):
+        problems.append(
+            "Name the tokenizer with either --tokenizer_name or --vocab_file and --merges_file."
+        )
+    if config.dataset_name is None:
+        for name in ("dataset_config_name", "streaming"):
+            if getattr(config, name):
+                problems.append(f"--{name} belongs to a --dataset_name; give that too.")
+    if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
+        problems.append("--output_per_input goes with --input and --format megatron only.")
+    if problems:
+        raise ConfigError(" ".join(problems))
+
+
+def prepare(config: PrepareConfig) -> None:
+    """Write the token files.
+
+    Raises:
+        LLMError: In one sentence, what is wrong with an option or with the data.
+    """
+    # There is no linear algebra here, for which numpy would start threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Imported here, so that --help and a wrong option need none of it.
+    from llm.data.prepare.encoder import Encoding, end_token
+    from llm.data.prepare.preparation import prepare_files
+    from llm.data.formats.megatron import token_dtype
+    from llm.data.prepare.workers import bounded_workers
+    from llm.tokenizers.fast import load_text_tokenizer
+
+    outputs = _outputs(config)
+    tokenizer = load_text_tokenizer(
+        name=config.tokenizer_name,
+        vocab_file=config.vocab_file,
+        merges_file=config.merges_file,
+        use_fast=not config.use_slow_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.format == "nanogpt" and tokenizer.size > 1 << 16:
+        raise ConfigError(
+            f"--format nanogpt holds ids below 65,536, and the tokenizer has {tokenizer.size:,}; "
+            "use --format megatron."
+        )
+    encoding = Encoding(
+        tokenizer=tokenizer,
+        end_token=end_token(tokenizer, config.append_eos),
+        dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
+        allow_special_tokens=config.allow_special_tokens,
+        on_error=config.on_error,
+    )
+    prepare_files(
+        outputs,
+        encoding=encoding,
+        workers=bounded_workers(config.workers),
+        log_seconds=config.log_seconds,
+    )
+
+
+def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
+    """What is read for each file that is written."""
+    from llm.data.prepare.output_files import Output
+    from llm.data.text.sources import text_sources
+
+    def output(prefix: Path) -> Output:
+        nanogpt = config.format == "nanogpt"
+        return Output(
+            prefix=prefix,
+            nanogpt=nanogpt,
+            validation_percentage=config.validation_split_percentage if nanogpt else 0.0,
+            shuffle_seed=config.seed if config.shuffle == "documents" else None,
+            overwrite=config.overwrite,
+        )
+
+    assert config.output_prefix is not None  # `check` asks for it
+    prefix = Path(config.output_prefix)
+    if config.dataset_name is not None:
+        from llm.data.text.hub import dataset_sources
+
+        files = [
+            dataset_sources(
+                config.dataset_name,
+                config.dataset_config_name,
+                text_column=config.text_column or "text",
+                trust_remote_code=config.trust_remote_code,
+                splits=[config.dataset_split],
+                streaming=config.streaming,
+            )[config.dataset_split]
+        ]
+    else:
+        files = text_sources(
+            config.input, text_column=config.text_column or "text", text_unit=config.text_unit
+        )
+    if config.shuffle == "documents" and any(file.one_document for file in files):
+        raise ConfigError(
+            "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
+            "or paragraph."
+        )
+    if config.format == "nanogpt":
+        return [(files, output(prefix))]
+    key = config.text_column or "text"
+    if not config.output_per_input:
+        return [(files, output(_suffixed(prefix, f"_{key}_document")))]
+    outputs = [
+        ([file], output(_suffixed(prefix, f"_{_stem(file)}_{key}_document"))) for file in files
+    ]
+    seen: dict[Path, str] = {}
+    for (file,), made in outputs:
+        if made.prefix in seen:
+            raise ConfigError(
+                f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
+                f"{made.prefix}.bin; rename one, or prepare them one by one."
+            )
+        seen[made.prefix] = file.name
+    return outputs
+
+
+def _stem(file: "Source") -> str:
+    return Path(file.name).name.partition(".")[0]
+
+
+def _suffixed(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    set_up_logging(rank=0)
+    try:
+        config = parse(
+            PrepareConfig,
+            sys.argv[1:] if argv is None else argv,
+            prog="python -m llm.data.prepare",
+            description="Turn text into token files, on all cores.",
+        )
+        check(config)
+        prepare(config)
+    except LLMError as error:
+        logger.error(f"error: {error}")
+        return 2
+    except OSError as error:
+        logger.error(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.")
+        return 2
+    except KeyboardInterrupt:
+        logger.error("Interrupted. What is done is kept: the same command goes on from there.")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""From the parts of a text to one token file, in their order or with the documents shuffled."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.data.prepare.parts import PartFacts, each_row, read_array
+from llm.data.sampler import permute
+from llm.data.formats.megatron import write_index
+from llm.runtime.files import sync
+
+_BLOCK = 1 << 20  # numbers of an index that are computed at once
+_SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
+_COPY = 1 << 26
+
+
+def assemble(
+    stems: list[Path], facts: list[PartFacts], prefix: Path, *, dtype: np.dtype[Any]
+) -> None:
+    """Joins parts to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
+
+    Args:
+        stems: The paths of the parts without their suffix, in their order.
+        facts: What they hold.
+        prefix: The path of both files without their suffix.
+        dtype: Of the ids.
+    """
+    _join(stems, Path(f"{prefix}.bin"))
+
+    def document_table() -> Iterator[NDArray[Any]]:
+        yield np.zeros(1, "<i8")
+        sequences = 0
+        for held in facts:
+            stop = sequences + held.texts
+            if held.one_document:
+                yield np.arange(stop, stop + held.documents, dtype="<i8")
+            else:
+                for first in range(sequences, stop, _BLOCK):
+                    yield np.arange(first, min(first + _BLOCK, stop), dtype="<i8") + 1
+            sequences = stop
+
+    write_index(
+        Path(f"{prefix}.idx"),
+        dtype,
+        num_sequences=sum(held.texts for held in facts),
+        num_documents=sum(held.documents for held in facts),
+        lengths=lambda: each_row(stems, ".rows", "<i4", _BLOCK),
+        documents=document_table(),
+    )
+
+
+def _join(stems: list[Path], path: Path) -> None:
+    """Writes the ids of all parts to one file, and syncs it."""
+    with open(path, "wb") as target:
+        for stem in stems:
+            with open(stem.with_suffix(".ids"), "rb") as part:
+                _append(part, target)
+        sync(target)
+
+
+def _append(part: BinaryIO, target: BinaryIO) -> None:
+    """Copies a file to the end of another one, inside the kernel where it can."""
+    target.flush()
+    try:
+        while os.copy_file_range(part.fileno(), target.fileno(), _COPY):
+            pass
+    except (OSError, AttributeError):  # not on this system, or not on this file system
+        pass
+    # Whatever is left; some file systems say too early that it is nothing.
+    part.seek(os.lseek(part.fileno(), 0, os.SEEK_CUR))
+    while chunk := part.read(1 << 20):
+        target.write(chunk)
+
+
+def assemble_shuffled(
+    stems: list[Path], facts: list[PartFacts], prefix: Path, *, dtype: np.dtype[Any], seed: int
+) -> None:
+    """Joins parts whose texts are documents, in an order keyed by the seed.
+
+    Memory grows by 12 bytes a document; on the disk, all ids are there once more for a while.
+
+    Args:
+        stems: As for `assemble`.
+        facts: As for `assemble`.
+        prefix: As for `assemble`.
+        dtype: Of the ids.
+        seed: Of the order; the same documents and seed give the same order.
+    """
+    # One file, since there may be more parts than files that a process can have open.
+    joined = Path(f"{prefix}.joined")
+    _join(stems, joined)
+    ids = read_array(joined, ".joined", dtype)
+    count = sum(held.texts for held in facts)
+    lengths = np.empty(count, "<i4")
+    filled = 0
+    for block in each_row(stems, ".rows", "<i4", _BLOCK):
+        lengths[filled : filled + block.size] = block
+        filled += block.size
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+
+    def order() -> Iterator[NDArray[np.int64]]:
+        for first in range(0, count, _SHUFFLED_DOCUMENTS):
+            index = np.arange(first, min(first + _SHUFFLED_DOCUMENTS, count))
+            yield permute(index, size=count, key=seed)
+
+    with open(f"{prefix}.bin", "wb") as target:
+        for documents in order():
+            ends = starts[documents] + lengths[documents]
+            pieces = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
+            target.write(np.concatenate(pieces).tobytes())
+        sync(target)
+    write_index(
+        Path(f"{prefix}.idx"),
+        dtype,
+        num_sequences=count,
+        num_documents=count,
+        lengths=lambda: (lengths[documents] for documents in order()),
+        documents=[np.arange(count + 1)],
+    )
+    joined.unlink()

@@ -1,0 +1,210 @@
+"""Text that a run is given, as token files: prepared once per file system, whoever comes first.
+
+    CACHE/KEY/tokens.*        the result: what `llm.data.prepare` writes, and the bytes of each row
+    CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
+    CACHE/KEY/absent          instead of these: the data set has no such split
+    CACHE/KEY.lock            held by the process that prepares
+    CACHE/KEY.launch          tells the other ranks of a launch that it is prepared, or the error
+
+A result is read without a lock: the name `tokens.bin` comes last.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm import errors
+from llm.data.prepare.encoder import Encoding
+from llm.data.prepare.output_files import Output, damage
+from llm.data.prepare.preparation import plan_digest, prepare_files
+from llm.data.text.sources import Source
+from llm.data.formats.paths import beside
+from llm.errors import DataError, LLMError
+from llm.runtime.files import sync_folder, try_lock, write_whole
+
+_LOG_SECONDS = 10.0
+_OPTION = "--data_cache_dir"
+
+log = logging.getLogger("llm.data")
+
+
+def _process_start() -> float:
+    """When this process started, in seconds of `time.time`; rather too late than too early."""
+    now = time.time()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not on Linux: then when this file was imported
+        return now
+    return now - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_STARTED = _process_start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCache:
+    """A folder of token files, of which each is prepared by one process while all others wait.
+
+    Attributes:
+        folder: The folder.
+        encoding: How texts become ids.
+        workers: Cores to prepare on.
+        overwrite: Prepare again what is there, once a launch.
+        launch: Equal on all ranks of one launch; None for a single process. A rank that waited
+            while another one failed raises the same error, marked as reported.
+    """
+
+    folder: Path
+    encoding: Encoding
+    workers: int
+    overwrite: bool
+    launch: str | None
+
+    def token_files(self, source: Source, *, optional: bool = False) -> Path | None:
+        """The token files of a text, prepared unless they are there.
+
+        Args:
+            source: The text.
+            optional: Whether there may be no such text.
+
+        Returns:
+            Their path without suffix; None where there is no such text.
+
+        Raises:
+            DataError: The text is missing, broken or empty, it changes while it is read, or the
+                cache cannot be written.
+            LLMError: What another rank has found.
+        """
+        folder = self.folder / plan_digest([source], _output(self.folder), self.encoding)
+        try:
+            if not self._is_made(folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with _lock(beside(folder, ".lock")) as locked:
+                    if not self._is_made(folder):
+                        self._make_or_note(source, folder, locked=locked, optional=optional)
+        except OSError as error:
+            raise DataError(
+                f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
+                f"free some space there, or choose another folder with {_OPTION}."
+            ) from error
+        if (folder / "absent").exists():
+            return None
+        return folder / "tokens"
+
+    def _is_made(self, folder: Path) -> bool:
+        """Whether a folder holds what this launch may use."""
+        output = _output(folder)
+        if self.overwrite and self._note(folder) is None:
+            return False
+        if (folder / "absent").exists():
+            return True
+        if not beside(output.prefix, ".bin").exists():
+            return False
+        faults = damage(output.prefix, output)
+        if faults:
+            log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
+            return False
+        log.info(f"using the cached tokens in {folder}")
+        return True
+
+    def _make_or_note(self, source: Source, folder: Path, *, locked: bool, optional: bool) -> None:
+        failed = (self._note(folder) or {}).get("error")
+        if failed is not None:
+            raise getattr(errors, failed[0], DataError)(failed[1], reported=True)
+        try:
+            if locked:
+                self._make(source, folder, optional=optional)
+            else:
+                self._make_without_locks(source, folder, optional=optional)
+        except LLMError as error:
+            self._write_note(folder, error)
+            error.found_here = True  # the others stay silent, so this rank speaks
+            raise
+        self._write_note(folder, None)
+
+    def _make(self, source: Source, folder: Path, *, optional: bool) -> None:
+        if self.overwrite:
+            shutil.rmtree(folder, ignore_errors=True)  # processes that have it mapped keep it
+        folder.mkdir(exist_ok=True)
+        if optional and not source.exists():
+            (folder / "absent").touch()
+            return
+        size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
+        log.info(f"tokenising {source.name}{size}")
+        try:
+            prepare_files(
+                [([source], _output(folder))],
+                encoding=self.encoding,
+                workers=self.workers,
+                log_seconds=_LOG_SECONDS,
+                fork=False,  # a trainer has threads
+            )
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # unless there is something to go on from
+            raise
+        sync_folder(self.folder)
+
+    def _make_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
+        """The work may be done twice, each time in a folder of its own: slower, but correct."""
+        own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
+        try:
+            self._make(source, own, optional=optional)
+            if not self._is_made(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another one was faster; its files are as good
+                    own.rename(folder)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    def _note(self, folder: Path) -> dict[str, Any] | None:
+        """What a rank of this launch has noted.
+
+        Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all
+        start before the first of them writes anything, so an older note is of an earlier launch.
+        """
+        try:
+            note: dict[str, Any] = json.loads(beside(folder, ".launch").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        is_ours = note["launch"] == self.launch is not None and note["time"] >= _STARTED
+        return note if is_ours else None
+
+    def _write_note(self, folder: Path, error: LLMError | None) -> None:
+        if self.launch is None:
+            return
+        failed = None if error is None else (type(error).__name__, str(error))
+        note = {"launch": self.launch, "time": time.time(), "error": failed}
+        with contextlib.suppress(OSError):  # then the others find out for themselves
+            write_whole(beside(folder, ".launch"), json.dumps(note))
+
+
+def _output(folder: Path) -> Output:
+    return Output(prefix=folder / "tokens", overwrite=True, row_bytes=True, option=_OPTION)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Holds the lock of a file; yields whether the file system has locks at all."""
+    # The kernel releases the lock when its holder ends, however it ends. The file stays: whoever
+    # deleted it would split those who wait from those who come.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            locked = try_lock(descriptor)
+        except BlockingIOError:
+            log.info("waiting for another process that tokenises the same text")
+            locked = try_lock(descriptor, wait=True)
+        yield locked
+    finally:
+        os.close(descriptor)

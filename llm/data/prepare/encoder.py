@@ -1,0 +1,293 @@
+"""From texts to token ids, by the fastest encoder that gives the ids of the reference.
+
+The reference is the tokenizer itself, through the `tokenizers` library. `gigatoken` gives the ids
+of most byte-pair tokenizers thirty times as fast. Whether it gives those of this tokenizer, on
+this text, is not taken for granted: `FastEncoder` compares them on strings that tokenizers are
+known to differ on, and on a sample of every batch.
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from llm.errors import ConfigError
+from llm.tokenizers.fast import TextTokenizer
+
+_SAMPLE_CHARACTERS = 1024  # of each batch, against the reference, which does 2 MB/s
+_FEW_TEXTS = 1000
+_LONG_TEXT = 2048  # characters, from which a call for each text costs little
+_PROBES = (
+    "",
+    " ",
+    "\n",
+    "a",
+    " a  b   c    d\t\te\n\n\nf\r\n\r\ng \n h\u00a0i\u3000j\u2003 ",
+    "I'm you're he'll she'd we've it's I'M YOU'RE HE'LL 'tis rock'n'roll ''s",
+    "0 1 12 123 1234 12345678901234567890 1,234.56 0x1F 3.14e-10 v1.2.3 ½ ² ٣٤ १२",
+    "naïve café cafe\u0301 Zürich ﬁne Ǆ İstanbul ß ſ Ω Å ｆｕｌｌ ｗｉｄｔｈ ①",  # noqa: RUF001
+    "你好，世界。今天天气很好 これはテストです 한국어 문장 ภาษาไทย עברית العربية हिन्दी",  # noqa: RUF001
+    "🙂👍🏽👩‍👩‍👧‍👦🇩🇪 \U0001f9d1\u200d\U0001f680 \ufeff\u200b\u00ad\u2028\u2029\ufffd",
+    "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # ok?!\n\n\tif (a<b)&&c!=d;",
+    "https://example.org/a_b-c?d=e&f=%20#g user@host.tld C:\\dir\\file ~/.x __init__ ===---===",
+    "\x00\x01\x1b[0m\x7f\x80\x9f\xa0 <s> </s> <unk> <pad> [CLS] [SEP] <|x|> ▁ Ġ ##",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 4,
+    "  leading and trailing  ",
+)
+
+_thread_owner = 0  # the process that has used threads first
+
+Ids = NDArray[Any]
+Counts = NDArray[np.int64]
+
+log = logging.getLogger("llm.data")
+
+
+class OtherIds(Exception):
+    """The fast encoder gave other ids than the tokenizer itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How texts become ids.
+
+    Attributes:
+        tokenizer: What gives the ids.
+        end_token: Ends each document; None is nothing.
+        dtype: Of the ids on the disk, wide enough for all of the tokenizer's.
+        allow_special_tokens: Whether the name of a special token in a text is that token.
+        on_error: What becomes of records that cannot be used.
+    """
+
+    tokenizer: TextTokenizer
+    end_token: int | None
+    dtype: np.dtype[Any]
+    allow_special_tokens: bool = False
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
+    """The token that shall end each document; None where none shall.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-text token to put between documents; pass "
+            "--no_append_eos, or use a tokenizer that has one."
+        )
+    return tokenizer.eos_token_id if append_eos else None
+
+
+class Encoder(Protocol):
+    """Turns texts into the ids of their tokens."""
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+        """Encodes a batch.
+
+        Args:
+            texts: UTF-8 text without lone surrogates; of any length.
+
+        Returns:
+            The ids of all texts, one after the other [num_tokens], and how many are of each text
+            [len(texts)]. Each text that has any is followed by the end token, if there is one.
+
+        Raises:
+            OtherIds: A fast encoder cannot be trusted with this text.
+        """
+
+
+def make_encoder(
+    encoding: Encoding, *, one_document: bool = False, threads: int = 1, fast: bool = True
+) -> Encoder:
+    """The fastest encoder that can be trusted with a tokenizer.
+
+    Args:
+        encoding: How texts become ids.
+        one_document: Whether the texts are parts of one document, whose end is not the encoder's
+            to write. Otherwise the end token follows each of them.
+        threads: That it may use.
+        fast: Whether to try gigatoken.
+    """
+    reference = ReferenceEncoder(encoding, one_document=one_document, threads=threads)
+    if not fast or encoding.tokenizer.backend is None:
+        return reference
+    try:
+        return FastEncoder(reference, encoding.tokenizer.backend.to_str(), threads=threads)
+    except (ImportError, OtherIds) as error:
+        log.info(f"{error}; encoding with the tokenizers library, which is slower")
+        return reference
+
+
+class ReferenceEncoder:
+    """The tokenizer itself.
+
+    Args:
+        encoding: How texts become ids.
+        one_document: Whether no end token follows a text.
+        threads: That it may use.
+
+    Raises:
+        ConfigError: A slow tokenizer with `allow_special_tokens`.
+    """
+
+    def __init__(self, encoding: Encoding, *, one_document: bool, threads: int) -> None:
+        end = encoding.end_token
+        self.dtype = encoding.dtype
+        self.end = np.array([] if end is None or one_document else [end], self.dtype)
+        self.allow_special_tokens = encoding.allow_special_tokens
+        self._backend: Any = encoding.tokenizer.backend
+        self._encode_slow = encoding.tokenizer.encode_slow
+        if self._backend is None:
+            if self.allow_special_tokens:
+                raise ConfigError(
+                    "--allow_special_tokens needs a fast tokenizer, and this one is in Python; "
+                    "leave it out, or name another tokenizer."
+                )
+            log.warning(
+                "the tokenizer is a slow one, in Python: it runs on one core of each worker, at "
+                "about a hundredth of the speed"
+            )
+            return
+        # The name of the property means: encode them as the characters that they are.
+        self._backend.encode_special_tokens = not self.allow_special_tokens
+        # Read by the Rust libraries when they start their threads.
+        os.environ["RAYON_NUM_THREADS"] = str(threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+        """See `Encoder`."""
+        if self._backend is None:
+            assert self._encode_slow is not None  # a tokenizer has one of the two
+            lists = [self._encode_slow(text) for text in texts]
+        elif len(texts) == 1:  # without any thread, so that a process may yet fork
+            lists = [self._backend.encode(texts[0], add_special_tokens=False).ids]
+        else:
+            if not _may_use_threads():
+                os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            lists = [encoding.ids for encoding in encodings]
+        counts = np.fromiter(map(len, lists), np.int64, len(lists))
+        flat = itertools.chain.from_iterable(lists)
+        return _with_ends(np.fromiter(flat, self.dtype, int(counts.sum())), counts, self.end)
+
+    def special_tokens(self) -> list[str]:
+        """The names of tokens that are no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return [token.content for token in added.values()]
+
+
+class FastEncoder:
+    """gigatoken, watched by the reference.
+
+    Args:
+        reference: The tokenizer itself.
+        tokenizer_json: The same tokenizer as the text of a tokenizer.json.
+        threads: That it may use.
+
+    Raises:
+        ImportError: gigatoken is not installed.
+        OtherIds: It cannot read this tokenizer, or gives other ids.
+    """
+
+    def __init__(self, reference: ReferenceEncoder, tokenizer_json: str, *, threads: int) -> None:
+        try:
+            import gigatoken
+        except ImportError as error:
+            raise ImportError("gigatoken is not installed (pip install gigatoken)") from error
+        description = orjson.loads(tokenizer_json)
+        description["post_processor"] = None
+        if not reference.allow_special_tokens:
+            # What it does not know it takes for text.
+            added = description["added_tokens"]
+            description["added_tokens"] = [token for token in added if not token["special"]]
+        self._reference = reference
+        self._dtype, self._end = reference.dtype, reference.end
+        self._threads = threads
+        try:
+            self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
+        except BaseException as error:
+            raise _refusal(error, "gigatoken cannot read this tokenizer") from error
+        names = reference.special_tokens()
+        self._compare([*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])])
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+        """See `Encoder`."""
+        try:
+            ids, counts = self._encode(texts)
+        except BaseException as error:
+            raise _refusal(error, "gigatoken failed") from error
+        self._compare_sample(texts, ids, counts)
+        return ids, counts
+
+    def _encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+        few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
+        # Without any thread, and without the import of awkward, which takes half a second.
+        if len(texts) == 1 or (few and self._threads == 1):
+            arrays = [self._fast.encode(text) for text in texts]
+            counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
+            # One copy that also narrows: at this speed a second one would be seen.
+            pairs = [part for array in arrays if array.size for part in (array, self._end)]
+            ids = np.concatenate([self._end[:0], *pairs], dtype=self._dtype, casting="unsafe")
+            return ids, counts + (counts > 0) * self._end.size
+        parallel = self._threads > 1 and _may_use_threads()
+        batch = self._fast.encode_batch(list(texts), parallel=parallel)
+        offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
+        ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
+        return _with_ends(ids.astype(self._dtype), np.diff(offsets), self._end)
+
+    def _compare_sample(self, texts: Sequence[str], ids: Ids, counts: Counts) -> None:
+        """Compares one text, or a piece of it, at a place that follows from the batch."""
+        if not texts:
+            return
+        number = int(ids.size) * 7919 % len(texts)
+        text = texts[number]
+        if len(text) > _SAMPLE_CHARACTERS:
+            start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
+            self._compare([text[start : start + _SAMPLE_CHARACTERS]])
+            return
+        end = int(counts[: number + 1].sum())
+        found = ids[end - int(counts[number]) : end]
+        if not np.array_equal(found, self._reference.encode([text])[0]):
+            raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
+
+    def _compare(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            try:
+                found = self._encode([text])[0]
+            except BaseException as error:
+                raise _refusal(error, "gigatoken failed") from error
+            if not np.array_equal(found, self._reference.encode([text])[0]):
+                raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
+
+
+def _may_use_threads() -> bool:
+    """Whether no process from which this one was forked has used the libraries' threads.
+
+    They do not survive a fork, and who waits for them waits for ever.
+    """
+    global _thread_owner
+    _thread_owner = _thread_owner or os.getpid()
+    return _thread_owner == os.getpid()
+
+
+def _with_ends(ids: Ids, counts: Counts, end: Ids) -> tuple[Ids, Counts]:
+    if not end.size:
+        return ids, counts
+    filled = counts > 0
+    return np.insert(ids, np.cumsum(counts)[filled], end[0]), counts + filled
+
+
+def _refusal(error: BaseException, what: str) -> BaseException:
+    """What to raise for an error of the library, whose panics are no `Exception`."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        return error
+    message = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    return OtherIds(f"{what} ({message})")

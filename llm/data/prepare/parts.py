@@ -1,0 +1,247 @@
+"""A part of a text as token ids on the disk: what a worker makes, and a restart finds again.
+
+    STEM.ids     token ids, one text after the other
+    STEM.rows    tokens of each text, int32
+    STEM.bytes   UTF-8 bytes of each text, uint32
+    STEM.json    counts and checksums, written last: without it the part does not exist
+
+A text without tokens is dropped and counted.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from llm.data.prepare.encoder import Encoder, Encoding, make_encoder
+from llm.data.text.readers import Faults
+from llm.data.text.sources import Source
+from llm.errors import DataError
+from llm.runtime.files import checksum
+
+_FILES = (".ids", ".rows", ".bytes")
+_MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartFacts:
+    """What a part holds.
+
+    Attributes:
+        one_document: Whether its texts are one document; otherwise each is one.
+        texts: That have tokens.
+        empty: Texts that have none.
+        skipped: Records that could not be used.
+        tokens: With the end tokens.
+        text_bytes: UTF-8 bytes of the texts.
+        largest_token: The largest id; 0 where there are none.
+        checksums: Of the three files, xxh3_128.
+    """
+
+    one_document: bool
+    texts: int
+    empty: int
+    skipped: int
+    tokens: int
+    text_bytes: int
+    largest_token: int
+    checksums: dict[str, str]
+
+    @property
+    def documents(self) -> int:
+        """Documents that have tokens."""
+        return min(self.texts, 1) if self.one_document else self.texts
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the work on a part has come; all numbers from its beginning."""
+
+    texts: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    consumed: int = 0
+
+
+def write_part(
+    source: Source,
+    stem: Path,
+    encoding: Encoding,
+    *,
+    encoder: Encoder | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> PartFacts:
+    """Encodes a source and writes it down; what fails leaves no part.
+
+    All that it needs can be pickled, so that it may run in any process that sees the same files.
+
+    Args:
+        source: The texts.
+        stem: The path of the files without their suffix.
+        encoding: How texts become ids.
+        encoder: One that was made for it and for sources of this kind; None makes one.
+        report: Told the progress after every batch.
+
+    Returns:
+        What the part holds.
+
+    Raises:
+        DataError: The source cannot be read, or a text is too long.
+        OtherIds: The encoder cannot be trusted.
+        OSError: The file system refused a write.
+    """
+    encoder = encoder or make_encoder(encoding, one_document=source.one_document)
+    faults = Faults(encoding.on_error)
+    try:
+        writer = _PartWriter(source, stem)
+        try:
+            for texts in source.batches(faults):
+                writer.add(texts, *encoder.encode(texts))
+                report(writer.progress)
+            if source.one_document and encoding.end_token is not None:
+                writer.end_document(np.array([encoding.end_token], encoding.dtype))
+        finally:
+            writer.close()
+        # Not synced, for speed: a restart compares every byte with the checksums.
+        temporary = stem.with_suffix(".json.tmp")
+        facts = writer.facts(skipped=faults.skipped)
+        temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
+        temporary.replace(stem.with_suffix(".json"))
+    except BaseException:
+        remove_part(stem)
+        raise
+    return facts
+
+
+class _PartWriter:
+    """The three files of a part, and what they hold so far."""
+
+    def __init__(self, source: Source, stem: Path) -> None:
+        self.progress = Progress()
+        self._source = source
+        self._files = {suffix: _HashedFile(stem, suffix) for suffix in _FILES}
+        self._empty = self._largest = 0
+
+    def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        if counts.size and counts.max() > _MOST_TOKENS:
+            raise DataError(
+                f"{self._source.name} holds a text of {counts.max():,} tokens, and a token file "
+                f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
+            )
+        filled = counts > 0
+        sizes = np.fromiter(map(_utf8_bytes, texts), np.uint32, len(texts))[filled]
+        self._files[".ids"].write(ids)
+        self._files[".rows"].write(counts[filled].astype("<i4"))
+        self._files[".bytes"].write(sizes.astype("<u4"))
+        self._largest = max(self._largest, int(ids.max(initial=0)))
+        self._empty += len(texts) - sizes.size
+        self.progress.texts += sizes.size
+        self.progress.tokens += int(ids.size)
+        self.progress.text_bytes += int(sizes.sum(dtype=np.int64))
+        self.progress.consumed = self._source.consumed
+
+    def end_document(self, end: NDArray[Any]) -> None:
+        if self.progress.texts:
+            self._files[".ids"].write(end)
+            self._files[".rows"].add_to_last(1)
+            self.progress.tokens += 1
+            self._largest = max(self._largest, int(end[0]))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def facts(self, *, skipped: int) -> PartFacts:
+        return PartFacts(
+            one_document=self._source.one_document,
+            texts=self.progress.texts,
+            empty=self._empty,
+            skipped=skipped,
+            tokens=self.progress.tokens,
+            text_bytes=self.progress.text_bytes,
+            largest_token=self._largest,
+            checksums={suffix: file.digest() for suffix, file in self._files.items()},
+        )
+
+
+def read_part(stem: Path, *, verify: bool) -> PartFacts | None:
+    """What a part holds; None where it was not finished, or is not what was written.
+
+    Args:
+        stem: The path of its files without their suffix.
+        verify: Read it all, which tells whether it survived a crash of the machine.
+    """
+    try:
+        facts = PartFacts(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
+        for suffix in _FILES if verify else ():
+            if checksum(stem.with_suffix(suffix)) != facts.checksums[suffix]:
+                return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return facts
+
+
+def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:
+    """The content of one of a part's files, memory-mapped."""
+    path = stem.with_suffix(suffix)
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def remove_part(stem: Path) -> None:
+    """Removes the files of a part, if there are any."""
+    for suffix in (".json", *_FILES):
+        stem.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+class _HashedFile:
+    """A file that is written once, from front to back."""
+
+    def __init__(self, stem: Path, suffix: str) -> None:
+        self.suffix = suffix
+        self._file: BinaryIO = open(stem.with_suffix(suffix), "wb")  # noqa: SIM115
+        self._state = xxhash.xxh3_128()
+        self._last: NDArray[Any] = np.empty(0, np.uint8)  # held back, since it may yet change
+
+    def write(self, array: NDArray[Any]) -> None:
+        if array.size:
+            self._flush()
+            self._last = array
+
+    def add_to_last(self, number: int) -> None:
+        self._last[-1] += number
+
+    def close(self) -> None:
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def digest(self) -> str:
+        return str(self._state.hexdigest())
+
+    def _flush(self) -> None:
+        if self._last.size:
+            data = np.ascontiguousarray(self._last).data.cast("B")
+            self._file.write(data)
+            self._state.update(data)
+        self._last = self._last[:0]
+
+
+def each_row(stems: list[Path], suffix: str, dtype: str, size: int) -> Iterator[NDArray[Any]]:
+    """The numbers that parts hold of each text, in blocks of at most `size`."""
+    for stem in stems:
+        array = read_array(stem, suffix, dtype)
+        for first in range(0, array.size, size):
+            yield array[first : first + size]

@@ -1,0 +1,61 @@
+"""What is said while text is prepared, and when it is done."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from llm.data.prepare.parts import PartFacts
+from llm.data.prepare.tokenize_parts import Totals
+
+log = logging.getLogger("llm.data")
+
+
+def progress_log(log_seconds: float) -> Callable[[Totals], None]:
+    """Makes a function that logs how far the work has come, with this many seconds between."""
+    began = told = time.monotonic()
+
+    def report(totals: Totals) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < log_seconds:
+            return
+        told = now
+        seconds = now - began
+        line = (
+            f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
+            f"{totals.texts / seconds:,.0f} documents/s | "
+            f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s | "
+            f"{totals.tokens / seconds:,.0f} tokens/s"
+        )
+        if totals.num_bytes:
+            share = min(1.0, totals.consumed / totals.num_bytes)  # a part reads a little beyond
+            left = seconds / share - seconds if share else 0.0
+            line += f" | {share:.1%} done | {_clock(left)} left"
+        else:
+            line += f" | {totals.parts_done:,} of {totals.num_parts:,} parts done"
+        log.info(line)
+
+    return report
+
+
+def log_summary(facts: list[PartFacts], *, seconds: float, resumed: bool) -> None:
+    """Logs what has been made.
+
+    Args:
+        facts: What the parts hold.
+        seconds: That it took.
+        resumed: Whether an earlier try has done some of it, so that the time is not that of all.
+    """
+    tokens = sum(part.tokens for part in facts)
+    text_bytes = sum(part.text_bytes for part in facts)
+    speed = "since it went on" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
+    log.info(
+        f"{sum(part.documents for part in facts):,} documents, {tokens:,} tokens, "
+        f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
+        f"{sum(part.empty for part in facts if not part.one_document):,} empty and "
+        f"{sum(part.skipped for part in facts):,} skipped documents; {_clock(seconds)}, {speed}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"

@@ -1,0 +1,1 @@
+"""Files, folders and Hub data sets as documents."""

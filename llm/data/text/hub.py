@@ -1,0 +1,241 @@
+"""Data sets: from the Hugging Face Hub or a local folder that the `datasets` library reads."""
+
+import copy
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm.data.text.readers import Faults, batched, check_text, choose_column, first_line
+from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
+from llm.errors import DataError
+
+_BATCH_ROWS = 1000
+_PART_ROWS = 100_000
+_STRINGS = ("string", "large_string", "string_view")
+
+log = logging.getLogger("llm.data")
+
+
+def dataset_sources(
+    dataset_name: str,
+    dataset_config_name: str | None,
+    *,
+    text_column: str | None,
+    trust_remote_code: bool,
+    splits: Sequence[str] = ("train", "validation"),
+    streaming: bool = False,
+) -> dict[str, Source]:
+    """Splits of a Hub data set or a local folder.
+
+    Nothing is loaded before a source is asked whether it exists, or for its rows.
+
+    Args:
+        dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
+            `datasets.load_dataset` takes.
+        dataset_config_name: The configuration; or None.
+        text_column: The column with the text; None takes `text`, else the only column of
+            strings.
+        trust_remote_code: Handed to `datasets`.
+        splits: Their names.
+        streaming: Read it over the network while it is used, keeping nothing on disk.
+
+    Raises:
+        DataError: `dataset_name` is a file, a path at which there is nothing, or a folder with
+            a link to nothing.
+    """
+    path = Path(dataset_name)
+    if path.is_file():
+        raise DataError(f"--dataset_name {dataset_name} is a file; name it with --train_file.")
+    if not path.is_dir() and (path.is_absolute() or dataset_name.startswith(("./", "../", "~"))):
+        raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
+    loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code, streaming)
+    return {split: _DatasetSplit(loader, split, text_column) for split in splits}
+
+
+class _DatasetLoader:
+    """A data set that is loaded at most once, when its first split is needed."""
+
+    def __init__(
+        self, name: str, config: str | None, trust_remote_code: bool, streaming: bool
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.folder = Path(name) if Path(name).is_dir() else None
+        inside = sorted(self.folder.rglob("*")) if self.folder else []
+        refuse_broken_links(inside, f"--dataset_name {name}:")
+        self.files = {path: stamp(path) for path in inside if path.is_file()}
+        # Newer versions of `datasets` complain about the argument itself.
+        self._options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+        if streaming:
+            self._options["streaming"] = True
+        self.streaming = streaming
+        self._splits: dict[str, Any] | None = None
+
+    def splits(self) -> dict[str, Any]:
+        """The `datasets.Dataset` of each split."""
+        if self._splits is None:
+            import datasets
+
+            log.info(f"loading the data set {self.name}")
+            bars = datasets.is_progress_bar_enabled()
+            datasets.disable_progress_bars()
+            try:
+                loaded = self._load()
+            except Exception as error:  # the library raises dozens of kinds
+                raise self._explain(error) from error
+            finally:
+                if bars:
+                    datasets.enable_progress_bars()
+            single = isinstance(loaded, datasets.Dataset | datasets.IterableDataset)
+            self._splits = {"train": loaded} if single else dict(loaded)
+            # What lies on the disk ready to use is not streamed.
+            kinds = (datasets.IterableDataset,)
+            self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
+        return self._splits
+
+    def _load(self) -> Any:
+        import datasets
+
+        if self.folder is None:
+            return datasets.load_dataset(self.name, self.config, **self._options)
+        # A folder that stands in for a Hub data set often has no configurations, or has them
+        # as folders of their own.
+        inner = self.folder / self.config if self.config else self.folder
+        for folder in (inner, self.folder):
+            if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+                return datasets.load_from_disk(str(folder))
+        try:
+            return datasets.load_dataset(str(self.folder), self.config, **self._options)
+        except ValueError as error:
+            if "Available: ['default']" not in str(error):
+                raise
+            folder = inner if inner.is_dir() else self.folder
+            log.warning(f"{self.folder} has no configurations; reading {folder}")
+            return datasets.load_dataset(str(folder), **self._options)
+
+    def columns(self, data: Any) -> dict[str, bool]:
+        """A split's columns, and whether they hold strings; a stream may look at its first row."""
+        try:
+            if data.features:
+                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
+                return {name: kind in _STRINGS for name, kind in types.items()}
+            return {name: isinstance(value, str) for name, value in next(iter(data), {}).items()}
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def read(self, data: Any) -> Iterator[dict[str, Any]]:
+        """The rows of a split of this data set, in batches of columns."""
+        try:
+            yield from data.iter(_BATCH_ROWS)
+        except Exception as error:  # a stream's network, a broken file
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> DataError:
+        message = str(error)
+        if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
+            known = re.search(r"\[(.*?)\]", message)
+            lack = "several configurations" if self.config is None else f"no {self.config!r}"
+            return DataError(
+                f"The data set {self.name} has {lack}; choose a configuration with "
+                f"--dataset_config_name from: {known[1] if known else 'see its page'}."
+            )
+        if self.folder is not None:
+            reason = first_line(error.__cause__ or error)
+            return DataError(f"--dataset_name {self.folder} cannot be read: {reason}.")
+        return DataError(
+            f"--dataset_name {self.name} cannot be loaded from the Hugging Face Hub "
+            f"({first_line(error)}); check the name and the connection, or name a local folder, "
+            "which works too."
+        )
+
+
+class _DatasetSplit:
+    """One split, or a part of it: a range of rows, or some shards of a streamed one."""
+
+    one_document = False
+    consumed = 0
+
+    def __init__(self, loader: _DatasetLoader, split: str, text_column: str | None) -> None:
+        self._loader = loader
+        self._split = split
+        self._text_column = text_column
+        config = f" {loader.config}" if loader.config else ""
+        self.name = f"{loader.name}{config} [{split}]"
+        self.num_bytes: int | None = None
+        self.files = loader.files
+        self._part: tuple[int, int] | None = None  # rows start:stop, or shard i of n
+
+    def identity(self) -> dict[str, Json]:
+        identity: dict[str, Json] = {
+            "dataset": self._loader.name,
+            "config": self._loader.config,
+            "split": self._split,
+            "text_column": self._text_column,
+        }
+        folder = self._loader.folder
+        if folder is not None:
+            identity["dataset"] = str(folder.resolve())
+            identity["files"] = [
+                [str(file.relative_to(folder)), *noted.values()]
+                for file, noted in self.files.items()
+            ]
+        return identity
+
+    def exists(self) -> bool:
+        return self._split in self._loader.splits()
+
+    def split(self, num_bytes: int) -> list[Source]:
+        data = self._data()
+        if self._loader.streaming:
+            count = data.num_shards
+            cuts = [(index, count) for index in range(count)]
+        else:
+            starts = range(0, data.num_rows, _PART_ROWS)
+            cuts = [(start, min(start + _PART_ROWS, data.num_rows)) for start in starts]
+        parts: list[Source] = []
+        for cut in cuts:
+            part = copy.copy(self)
+            part._part = cut
+            parts.append(part)
+        return parts
+
+    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        return batched(self._texts(faults or Faults()))
+
+    def _data(self) -> Any:
+        splits = self._loader.splits()
+        if self._split not in splits:
+            raise DataError(
+                f"The data set {self._loader.name} has no split {self._split!r}, only: "
+                f"{', '.join(splits)}."
+            )
+        return splits[self._split]
+
+    def _texts(self, faults: Faults) -> Iterator[str]:
+        data = self._data()
+        columns = self._loader.columns(data)
+        column = choose_column(
+            list(columns),
+            self._text_column,
+            self.name,
+            texts=[name for name, strings in columns.items() if strings],
+            tell=self._part is None or self._part[0] == 0,
+        )
+        number, where = 0, self.name
+        if self._part is not None and self._loader.streaming:
+            data = data.shard(num_shards=self._part[1], index=self._part[0])
+            where = f"{where}, shard {self._part[0] + 1}"
+        elif self._part is not None:
+            number = self._part[0]
+            data = data.select(range(*self._part))
+        for batch in self._loader.read(data.select_columns(column)):
+            for value in batch[column]:
+                number += 1
+                try:
+                    text = check_text(value, f"{where}, row {number}")
+                except DataError as fault:
+                    faults(fault)
+                else:
+                    yield text

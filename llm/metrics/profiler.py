@@ -1,0 +1,138 @@
+"""Some steps of a run under PyTorch's profiler: a trace to look at, and a short table.
+
+The trace opens in Perfetto or chrome://tracing.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llm.runtime.files import write_whole
+
+logger = logging.getLogger("llm")
+
+# In this order: an operation belongs to the first class that its own name or that of an operation
+# around it speaks of.
+_CLASSES = (
+    (
+        "communication",
+        ("c10d", "gloo", "nccl", "allreduce", "all_reduce", "DistributedDataParallel"),
+    ),
+    ("loss", ("ChunkedCrossEntropy", "cross_entropy", "log_softmax", "nll_loss")),
+    ("optimizer", ("Optimizer.step", "_fused_adam", "_foreach_", "linalg_vector_norm")),
+    ("attention", ("scaled_dot_product", "flash", "softmax")),
+    ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "gemm")),
+)
+_OTHER, _WAITING = "other operations", "waiting"
+_DEVICES = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
+
+
+class StepProfiler:
+    """Profiles the steps after step `start` up to step `stop`; does nothing without a span.
+
+    Args:
+        span: (start, stop), or None.
+        folder: Where trace and table go.
+        rank: Rank of this process; each writes a trace, rank 0 the table.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self, span: tuple[int, int] | None, *, folder: Path, rank: int, device: torch.device
+    ) -> None:
+        self._start, self._stop = span or (-1, -1)
+        self._folder = folder
+        self._rank = rank
+        self._on_gpu = device.type in _DEVICES
+        self._activities = [ProfilerActivity.CPU, *_DEVICES.get(device.type, ())]
+        self._profile: Any = None
+
+    def begin_step(self, step: int) -> None:
+        """Called before a step; `step` steps are done."""
+        if step != self._start:
+            return
+        if self._on_gpu:
+            torch.accelerator.synchronize()
+        self._profile = profile(activities=self._activities)
+        self._profile.__enter__()
+        self._began = time.perf_counter()
+
+    def end_step(self, step: int) -> bool:
+        """Called after a step; `step` steps are done. Whether there is something to write now."""
+        if step != self._stop or self._profile is None:
+            return False
+        if self._on_gpu:
+            torch.accelerator.synchronize()
+        self._seconds = time.perf_counter() - self._began
+        self._profile.__exit__(None, None, None)
+        return True
+
+    def close(self) -> None:
+        """Called after the last step: says if a span was asked for and not seen as a whole."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+        if self._stop >= 0 and self._rank == 0:
+            logger.info(
+                f"--profile {self._start}:{self._stop}: this start did not train all of these "
+                "steps, and nothing was written."
+            )
+
+    def write(self) -> None:
+        """Write the trace, and on rank 0 the table."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"rank{self._rank}.trace.json.gz"
+        self._profile.export_chrome_trace(str(trace))
+        if self._rank == 0:
+            busy = time_by_class(self._profile.events(), on_gpu=self._on_gpu)
+            lines = table(busy, self._seconds, steps=self._stop - self._start)
+            write_whole(self._folder / "profile.txt", "\n".join(lines) + "\n")
+            logger.info("\n".join([*lines, f"trace: {trace}"]))
+        self._profile, self._start, self._stop = None, -1, -1
+
+
+def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
+    """Seconds of the operations of a profile, by what they are for.
+
+    Args:
+        events: The profile's events, each with its own time, without that of those inside it.
+        on_gpu: Count the device's time in place of the host's.
+    """
+    busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
+    for event in events:
+        if event.device_type.name != "CPU":
+            continue  # a kernel, which the operation that started it counts as its own time
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        busy[_class_of(event)] += microseconds / 1e6
+    return busy
+
+
+def _class_of(event: Any) -> str:
+    around = []
+    while event is not None:
+        around.append(str(event.name))
+        event = event.cpu_parent
+    for name, words in _CLASSES:
+        if any(word in text for text in around for word in words):
+            return name
+    return _OTHER
+
+
+def table(busy: dict[str, float], seconds: float, *, steps: int) -> list[str]:
+    """The shares of a step's time, the rest of which is waiting: for data, for Python, for others.
+
+    Args:
+        busy: What `time_by_class` gave.
+        seconds: That the steps took.
+        steps: Their number.
+    """
+    rows = {**busy, _WAITING: max(0.0, seconds - sum(busy.values()))}
+    whole = sum(rows.values())
+    lines = [f"profile of {steps} steps, {1000 * seconds / steps:.1f} ms each:"]
+    for name, share in sorted(rows.items(), key=lambda row: -row[1]):
+        lines.append(f"  {name:<18}{1000 * share / steps:>10.1f} ms{share / whole:>8.1%}")
+    return lines

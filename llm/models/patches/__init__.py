@@ -1,0 +1,1 @@
+"""Changes to a model that leave its results as they are."""

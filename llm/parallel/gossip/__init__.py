@@ -1,0 +1,1 @@
+"""Replicas with weights of their own."""

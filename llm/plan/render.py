@@ -1,0 +1,167 @@
+"""The plan as text and as JSON."""
+
+import dataclasses
+from typing import Any
+
+from llm.parallel.dims import Layout
+from llm.plan.estimate import Estimate, checkpoint_bytes
+from llm.plan.job import Job
+from llm.plan.memory import KINDS
+
+_DAY = 86400.0
+
+
+def text(job: Job, plan: Estimate, near: Layout | None) -> list[str]:
+    """The lines of a plan.
+
+    Args:
+        job: What is planned.
+        plan: Of one layout.
+        near: The layout that fits and is most like the one that does not, or None.
+    """
+    options, layout = job.options, plan.layout
+    samples = plan.tokens_per_step // job.length
+    return [
+        f"{_name(job)}, {job.census(1).parameters:,} parameters, on {options.nodes} nodes of "
+        f"{options.gpus_per_node} {options.device}: {layout.world_size} ranks",
+        f"layout: {layout.describe()}",
+        f"batch: {samples:,} samples of {job.length:,} tokens ({plan.tokens_per_step:,} tokens a "
+        f"step) in {plan.micro_batches} micro-batches of {options.per_device_train_batch_size} on "
+        "each rank",
+        "",
+        *_memory_lines(job, plan),
+        _verdict(job, plan, near),
+        "",
+        *_traffic_lines(plan),
+        "",
+        *_time_lines(job, plan),
+    ]
+
+
+def table(job: Job, found: list[Estimate]) -> list[str]:
+    """The ranked layouts."""
+    lines = [
+        f"{'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} "
+        f"{'micro-b.':>8} {'memory':>10} {'bubble':>7} {'step':>9} {'tokens/s':>12}  fits"
+    ]
+    for plan in found[: job.options.top]:
+        lay = plan.layout
+        lines.append(
+            f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
+            f"{lay.replicate:>9} {plan.micro_batches:>8} {_gib(plan.memory.total):>10} "
+            f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
+            f"{'yes' if plan.fits else 'no'}"
+        )
+    fitting = sum(plan.fits for plan in found)
+    return [
+        *lines,
+        f"{fitting} of {len(found)} layouts fit into {_gib(job.usable)} of {job.options.device}; "
+        f"tokens a second at {job.options.efficiency:.0%} of its peak.",
+    ]
+
+
+def to_json(
+    job: Job, plan: Estimate, near: Layout | None, found: list[Estimate] | None
+) -> dict[str, Any]:
+    """All numbers: bytes, seconds, FLOPs; arguments as of `text`, and what a search has found."""
+    options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
+    values = {
+        "model": _name(job),
+        "parameters": job.census(1).parameters,
+        "device": options.device,
+        "nodes": options.nodes,
+        "gpus_per_node": options.gpus_per_node,
+        "usable_memory": job.usable,
+        **_estimate_json(plan),
+        "nearest": None if near is None else dataclasses.asdict(near),
+        "efficiency": options.efficiency,
+        "budget_tokens": job.budget(plan.layout),
+        "days": days,
+        "node_hours": None if days is None else days * 24 * options.nodes,
+        "checkpoint_bytes": checkpoint,
+        "checkpoint_seconds": checkpoint / (options.disk_gbps * 1e9),
+    }
+    if found is not None:
+        values["search"] = [_estimate_json(one) for one in found]
+    return values
+
+
+def _estimate_json(plan: Estimate) -> dict[str, Any]:
+    values = dataclasses.asdict(plan)
+    values["memory"]["total"] = plan.memory.total
+    return values
+
+
+def _name(job: Job) -> str:
+    """The model's name."""
+    options = job.options
+    name = options.config_name or options.model_name_or_path or options.model_type or "gpt2"
+    return name if options.model_size is None else f"{name} {options.model_size}"
+
+
+def _days(job: Job, plan: Estimate) -> float | None:
+    """Of the whole run, if it is known."""
+    budget = job.budget(plan.layout)
+    return None if budget is None else budget / plan.tokens_per_second / _DAY
+
+
+def _memory_lines(job: Job, plan: Estimate) -> list[str]:
+    memory = plan.memory
+    where = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
+    sizes = {kind: getattr(memory, kind) for kind in KINDS}
+    return [
+        f"memory of the fullest rank ({where}{memory.parameters:,} parameters), "
+        f"in the {memory.moment}:",
+        *(
+            f"  {kind:<12}{_gib(size):>11}{size / memory.total:>7.0%}"
+            for kind, size in sizes.items()
+            if size
+        ),
+        f"  {'total':<12}{_gib(memory.total):>11} of {_gib(job.usable)}",
+    ]
+
+
+def _verdict(job: Job, plan: Estimate, near: Layout | None) -> str:
+    left = job.usable - plan.memory.total
+    if plan.fits:
+        return f"It fits: {_gib(left)} are left."
+    if near is None:
+        return (
+            f"It does not fit, by {_gib(-left)}, and no layout of these devices does: take more of "
+            "them, a smaller --per_device_train_batch_size, or --gradient_checkpointing."
+        )
+    return f"It does not fit, by {_gib(-left)}. The nearest layout that does: {near.describe()}."
+
+
+def _traffic_lines(plan: Estimate) -> list[str]:
+    if not plan.transfers:
+        return ["nothing is sent: there is one rank"]
+    rows = [("a rank sends in a step", "in node", "between nodes")]
+    for one in plan.transfers:
+        rows.append((f"  {one.axis}: {one.what}", _gb(one.in_node), _gb(one.between_nodes)))
+    return [f"{what:<46}{in_node:>11}{between:>15}" for what, in_node, between in rows]
+
+
+def _time_lines(job: Job, plan: Estimate) -> list[str]:
+    per_second, budget, days = plan.tokens_per_second, job.budget(plan.layout), _days(job, plan)
+    disk, checkpoint = job.options.disk_gbps, checkpoint_bytes(job)
+    return [
+        f"{plan.flops_per_step:.4g} FLOPs a step; the pipeline's bubble is {plan.bubble:.1%} of it",
+        f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
+        f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
+        f"{per_second * _DAY / 1e9:,.2f} billion a day",
+        "days: give --num_tokens, --max_train_steps or --max_train_samples"
+        if days is None
+        else f"{budget:,.0f} tokens take {days:,.2f} days, {days * 24 * job.options.nodes:,.0f} "
+        "node-hours",
+        f"a checkpoint has {_gb(checkpoint)} and takes {checkpoint / (disk * 1e9):,.1f} s at "
+        f"{disk:g} GB/s",
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size else "-"

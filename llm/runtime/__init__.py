@@ -1,0 +1,1 @@
+"""The process: its launcher, ranks, device, random numbers, signals, log, files and health."""

@@ -1,0 +1,1 @@
+"""Tokenizers: loaded by name, folder or files, and trained."""

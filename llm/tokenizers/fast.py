@@ -1,0 +1,202 @@
+"""What turns text into ids when data is prepared: loaded without transformers where it can be.
+
+Most tokenizers are a file that the `tokenizers` library reads by itself, in a tenth of the time
+that `import transformers` takes. Where transformers could add or change anything, it is asked.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.errors import ConfigError
+from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.tokenizers.load import (
+    FilePlace,
+    ModelPlace,
+    NamedPlace,
+    PairPlace,
+    Place,
+    backend_fingerprint,
+    end_of_text,
+    fingerprint,
+    load_tokenizer,
+    locate_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take a tokenizer.json as it is."""
+_PLAIN_KEYS = {
+    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces"),
+    *("bos_token", "eos_token", "unk_token", "pad_token"),
+}
+"""Keys of a tokenizer_config.json that change no id."""
+_OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files by which transformers may choose another class or add tokens."""
+_END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTokenizer:
+    """A tokenizer, down to what encoding documents needs.
+
+    Attributes:
+        name: As the user gave it.
+        backend: Encodes fast; None for a tokenizer written in Python. The name of a special
+            token in a text is text to it, until its `encode_special_tokens` is set to False.
+        encode_slow: Encodes where there is no backend: no special tokens are added, and their
+            names in a text are text.
+        eos_token_id: Id of the token that ends a text; None where there is none.
+        bos_token_id: Id of the token that begins one; None where there is none.
+        size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
+            than the largest.
+        fingerprint: Equal for tokenizers that give equal ids, `llm.tokenizers.load.fingerprint`.
+    """
+
+    name: str
+    backend: "Tokenizer | None"
+    encode_slow: Callable[[str], list[int]] | None
+    eos_token_id: int | None
+    bos_token_id: int | None
+    size: int
+    fingerprint: str
+
+
+def load_text_tokenizer(
+    *,
+    name: str | None,
+    vocab_file: str | Path | None,
+    merges_file: str | Path | None,
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+) -> TextTokenizer:
+    """Load a tokenizer for text, by the options and with the errors of `load_tokenizer`.
+
+    Args:
+        name: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file.
+        vocab_file: GPT-2's `vocab.json`, together with `merges_file` and instead of `name`.
+        merges_file: GPT-2's `merges.txt`.
+        use_fast: Prefer the Rust implementation where there are two.
+        trust_remote_code: Run the Python code that a tokenizer brings along.
+
+    Returns:
+        The tokenizer, with the ids and the fingerprint that `load_tokenizer` leads to.
+
+    Raises:
+        ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
+    """
+    place = locate_tokenizer(name=name, vocab_file=vocab_file, merges_file=merges_file)
+    shown = name if name is not None else f"{vocab_file}, {merges_file}"
+    if use_fast:
+        direct = _direct(place, shown)
+        if direct is not None:
+            return direct
+    tokenizer = load_tokenizer(
+        name=name,
+        vocab_file=vocab_file,
+        merges_file=merges_file,
+        use_fast=use_fast,
+        trust_remote_code=trust_remote_code,
+    )
+    return from_transformers(tokenizer, shown)
+
+
+def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
+    """The same for a tokenizer that transformers has loaded, whose backend it shares."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    def encode_slow(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    if backend is not None:
+        backend.encode_special_tokens = True
+    return TextTokenizer(
+        name=name,
+        backend=backend,
+        encode_slow=encode_slow if backend is None else None,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        size=_size(backend, len(tokenizer)),
+        fingerprint=fingerprint(tokenizer),
+    )
+
+
+def _size(backend: "Tokenizer | None", num_tokens: int) -> int:
+    ids = {} if backend is None else backend.get_vocab()
+    return max(num_tokens, 1 + max(ids.values(), default=-1))
+
+
+def _direct(place: Place, name: str) -> TextTokenizer | None:
+    """The tokenizer without transformers; None where only transformers knows, or can explain."""
+    try:
+        found = _read(place)
+    except ConfigError:
+        raise
+    except Exception:  # a broken file: load_tokenizer says so in a sentence
+        return None
+    if found is None:
+        return None
+    backend, bos, eos = found
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    ends = {
+        "bos_token_id": None if bos is None else backend.token_to_id(bos),
+        "eos_token_id": None if eos is None else backend.token_to_id(eos),
+    }
+    return TextTokenizer(
+        name=name,
+        backend=backend,
+        encode_slow=None,
+        size=_size(backend, 0),
+        fingerprint=backend_fingerprint(backend, **ends),
+        **ends,
+    )
+
+
+def _read(place: Place) -> "tuple[Tokenizer, str | None, str | None] | None":
+    """A backend with the tokens that begin and end a text."""
+    from tokenizers import Tokenizer
+
+    if isinstance(place, PairPlace):
+        return _gpt2(place), _END_OF_TEXT, _END_OF_TEXT
+    if isinstance(place, ModelPlace):
+        model = convert_sentencepiece(place.file)
+        special = model.special_tokens
+        return model.backend, special.get("bos_token"), special.get("eos_token")
+    config: dict[str, str] = {}
+    if isinstance(place, NamedPlace):
+        folder = Path(place.name)
+        if any((folder / file).exists() for file in _OTHER_FILES):
+            return None
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
+            return None
+    file = place.file if isinstance(place, FilePlace) else folder / "tokenizer.json"
+    backend = Tokenizer.from_file(str(file))
+    added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+    named = [token for key, token in config.items() if key.endswith("_token")]
+    padding = [backend.padding["pad_token"]] if backend.padding else []
+    if not {*named, *padding} <= added.keys():  # transformers would add them
+        return None
+    eos = end_of_text(added) if isinstance(place, FilePlace) else config.get("eos_token")
+    return backend, config.get("bos_token"), eos
+
+
+def _gpt2(place: PairPlace) -> "Tokenizer":
+    """What transformers' GPT2Tokenizer makes of the two files."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    files = str(place.vocab_file), str(place.merges_file)
+    names = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    backend = Tokenizer(models.BPE.from_file(*files, **names))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
+    return backend

@@ -1,0 +1,144 @@
+"""Training a tokenizer with one of two libraries: `tokenizers` and `sentencepiece`."""
+
+import io
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from llm.errors import ConfigError
+from llm.tokenizers.sentencepiece import import_sentencepiece, model_proto
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+_DEFAULTS = {
+    **{"byte_fallback": False, "split_digits": False, "character_coverage": 0.9995},
+    **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2},
+}
+"""SentencePiece's own, named so that the model file says what was asked for."""
+
+log = logging.getLogger("llm.data")
+
+
+def train_huggingface(
+    texts: Iterable[str],
+    *,
+    model_type: str,
+    vocab_size: int,
+    normalization: str,
+    num_threads: int,
+    split_digits: bool = False,
+) -> "Tokenizer":
+    """Train on bytes in GPT-2's manner; `<|endoftext|>` is token 0.
+
+    Args:
+        texts: Documents.
+        model_type: `bpe` or `unigram`.
+        vocab_size: Tokens, with the bytes and `<|endoftext|>`; fewer if the texts give no more.
+        normalization: `identity`, `nfc` or `nfkc`.
+        num_threads: Threads to count words with, if the library was not used before.
+        split_digits: Whether every digit is a token of its own.
+    """
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    flags: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": [END_OF_TEXT],
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "show_progress": False,
+    }
+    trainer: Any
+    if model_type == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        # What stands in the text once is no token.
+        trainer = trainers.BpeTrainer(min_frequency=2, **flags)
+    else:
+        log.warning(
+            "The tokenizers library trains a slightly different unigram model each time; "
+            "--library sentencepiece trains the same one."
+        )
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(**flags)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = by_bytes
+    if split_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
+    if normalization != "identity":
+        tokenizer.normalizer = {"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[normalization]()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < vocab_size:
+        log.warning(f"The text fills only {size:,} of the {vocab_size:,} tokens of --vocab_size.")
+    return tokenizer
+
+
+def train_sentencepiece(
+    lines: Iterable[str], *, vocab_size: int, normalization: str, **flags: Any
+) -> bytes:
+    """Train a SentencePiece model.
+
+    Args:
+        lines: Lines of at most 4192 bytes.
+        vocab_size: Tokens, with all special ones.
+        normalization: SentencePiece's rule; all but `identity` join spaces, too.
+        flags: SentencePiece's own, by its names.
+
+    Returns:
+        The model file.
+
+    Raises:
+        ConfigError: The package is missing, or the options do not fit the text.
+    """
+    sentencepiece = import_sentencepiece()
+    if not flags.get("byte_fallback"):
+        log.warning(
+            "Letters outside of the vocabulary become <unk>, and so do line breaks where "
+            "--normalization is identity; --byte_fallback keeps them."
+        )
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=vocab_size,
+            normalization_rule_name=normalization,
+            remove_extra_whitespaces=normalization != "identity",
+            minloglevel=2,
+            **_DEFAULTS | flags,
+        )
+    except Exception as error:
+        raise _explained(str(error), vocab_size) from error
+    proto = model_proto(model.getvalue())
+    # The only trace of the number of threads in a model of the type bpe.
+    proto.trainer_spec.ClearField("num_threads")
+    data: bytes = proto.SerializeToString(deterministic=True)
+    return data
+
+
+def _explained(message: str, vocab_size: int) -> ConfigError:
+    """What SentencePiece says about options that do not work, or do not fit the text."""
+    if high := re.search(r"size too high \(\d+\).*<= (\d+)", message):
+        return ConfigError(
+            f"--vocab_size {vocab_size} is more than this text can fill: set it to {high[1]} or "
+            "less, or give more text."
+        )
+    if low := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return ConfigError(
+            f"--vocab_size {vocab_size} is too small: the letters of this text and the special "
+            f"tokens are {low[1]}; set it above that, or lower --character_coverage."
+        )
+    if id := re.search(r"insert_id\(trainer_spec_\.(\w+)\(", message):
+        return ConfigError(
+            f"--{id[1]} is the id of another special token, or beyond --vocab_size {vocab_size}: "
+            "give each its own id, or -1 for none."
+        )
+    reason = (message.partition("] ")[2] or message).strip().rstrip(".")
+    return ConfigError(f"SentencePiece cannot train with these options: {reason}.")

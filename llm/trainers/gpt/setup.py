@@ -1,0 +1,309 @@
+"""From the configuration and what was read to the objects of a run."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import Stateful
+from llm.trainers.gpt.config import GPTConfig
+from llm.data.loader import EvalLoader, TrainLoader
+from llm.errors import ParallelError
+from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.runtime.events import event
+from llm.runtime.health import Health
+from llm.parallel.context_attention import check_divisible
+from llm.models.build import build_model
+from llm.models.loss import LanguageModelLoss
+from llm.models.dummy_weights import made_up_weights
+from llm.models.masking import check_documents_apart
+from llm.parallel.pipeline.stage import check_cut
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.metrics.profiler import StepProfiler
+from llm.trainers.gpt.rules import profiled_steps, recomputation, ties_gradients
+from llm.runtime.world import Interruption, World, device_of
+from llm.checkpoint.save import Saver
+from llm.checkpoint.state import TrainState
+from llm.parallel.strategy import Strategy
+from llm.metrics.tracker import Meter, Tracker
+from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
+from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
+from llm.trainers.gpt.reporting import make_sample
+from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
+
+logger = logging.getLogger("llm")
+
+
+def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedModel:
+    """Build the model on this process' device, or without memory if it will be divided there.
+
+    Raises:
+        ConfigError: The model has no such weights, attention kernel or checkpointing.
+    """
+    device = device_of(world)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
+    later = inputs.weights_from is None and not inputs.layout.is_replicated
+    model = model_of(
+        config,
+        inputs.model_config,
+        weights_from=inputs.weights_from,
+        seed=inputs.seed,
+        device=torch.device("meta") if later else device,
+        vocab_size=len(inputs.tokenizer),
+    )
+    with made_up_weights(model, device):
+        _check_use(config, inputs, model)
+    return model
+
+
+def _check_use(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Refuse a model that would compute something else as the options use it."""
+    ends, layout = inputs.ends, inputs.layout
+    if ends is not None:
+        check_documents_apart(model, positions=ends.positions, attention=ends.attention)
+    if layout.context > 1:
+        check_divisible(model, ranks=layout.context, block_size=inputs.block_size)
+    if layout.pipeline > 1:
+        check_cut(model, layout.pipeline * config.virtual_stages)
+
+
+def model_of(
+    config: GPTConfig,
+    model_config: PreTrainedConfig,
+    *,
+    weights_from: str | None,
+    seed: int,
+    device: torch.device,
+    vocab_size: int,
+) -> PreTrainedModel:
+    """Build the model that the options describe; see `models.gpt.build_model`."""
+    return build_model(
+        config=model_config,
+        weights_from=weights_from,
+        seed=seed,
+        device=device,
+        vocab_size=vocab_size,
+        attention_implementation=config.attention_implementation,
+        activation_checkpointing=recomputation(config),
+        no_bias=config.no_bias,
+        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
+        fused_gelu=config.fused_gelu,
+        tied_gradients=ties_gradients(config),
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def make_strategy(
+    config: GPTConfig, inputs: Inputs, model: PreTrainedModel, world: World
+) -> AcceleratedStrategy:
+    """Form the process groups and hand the model and its optimizer to them."""
+    accelerator = make_accelerator(
+        config.mixed_precision, device=device_of(world), timeout=config.timeout
+    )
+    strategy = choose_strategy(
+        config, inputs.replicas, inputs.layout, accelerator, model, seed=inputs.seed
+    )
+    loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
+    if config.torch_compile:
+        loss.compile()
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        # An evaluation takes the weights only.
+        if config.kfac and not config.eval_only:
+            kfac = make_kfac(config, model)
+            strategy.second_order = kfac
+            return kfac.optimizer
+        return make_optimizer_of(config, model, accum_steps=inputs.replicas.accum_steps)
+
+    strategy.prepare(loss, make_optimizer)
+    return strategy
+
+
+def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
+    """Refuse to train where ranks have found different checkpoints, seeds or data.
+
+    Raises:
+        ParallelError: On all ranks, with what two of them have found.
+    """
+    start = inputs.resume_from or inputs.init_from
+    own = {
+        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
+        "seed": inputs.seed,
+        "windows": None if inputs.samples is None else inputs.samples.num_windows,
+    }
+    found = strategy.gather_facts(own)
+    for rank, facts in enumerate(found):
+        if facts != found[0]:
+            raise ParallelError(
+                f"Rank 0 starts from {found[0]}, but rank {rank} from {facts}: a folder is not the "
+                "same on all nodes, or shows an older state there; start again, and if that does "
+                "not help, move --output_dir and the data to a file system that all nodes share."
+            )
+
+
+def load_init(inputs: Inputs, strategy: Strategy) -> None:
+    """Take the weights of the checkpoint that `init_from` names, if any; writes nothing.
+
+    Raises:
+        CheckpointError: They are of another model.
+    """
+    if inputs.init_from is not None:
+        checkpoint.load(inputs.init_from, {"strategy": _Weights(strategy)})
+        logger.info(f"Weights of {inputs.init_from.path}.")
+
+
+def load_weights(inputs: Inputs, strategy: Strategy) -> None:
+    """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
+    if inputs.resume_from is not None:
+        checkpoint.load(inputs.resume_from, {"strategy": _Weights(strategy)})
+        logger.info(f"Weights of {inputs.resume_from.path}.")
+
+
+class _Weights:
+    """The weights of a strategy without its optimizer, to start from."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self._strategy.state_dict()["model"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: they were read into the live tensors."""
+
+
+def make_evaluate(
+    config: GPTConfig,
+    inputs: Inputs,
+    strategy: Strategy,
+    *,
+    on_batch: Callable[[], None] | None = None,
+) -> Callable[[], dict[str, float]] | None:
+    """A function that evaluates on all ranks, or None without validation data."""
+    validation = inputs.corpus.validation
+    if not validation:
+        return None
+    shares: list[int | None] = [None] * len(validation)
+    if config.max_eval_steps is not None:
+        shares = [*share_batches(config.max_eval_steps, [part.weight for part in validation])]
+    parts = []
+    for part, max_batches in zip(validation, shares, strict=True):
+        stream = part.stream
+        batches = EvalLoader(
+            stream=stream,
+            block_size=inputs.block_size,
+            micro_batch_size=config.per_device_eval_batch_size,
+            rank=strategy.data_rank,
+            world_size=strategy.data_ranks,
+            device=strategy.device,
+            max_batches=max_batches,
+            ends=inputs.ends,
+            name="The validation text" if len(validation) == 1 else f"The source {part.name}",
+        )
+        bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
+        parts.append(EvaluatedPart(part.name, part.weight, batches, bytes_per_token))
+
+    def evaluate() -> dict[str, float]:
+        return evaluate_parts(strategy, parts, metrics=inputs.metrics, on_batch=on_batch)
+
+    return evaluate
+
+
+def make_trainer(
+    config: GPTConfig,
+    inputs: Inputs,
+    strategy: AcceleratedStrategy,
+    model: PreTrainedModel,
+    tracker: Tracker,
+    interruption: Interruption,
+    health: Health,
+) -> Trainer:
+    """Put the trainer together, at the state of the checkpoint if there is one."""
+    assert inputs.plan is not None
+    assert inputs.samples is not None
+    assert inputs.schedule is not None
+    plan = inputs.plan
+    state = TrainState()
+    meter = Meter(strategy.device, rank=strategy.rank)
+    parts: dict[str, Stateful] = {"strategy": strategy, "train": state, "meter": meter}
+    if strategy.second_order is not None:
+        parts["kfac"] = strategy.second_order
+    if inputs.resume_from is not None:
+        load_checkpoint(inputs.resume_from, parts)
+        logger.info(
+            f"Resumed from {inputs.resume_from.path} at step {state.step}.",
+            extra=event("resume", step=state.step, checkpoint=inputs.resume_from.path.name),
+        )
+        log_changes(config, inputs.resume_from, ranks=strategy.world_size)
+    loader = TrainLoader(
+        samples=inputs.samples,
+        plan=plan,
+        rank=strategy.data_rank,
+        device=strategy.device,
+        ends=inputs.ends,
+    )
+    return Trainer(
+        strategy=strategy,
+        loader=loader,
+        plan=plan,
+        schedule=inputs.schedule,
+        state=state,
+        meter=meter,
+        tracker=tracker,
+        interruption=interruption,
+        evaluate=make_evaluate(config, inputs, strategy, on_batch=health.still_going),
+        saver=_make_saver(config, inputs, strategy, parts),
+        health=health,
+        profiler=StepProfiler(
+            profiled_steps(config),
+            folder=inputs.run.path / "profile",
+            rank=strategy.rank,
+            device=strategy.device,
+        ),
+        seed=inputs.seed,
+        max_grad_norm=config.max_grad_norm,
+        logging_steps=config.logging_steps,
+        eval_every="epoch" if config.eval_steps is None else config.eval_steps,
+        save_every=config.checkpointing_steps,
+        save_minutes=config.checkpointing_minutes,
+        max_skipped_steps=config.max_skipped_steps,
+        evaluate_before_save=config.save_top_k > 0,
+        sample=make_sample(config, inputs, strategy, model),
+        sample_every=config.sample_every,
+    )
+
+
+def _facts_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
+    """What every checkpoint of a run says, for the one that goes on from it."""
+    assert inputs.plan is not None
+    return {
+        "fixed": fixed_options(dataclasses.replace(config, seed=inputs.seed)),
+        "logged": logged_options(config),
+        "global_batch_size": inputs.plan.global_batch_size,
+        "data": inputs.data_digest,
+        **inputs.replicas.facts(),
+    }
+
+
+def _make_saver(
+    config: GPTConfig, inputs: Inputs, strategy: Strategy, parts: dict[str, Stateful]
+) -> Saver:
+    return Saver(
+        inputs.run.checkpoints,
+        parts=parts,
+        facts=_facts_of(config, inputs),
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        background=config.async_checkpoint,
+        keep_newest=config.keep_checkpoints,
+        keep_best=config.save_top_k,
+        holders=strategy.holders,
+    )
