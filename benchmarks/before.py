@@ -20,8 +20,8 @@ from benchmarks.report import Section, machine, render, spread, table
 from benchmarks.shapes import SHAPES, make_inputs
 from benchmarks.training import ROOT, our_case
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
 Part = Literal["training", "start", "prepare", "save"]

@@ -17,8 +17,8 @@ from benchmarks.corpus import cut, make_corpus
 from benchmarks.measure import CaseFailed
 from benchmarks.report import Goal, Section, machine, render
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "transformers", "datasets", "gigatoken", "tiktoken")
 Part = Literal["prepare", "start", "assembly", "far", "waiting"]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from benchmarks.report import Section, machine, render
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 Part = Literal["loss", "delay", "simulation"]
 Method = Literal["allreduce", "ring", "exp", "alternating-exp-ring", "ring-adamw", "diloco"]

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.gossip.averaging import Mixer
 from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.gossip.averaging import Mixer
 from llm.parallel.gossip.rounds import make_rounds
-from llm.data.micro_batch import MicroBatch
 
 
 class _Compute(torch.autograd.Function):

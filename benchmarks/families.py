@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.report import Section, at_most, machine, render, table
 from llm.config.command_line import parse
-from llm.errors import LLMError
 from llm.config.options import option
+from llm.errors import LLMError
 
 _BATCH, _LENGTH = 4, 64
 
@@ -31,11 +31,11 @@ def our_step(family: str) -> Callable[[], None]:
     """One step of the trainer's strategy, without data and log."""
     import torch
 
+    from llm.data.micro_batch import MicroBatch
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.optim.groups import make_adamw
     from llm.parallel.base import AcceleratedStrategy, make_accelerator
-    from llm.data.micro_batch import MicroBatch
     from tests.support.models import tiny_config
 
     config = tiny_config(family)

@@ -20,8 +20,8 @@ from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
 from benchmarks.train import say
 from benchmarks.training import nanogpt_case, our_case, peer_case
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 Model = Literal["gpt2", "gpt2-xl", "llama-1b", "toy"]
 Precision = Literal["bf16", "fp16", "no"]

@@ -23,8 +23,8 @@ from benchmarks.kfac_costs import Taken
 from benchmarks.kfac_curves import Found, plot, share_of_steps
 from benchmarks.report import Goal, Section, at_most, machine, render, table
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 ROOT = Path(__file__).parent.parent
 Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]

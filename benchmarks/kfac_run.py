@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import GPTNeoConfig
 
-from llm.runtime.allocator import restart_with_kept_memory
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw, parameter_groups
@@ -24,6 +23,7 @@ from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.muon import make_muon
 from llm.optim.schedule import make_schedule
+from llm.runtime.allocator import restart_with_kept_memory
 from llm.trainers.gpt.kfac import DAMPING, EKFAC_BLOCK, EKFAC_STEP_DECAY, KL_CLIP, MAX_DIM
 
 BETAS = (0.9, 0.95)

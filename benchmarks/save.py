@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.report import Goal, Section, machine, render, table
 from llm.config.command_line import parse
-from llm.errors import LLMError
 from llm.config.options import option
+from llm.errors import LLMError
 
 
 @dataclass(kw_only=True)

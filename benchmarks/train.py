@@ -28,8 +28,8 @@ from benchmarks.report import (
 from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
 from benchmarks.training import ROOT, llm_pytorch_case, nanogpt_case, our_case, peer_case
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 Part = Literal["speed", "start", "scaling", "long"]

@@ -8,16 +8,16 @@ import re
 from pathlib import Path
 
 from llm.checkpoints import CheckpointOptions
-from llm.trainers.gpt.config import GPTConfig
+from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
 from llm.data.prepare.__main__ import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions
-from llm.config.options import to_markdown
 from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
+from llm.trainers.gpt.config import GPTConfig
 
 DOCS = Path(__file__).parent
 PAGES = {

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm.checkpoint import format as checkpoint
-from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, read_manifest, step_of
 from llm.checkpoint.retention import BEST, leftovers
 from llm.config.command_line import parse
-from llm.errors import CheckpointError, ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import CheckpointError, ConfigError, LLMError
 from llm.trainers.gpt.trained_model import (
     choose_checkpoint,
     follow_best,
@@ -108,14 +107,14 @@ def _places(options: CheckpointOptions) -> tuple[Path, Path]:
         raise ConfigError(f"--run {path} is no folder; name that of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
         return path, path / "checkpoints"
-    if path.resolve().name == "checkpoints" or checkpoint.folders(path):
+    if path.resolve().name == "checkpoints" or checkpoint_folders(path):
         return path.resolve().parent, path
     raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
 
 
 def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """The listing, and the exit code."""
-    entries = [_look_at(path, verify=verify) for path in checkpoint.folders(folder)]
+    entries = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
@@ -144,7 +143,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
 
 def _look_at(path: Path, *, verify: bool) -> Entry:
     try:
-        found = checkpoint.read_manifest(path)
+        found = read_manifest(path)
     except CheckpointError as error:
         # The row says already which one it is, and that it is not valid.
         problem = str(error).rstrip(".")
@@ -158,10 +157,10 @@ def _row(entry: Entry, marks: list[str]) -> str:
     found = entry.found
     loss = None if found is None else found.facts.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
-    if entry.path.name.endswith(checkpoint.REPLACED):
+    if entry.path.name.endswith(REPLACED):
         state += " (saved before another of this step)"
     return _COLUMNS.format(
-        str(checkpoint.step_of(entry.path)),
+        str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
         _bytes(_size(entry.path)),
         "-" if found is None else found.saved_at[:16].replace("T", " "),
@@ -193,7 +192,8 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
-    from llm.runtime.world import calm_threads, quiet_libraries
+    from llm.runtime.logging import quiet_libraries
+    from llm.runtime.threads import calm_threads
 
     calm_threads()
     quiet_libraries()

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import MANIFEST
+from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
-from llm.errors import ConfigError, DivergedError, LLMError
 from llm.config.options import option
-from llm.runtime.world import (
-    calm_threads,
-    device_of,
-    draw_seed,
-    quiet_libraries,
-    world_from_environment,
-)
+from llm.errors import ConfigError, DivergedError, LLMError
+from llm.runtime.logging import quiet_libraries
+from llm.runtime.rng import draw_seed
+from llm.runtime.threads import calm_threads
+from llm.runtime.world import device_of, world_from_environment
 from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
 
 if TYPE_CHECKING:
@@ -145,13 +143,13 @@ def _generate(options: GenerateOptions) -> None:
 def _remedy(options: GenerateOptions) -> str:
     """Since when the run of a model has had no finite loss, and which checkpoint is of before."""
     run = Path(options.run)
-    if (run / checkpoint.MANIFEST).is_file():
+    if (run / MANIFEST).is_file():
         run = run.resolve().parent.parent
     finite, since = _end_of_finite_losses(run / "metrics.jsonl")
     if since is None:
         return "Its training has diverged; take another model."
     # The step of the last finite loss may be the one that has spoilt the weights.
-    before = [one.path for one in checkpoint.found(run / "checkpoints") if one.step < finite]
+    before = [one.path for one in list_checkpoints(run / "checkpoints") if one.step < finite]
     remedy = (
         f"take an earlier checkpoint, such as {before[-1]}."
         if before
@@ -193,7 +191,7 @@ def _open(options: GenerateOptions) -> "Model":
     if not path.is_dir():
         raise ConfigError(f"--run {path} is no folder; name that of a run or of a model.")
     calm_threads()
-    if (path / checkpoint.MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         if options.checkpoint is not None:
             raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")
         return _open_checkpoint(path.resolve().parent.parent, str(path))
@@ -217,8 +215,8 @@ def _holds_model(folder: Path) -> bool:
 
 def _open_checkpoint(run: Path, name: str) -> "Model":
     config = read_config(run)
-    if (Path(name) / checkpoint.MANIFEST).is_file():
-        chosen = checkpoint.read_valid(Path(name))
+    if (Path(name) / MANIFEST).is_file():
+        chosen = read_valid(Path(name))
     else:
         chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
     quiet_libraries()

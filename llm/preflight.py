@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from llm import __version__
 from llm.config.command_line import parse
+from llm.config.options import option
 from llm.errors import LLMError, ParallelError
 from llm.runtime.health import Board
 from llm.runtime.launcher import adopt_launcher, hosts_of
-from llm.config.options import option
 from llm.runtime.world import World, device_of, world_from_environment
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ import shutil
 import pytest
 import torch
 
-from llm.checkpoint import format as checkpoint, snapshot
-from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, seal
+from llm.checkpoint import load as loading
+from llm.checkpoint import snapshot
+from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, read_manifest, seal
+from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
 from llm.checkpoint.retention import prune, set_aside
 from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
@@ -22,7 +24,7 @@ def test_the_newest_valid_checkpoint_is_chosen(tmp_path):
     for step in (10, 9, 100):
         save(tmp_path, step)
 
-    assert checkpoint.newest_valid(tmp_path).step == 100
+    assert newest_valid(tmp_path).step == 100
     assert steps(tmp_path) == [9, 10, 100]
 
 
@@ -30,7 +32,7 @@ def test_steps_are_ordered_as_numbers_also_beyond_eight_digits(tmp_path):
     for step in (99_999_999, 100_000_000):
         save(tmp_path, step, fill=1.0)
 
-    assert checkpoint.newest_valid(tmp_path).step == 100_000_000
+    assert newest_valid(tmp_path).step == 100_000_000
 
 
 def test_half_written_checkpoint_is_never_chosen(tmp_path):
@@ -39,15 +41,15 @@ def test_half_written_checkpoint_is_never_chosen(tmp_path):
     (half / MANIFEST).unlink()
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".step_00000003.tmp")
 
-    assert checkpoint.newest_valid(tmp_path).step == 1
+    assert newest_valid(tmp_path).step == 1
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert checkpoint.newest_valid(tmp_path / "missing") is None
+    assert newest_valid(tmp_path / "missing") is None
 
 
 def test_a_checkpoint_says_when_and_by_how_many_ranks_it_was_written(tmp_path):
-    found = checkpoint.read_manifest(save(tmp_path, 1, eval_loss=2.5))
+    found = read_manifest(save(tmp_path, 1, eval_loss=2.5))
 
     assert found.world_size == 1
     assert found.facts == {"eval_loss": 2.5}
@@ -88,14 +90,14 @@ def test_two_hundred_damages_are_all_found_before_a_tensor_is_read(tmp_path, mon
         else:
             (bad / name).write_bytes(after)
         caplog.clear()
-        found = checkpoint.newest_valid(tmp_path)
+        found = newest_valid(tmp_path)
         if found is None or found.step != 1 or f"passed over. {bad}" not in caplog.text:
             silent.append((name, harm))
         (bad / name).write_bytes(content)
 
     assert len(cases) == 200
     assert silent == []
-    assert checkpoint.newest_valid(tmp_path).step == 2
+    assert newest_valid(tmp_path).step == 2
 
 
 def test_every_bit_of_a_manifest_is_watched_over(tmp_path):
@@ -107,7 +109,7 @@ def test_every_bit_of_a_manifest_is_watched_over(tmp_path):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         try:
-            checkpoint.read_manifest(path.parent)
+            read_manifest(path.parent)
         except CheckpointError:
             continue
         silent.append(bit)
@@ -119,15 +121,15 @@ def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_pa
     save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / "step_00000003")
 
-    assert checkpoint.newest_valid(tmp_path).step == 1
+    assert newest_valid(tmp_path).step == 1
     with pytest.raises(CheckpointError, match="its manifest is that of step 2"):
-        checkpoint.read_valid(tmp_path / "step_00000003")
+        read_valid(tmp_path / "step_00000003")
 
 
 def test_a_checkpoint_may_be_copied_to_a_name_of_ones_own(tmp_path):
     shutil.copytree(save(tmp_path, 2), tmp_path / "before_the_spike")
 
-    assert checkpoint.read_valid(tmp_path / "before_the_spike").step == 2
+    assert read_valid(tmp_path / "before_the_spike").step == 2
 
 
 def test_a_tensor_file_too_many_is_damage_since_it_would_be_read(tmp_path):
@@ -135,7 +137,7 @@ def test_a_tensor_file_too_many_is_damage_since_it_would_be_read(tmp_path):
     shutil.copy(path / SHARD, path / "shard-00002-model-00001-of-00001.safetensors")
 
     with pytest.raises(CheckpointError, match=r"shard-00002.* does not belong to it"):
-        checkpoint.read_valid(path)
+        read_valid(path)
 
 
 def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
@@ -147,12 +149,12 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         return original(file)
 
-    original = checkpoint.checksum
-    monkeypatch.setattr(checkpoint, "checksum", fail)
+    original = loading.checksum
+    monkeypatch.setattr(loading, "checksum", fail)
 
-    assert checkpoint.newest_valid(tmp_path).step == 1
+    assert newest_valid(tmp_path).step == 1
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
-        checkpoint.read_valid(path)
+        read_valid(path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
@@ -161,7 +163,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
     manifest.write_text(seal(json.dumps({**content, "format": 99}, indent=1)))
 
     with pytest.raises(CheckpointError, match="checkpoint format 99; this version reads 2"):
-        checkpoint.read_manifest(manifest.parent)
+        read_manifest(manifest.parent)
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
@@ -170,7 +172,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
     other.state["weight"] = torch.zeros(4, 2)
 
     with pytest.raises(CheckpointError, match="does not fit this model or optimizer") as caught:
-        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": other})
+        load_state(newest_valid(tmp_path), {"part": other})
     assert "\n" not in str(caught.value)
 
 
@@ -180,7 +182,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     larger.state["optimizer"]["layer.bias"] = {"exp_avg": torch.zeros(2)}
 
     with pytest.raises(CheckpointError, match=r"does not fit .*layer\.bias"):
-        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": larger})
+        load_state(newest_valid(tmp_path), {"part": larger})
 
 
 def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
@@ -189,14 +191,14 @@ def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
     smaller.state["optimizer"] = {}
 
     with pytest.raises(CheckpointError, match=r"which has no part/optimizer/layer\.weight/exp_avg"):
-        checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": smaller})
+        load_state(newest_valid(tmp_path), {"part": smaller})
 
 
 def test_a_part_may_ask_for_some_of_its_state(tmp_path):
     save(tmp_path, 4)
     part = Part({"optimizer": {"layer.weight": {"exp_avg": torch.zeros(2)}}})
 
-    checkpoint.load(checkpoint.newest_valid(tmp_path), {"part": part})
+    load_state(newest_valid(tmp_path), {"part": part})
 
     moments = part.state["optimizer"]["layer.weight"]
     assert torch.equal(moments["exp_avg"], torch.full((2,), 4.0))
@@ -205,7 +207,7 @@ def test_a_part_may_ask_for_some_of_its_state(tmp_path):
 def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="holds no meter"):
-        checkpoint.load(checkpoint.newest_valid(tmp_path), {"meter": filled(0.0)})
+        load_state(newest_valid(tmp_path), {"meter": filled(0.0)})
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_unpickles(tmp_path, monkeypatch):
@@ -218,7 +220,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_unpickles(tmp_path, mon
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
 
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 3.0)
+    assert is_filled(load(newest_valid(tmp_path)), 3.0)
     for file in path.iterdir():
         content = file.read_bytes()
         if file.suffix == ".safetensors":
@@ -231,20 +233,20 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, fill=1.0)
     save(tmp_path, 5, fill=2.0)
 
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 2.0)
+    assert is_filled(load(newest_valid(tmp_path)), 2.0)
     assert os.listdir(tmp_path) == ["step_00000005"]
 
 
 def test_the_one_that_was_to_be_replaced_counts_until_the_new_one_stands(tmp_path):
     # What a kill leaves behind between the two renames.
     save(tmp_path, 5, fill=1.0).rename(tmp_path / f"step_00000005{REPLACED}")
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
+    assert is_filled(load(newest_valid(tmp_path)), 1.0)
 
     # And what one leaves behind after both of them.
     shutil.copytree(tmp_path / f"step_00000005{REPLACED}", tmp_path / "kept")
     save(tmp_path, 5, fill=2.0)
     (tmp_path / "kept").rename(tmp_path / f"step_00000005{REPLACED}")
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 2.0)
+    assert is_filled(load(newest_valid(tmp_path)), 2.0)
 
     save(tmp_path, 6)
     assert sorted(os.listdir(tmp_path)) == ["step_00000005", "step_00000006"]
@@ -297,7 +299,7 @@ def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_the
     saver_of(tmp_path, filled(5.0), keep_newest=1).save(step=5, eval_loss=None)
 
     assert steps(tmp_path) == [5, 10]
-    assert checkpoint.newest_valid(tmp_path).step == 5
+    assert newest_valid(tmp_path).step == 5
 
 
 def test_a_branch_that_was_left_is_set_aside(tmp_path):
@@ -306,8 +308,8 @@ def test_a_branch_that_was_left_is_set_aside(tmp_path):
 
     set_aside(tmp_path, after=2)
 
-    assert checkpoint.newest_valid(tmp_path).step == 2
-    assert [c.step for c in checkpoint.found(tmp_path)] == [2]
+    assert newest_valid(tmp_path).step == 2
+    assert [c.step for c in list_checkpoints(tmp_path)] == [2]
     assert sorted(path.name for path in tmp_path.glob("*.superseded")) == [
         "step_00000004.superseded",
         "step_00000006.superseded",

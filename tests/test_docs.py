@@ -17,22 +17,22 @@ import pytest
 
 from llm.checkpoints import CheckpointOptions
 from llm.config.command_line import parse
+from llm.config.options import fields
 from llm.data.inspect import InspectOptions
 from llm.data.prepare.__main__ import PrepareConfig
 from llm.data.prepare.__main__ import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
-from llm.runtime.events import Kind
 from llm.generate import GenerateOptions
-from llm.runtime.health import EXIT_PEER_LOST
 from llm.jobs.__main__ import main as write_job
 from llm.jobs.options import JobOptions
-from llm.config.options import fields
 from llm.parallel.topology import TopologyOptions
 from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
-from llm.runtime.world import EXIT_PREEMPTED
+from llm.runtime.events import Kind
+from llm.runtime.health import EXIT_PEER_LOST
+from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
 from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.data.micro_batch import MicroBatch
+from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
 
 
 class Told:

@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
-from llm.runtime.events import EventHandler, append_event, event
 from llm.checkpoint.run_folder import RunFolder
+from llm.runtime.events import EventHandler, append_event, event
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
 GUIDE = Path(__file__).parent.parent / "docs/guides/parallelism.md"

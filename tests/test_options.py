@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError
 from llm.config.options import lacking, option, to_markdown
 from llm.config.toml import read_toml, to_toml
+from llm.errors import ConfigError
 
 
 @dataclass(kw_only=True)

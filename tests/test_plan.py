@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.parallel.dims import Layout
 from llm.parallel.pipeline.split import find_pieces
 from llm.parallel.pipeline.stage import cut_model
-from llm.parallel.dims import Layout
 from llm.plan.__main__ import main
 from llm.plan.census import shard_sizes, take_census
 from llm.plan.devices import DEVICES

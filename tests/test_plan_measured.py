@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llm.config.command_line import parse
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
@@ -19,10 +20,9 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
-from llm.data.micro_batch import MicroBatch
-from llm.trainers.gpt.setup import model_of
 from llm.trainers.gpt.inputs import choose_layout, open_model_config
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
+from llm.trainers.gpt.setup import model_of
 from tests.support.ranks import run_ranks, values
 
 MODEL = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from llm.config.toml import read_toml
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
-from llm.config.toml import read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llm.errors import CheckpointError, ConfigError
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.errors import CheckpointError, ConfigError
 
 
 def test_an_empty_or_missing_folder_is_free(tmp_path):

@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm.runtime.world import (
-    World,
-    calm_threads,
-    draw_seed,
-    launch_id,
-    seed_step,
-    world_from_environment,
-)
+from llm.runtime.rng import draw_seed, seed_step
+from llm.runtime.threads import calm_threads
+from llm.runtime.world import World, launch_id, world_from_environment
 
 
 def draw(**key) -> list[float]:

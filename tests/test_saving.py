@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 from llm.checkpoint import (
-    format as checkpoint,
     retention as checkpoint_folder,
+)
+from llm.checkpoint import (
     save as saving,
+)
+from llm.checkpoint import (
     snapshot,
 )
-from llm.errors import CheckpointError
+from llm.checkpoint.format import checkpoint_folders, split_state
+from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
 from llm.checkpoint.save import NotFiniteError, Saver
+from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 from tests.support.ranks import run_ranks, values
 
@@ -76,7 +81,7 @@ def write_on_ranks(folder: Path) -> dict[str, object]:
     saver = Saver(folder, parts={"part": part}, facts={"a": 1}, rank=rank, world_size=world_size)
     saver.save(step=1, eval_loss=2.5)
     # Training goes on: what was saved is what was there when `save` returned.
-    for tensor in checkpoint.split_state(part.state)[0].values():
+    for tensor in split_state(part.state)[0].values():
         tensor.zero_()
     saver.finish()
     return {"copied": sum(buffer.nbytes for buffer in saver._copies._buffers.values())}
@@ -89,7 +94,7 @@ def read_on_ranks(folders: list[Path]) -> list[bool]:
 
 def read_every_kind(folder: Path) -> Part:
     part = every_kind(0)
-    checkpoint.load(checkpoint.newest_valid(folder), {"part": part})
+    load_state(newest_valid(folder), {"part": part})
     return part
 
 
@@ -100,13 +105,13 @@ def join() -> tuple[int, int]:
 
 
 def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
-    total = sum(t.nbytes for t in checkpoint.split_state(every_kind(1).state)[0].values())
+    total = sum(t.nbytes for t in split_state(every_kind(1).state)[0].values())
     largest = 4000  # bytes of the tensor that cannot be split
     folders = [tmp_path / str(ranks) for ranks in (1, 2, 4)]
     for folder, ranks in zip(folders, (1, 2, 4), strict=True):
         written = values(run_ranks(write_on_ranks, ranks, folder))
 
-        found = checkpoint.newest_valid(folder)
+        found = newest_valid(folder)
         assert found.world_size == ranks
         assert found.facts == {"a": 1, "eval_loss": 2.5}
         assert sum(name.startswith("shard-") for name in found.files) == ranks
@@ -120,7 +125,7 @@ def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
 def test_large_tensors_are_shared_out_evenly_and_spread_over_files(monkeypatch):
     monkeypatch.setattr(snapshot, "_FILE_BYTES", 4000)
     part = Part({f"layer.{i}": torch.full((1000 + i,), float(i)) for i in range(40)})
-    state, _ = checkpoint.split_state({"part": part.state})
+    state, _ = split_state({"part": part.state})
     shares = []
     for rank in range(4):
         own, file_of = snapshot.share_out(
@@ -173,7 +178,7 @@ def test_training_goes_on_and_changes_its_tensors_while_a_checkpoint_is_written(
     held.may_write.set()
     saver.finish()
 
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
+    assert is_filled(load(newest_valid(tmp_path)), 1.0)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
@@ -190,8 +195,8 @@ def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     assert steps(tmp_path)[0] == 1
     assert saver.held_up > 0.2
     saver.finish()
-    assert is_filled(load(checkpoint.read_valid(tmp_path / "step_00000001")), 1.0)
-    assert is_filled(load(checkpoint.read_valid(tmp_path / "step_00000002")), 2.0)
+    assert is_filled(load(read_valid(tmp_path / "step_00000001")), 1.0)
+    assert is_filled(load(read_valid(tmp_path / "step_00000002")), 2.0)
 
 
 def test_the_copy_in_host_memory_is_made_once(tmp_path):
@@ -224,7 +229,7 @@ def test_a_save_that_fails_once_is_tried_again(tmp_path, monkeypatch, caplog, no
     monkeypatch.setattr(os, "fsync", FailsAt(call))
     saver_of(tmp_path, filled(1.0)).save(step=1, eval_loss=None)
 
-    assert is_filled(load(checkpoint.newest_valid(tmp_path)), 1.0)
+    assert is_filled(load(newest_valid(tmp_path)), 1.0)
     assert "No space left on device; trying again in 0 seconds." in caplog.text
     assert os.listdir(tmp_path) == ["step_00000001"]
 
@@ -243,7 +248,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(
     assert said.startswith("The checkpoint of step 2 could not be written to")
     assert "(No space left on device); earlier checkpoints are untouched." in said
     assert said.endswith("Training goes on.")
-    assert checkpoint.newest_valid(tmp_path).step == 1
+    assert newest_valid(tmp_path).step == 1
 
     monkeypatch.setattr(os, "fsync", FailsAt())
     saver.save(step=3, eval_loss=None)
@@ -309,7 +314,7 @@ def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch
     rmtree = shutil.rmtree
 
     def note_and_remove(path):
-        there.append(checkpoint.newest_valid(tmp_path).step)
+        there.append(newest_valid(tmp_path).step)
         rmtree(path)
 
     monkeypatch.setattr(shutil, "rmtree", note_and_remove)
@@ -429,10 +434,10 @@ def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:
 
 def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     wrong = []
-    for found in checkpoint.found(run):
+    for found in list_checkpoints(run):
         if found.problem(read=True) is not None:
             wrong.append(f"{found.path.name} is partial and counts")
-    newest = checkpoint.newest_valid(run)
+    newest = newest_valid(run)
     if newest is None or newest.step < 3:
         wrong.append("an older checkpoint was lost")
     else:
@@ -444,10 +449,10 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     if 2 not in steps(run):
         wrong.append("the best was lost")
     saver_of(run, filled(5.0), keep_newest=2, keep_best=1).save(step=5, eval_loss=0.5)
-    if not is_filled(load(checkpoint.newest_valid(run)), 5.0):
+    if not is_filled(load(newest_valid(run)), 5.0):
         wrong.append("the next save is not right")
     # Nothing hidden, and of what is named as a checkpoint nothing that is none.
-    if list(run.glob(".*")) or len(steps(run)) != 2 or len(checkpoint.folders(run)) != 2:
+    if list(run.glob(".*")) or len(steps(run)) != 2 or len(checkpoint_folders(run)) != 2:
         wrong.append(f"left over: {sorted(os.listdir(run))}")
     return wrong
 
@@ -531,7 +536,7 @@ def test_what_one_rank_cannot_write_all_ranks_report_and_survive(tmp_path):
         assert len(said) == len(expected)
         assert all(line.startswith(start) for line, start in zip(said, expected, strict=True))
     assert steps(tmp_path) == [1, 3]
-    assert checkpoint.newest_valid(tmp_path).step == 3
+    assert newest_valid(tmp_path).step == 3
 
 
 def lose_a_rank(folder: Path) -> str:
@@ -552,4 +557,4 @@ def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoint(tmp_path):
     assert outcomes[1].error == "ended with code -9"
     assert "The checkpoint of step 2 could not be written" in outcomes[0].output
     assert steps(tmp_path) == [1]
-    assert checkpoint.newest_valid(tmp_path).step == 1
+    assert newest_valid(tmp_path).step == 1

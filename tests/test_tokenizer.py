@@ -157,7 +157,8 @@ def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) 
 
 def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     program = (
-        "import sys; from llm.tokenizers.load import fingerprint, load_tokenizer; print(fingerprint("
+        "import sys; from llm.tokenizers.load import fingerprint, load_tokenizer; "
+        "print(fingerprint("
         "load_tokenizer(name=sys.argv[1], vocab_file=None, merges_file=None, use_fast=True, "
         "trust_remote_code=False)))"
     )

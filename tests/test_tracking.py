@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from llm.metrics.tracker import Meter, Tracker
+from llm.metrics.meter import Meter
+from llm.metrics.tracker import Tracker
 
 CPU = torch.device("cpu")
 

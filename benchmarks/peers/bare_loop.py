@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from llm.runtime.allocator import restart_with_kept_memory
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
+from llm.runtime.allocator import restart_with_kept_memory
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import os
 import shutil
 from pathlib import Path
 
-from llm.checkpoint.format import REPLACED, Checkpoint, folders, found, step_of
+from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, step_of
+from llm.checkpoint.load import list_checkpoints
 from llm.runtime.files import checksum, sync_folder
 
 BEST = "best"
@@ -56,7 +57,9 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
         keep_newest: How many of the newest to keep; None keeps all, unless `keep_best` is given.
         keep_best: How many of the lowest validation loss to keep besides.
     """
-    checkpoints = [checkpoint for checkpoint in found(folder) if checkpoint.step <= saved]
+    checkpoints = [
+        checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= saved
+    ]
     best = sorted((c for c in checkpoints if math.isfinite(_loss(c))), key=_loss)[:keep_best]
     # Asked for the best ones only, nothing but the newest is kept besides them.
     newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
@@ -75,7 +78,7 @@ def set_aside(folder: Path, *, after: int) -> None:
         folder: The run's `checkpoints` folder.
         after: Step from which training went on; what is later is of that branch.
     """
-    for path in folders(folder):
+    for path in checkpoint_folders(folder):
         if (step_of(path) or 0) > after:
             aside = path.with_name(f"{path.name}.superseded")
             if aside.exists():

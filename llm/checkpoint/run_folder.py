@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.runtime.events import append_event
 from llm.runtime.files import try_lock, write_whole
-from llm.config.options import is_too_long
 
 Status = Literal["running", "finished", "preempted", "failed"]
 

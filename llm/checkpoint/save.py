@@ -26,16 +26,16 @@ from llm.checkpoint.format import (
     MANIFEST,
     PLAIN,
     Stateful,
-    cause,
     name_of,
     seal,
     split_state,
 )
+from llm.checkpoint.load import cause
 from llm.checkpoint.retention import clear_leftovers, prune, put_in_place, sync_file
+from llm.checkpoint.snapshot import Holders, HostCopies, share_out
 from llm.errors import CheckpointError, NotFiniteError
 from llm.runtime.events import event
 from llm.runtime.files import sync_folder
-from llm.checkpoint.snapshot import Holders, HostCopies, share_out
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
 _MAX_FAILED_SAVES = 3

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llm.errors import ConfigError
 from llm.config.options import (
     Field,
     after_unknown,
@@ -24,6 +23,7 @@ from llm.config.options import (
     shown,
 )
 from llm.config.toml import read_toml
+from llm.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 

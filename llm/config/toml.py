@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from llm.errors import ConfigError
 from llm.config.options import Field, after_unknown, fields, is_by_step, refusal, removed
+from llm.errors import ConfigError
 
 
 def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any]:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llm.data.formats.flat import FlatTokenFile
-    from llm.data.formats.sidecar import Sidecar
     from llm.data.formats.megatron import TokenFile
+    from llm.data.formats.sidecar import Sidecar
 
 _MEASURED = 1_000_000  # documents whose length is measured
 _SAMPLED = 1_000  # documents whose last token is looked at
@@ -92,8 +92,8 @@ def _verify(options: InspectOptions) -> tuple[list[str], int]:
 
 
 def _describe(options: InspectOptions) -> list[str]:
-    from llm.data.formats.sidecar import read_sidecar
     from llm.data.formats.megatron import TokenFile, open_token_file
+    from llm.data.formats.sidecar import read_sidecar
 
     file = open_token_file(Path(options.path))
     sidecar = read_sidecar(file.prefix)
@@ -124,7 +124,7 @@ def _tokenizer(
             name = sidecar.tokenizer
         # Looked for on this machine alone: nobody has asked for a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from llm.runtime.world import quiet_libraries
+    from llm.runtime.logging import quiet_libraries
     from llm.tokenizers.load import fingerprint, load_tokenizer
 
     quiet_libraries()

@@ -8,10 +8,10 @@ from pathlib import Path
 from llm.data.corpus import Corpus, CorpusPart, whole
 from llm.data.documents import check_document_ends
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.prepare.output_files import read_row_bytes
-from llm.data.formats.sidecar import check_tokenizer, read_sidecar
-from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.data.formats.megatron import TokenFile, open_token_file
+from llm.data.formats.sidecar import check_tokenizer, read_sidecar
+from llm.data.prepare.output_files import read_row_bytes
+from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.errors import DataError
 
 log = logging.getLogger("llm.data")

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llm.config.command_line import parse
-from llm.data.text.sources import text_sources
-from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
-from llm.data.text.training_texts import TrainingTexts
-from llm.data.prepare.workers import bounded_workers, num_cores
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
-from llm.runtime.world import set_up_logging
-from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.data.prepare.workers import bounded_workers, num_cores
+from llm.data.text.sources import text_sources
+from llm.data.text.training_texts import TrainingTexts
+from llm.errors import ConfigError, LLMError
+from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer
+from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")

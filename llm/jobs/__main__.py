@@ -15,9 +15,9 @@ import jinja2
 
 from llm.config.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.runtime.files import write_whole
 from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES, choose_queue
+from llm.runtime.files import write_whole
 from llm.trainers.gpt.main import parse_args
 
 _LEAST_MINUTES = 30

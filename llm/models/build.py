@@ -22,9 +22,9 @@ from transformers import (
 
 from llm.errors import ConfigError, DivergedError
 from llm.models.configuration import max_positions, one_line
-from llm.models.patches.gelu import fuse_gelu
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import windows_are_whole
+from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.recomputation import Recomputation, recompute_activations
 from llm.models.patches.tied_embedding import tie_gradients
 

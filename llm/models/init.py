@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from llm.runtime.world import seed_torch
+from llm.runtime.rng import seed_torch
 
 
 def key(seed: int, name: str) -> int:

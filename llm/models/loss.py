@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from llm.models.cross_entropy import IGNORED, chunked_cross_entropy
 from llm.models.masking import run_model
-from llm.models.plain_head import has_plain_head, hidden_states
 from llm.models.patches.tied_embedding import TiedEmbedding
+from llm.models.plain_head import has_plain_head, hidden_states
 
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 512 * 2**20

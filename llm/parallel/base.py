@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, is_fp8_available
 from torch.distributed import distributed_c10d
 
-from llm.errors import ParallelError
 from llm.checkpoint.state import model_tensors
 from llm.data.micro_batch import MicroBatch
+from llm.errors import ParallelError
 from llm.parallel.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer
 
 logger = logging.getLogger("llm.parallel")

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.dims import Layout
 from llm.data.micro_batch import MicroBatch
+from llm.parallel.dims import Layout
 
 
 class ContextPart:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 from llm.parallel.gossip.rounds import (
     Round,
     Topology,

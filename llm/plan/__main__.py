@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     """The lines to print, and whether what they plan fits."""
-    from llm.runtime.world import calm_threads, quiet_libraries
+    from llm.runtime.logging import quiet_libraries
+    from llm.runtime.threads import calm_threads
 
     calm_threads()
     quiet_libraries()

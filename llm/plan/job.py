@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
-from llm.parallel.pipeline.split import Pieces, find_pieces
-from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.dims import Layout
 from llm.parallel.pipeline.passes import check_micro_batches
+from llm.parallel.pipeline.split import Pieces, find_pieces
+from llm.parallel.pipeline.stage import check_depth
 from llm.plan.census import Census, take_census
 from llm.plan.devices import DEVICES, GIB, Device
 from llm.plan.optimizer import optimizer_memory
 from llm.plan.options import PlanOptions
 from llm.plan.tensor_share import split_model
 from llm.plan.trace import Trace, trace
-from llm.trainers.gpt.setup import model_of
 from llm.trainers.gpt.inputs import choose_block_size, choose_layout, open_model_config
+from llm.trainers.gpt.setup import model_of
 
 USABLE = 0.95
 """Of a GPU's memory; the rest is lost between blocks of unlike size."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llm.trainers.gpt.config import GPTConfig
-from llm.errors import ConfigError
 from llm.config.options import option
+from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check_planned
 
 PLAN = "Plan"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
-from llm.runtime.files import write_whole
 from llm.config.options import option
+from llm.errors import ConfigError, LLMError
 from llm.report.runs import X, read_runs
+from llm.runtime.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from llm.checkpoint import format as checkpoint
-from llm.errors import ConfigError
+from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
+from llm.errors import ConfigError
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
@@ -117,7 +117,7 @@ def _read_run(path: Path, name: str) -> Run:
         num_unread=num_unread,
         config=_parsed(config, tomllib.loads),
         status=_parsed(status, json.loads),
-        events=_events(lines, rows, saved={at.step for at in checkpoint.found(folder.checkpoints)}),
+        events=_events(lines, rows, saved={at.step for at in list_checkpoints(folder.checkpoints)}),
         start=next((line for line in reversed(lines) if line.get("event") == "start"), {}),
     )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import ConfigError
-from llm.tokenizers.sentencepiece import convert_sentencepiece
 from llm.tokenizers.load import (
     FilePlace,
     ModelPlace,
@@ -24,6 +23,7 @@ from llm.tokenizers.load import (
     load_tokenizer,
     locate_tokenizer,
 )
+from llm.tokenizers.sentencepiece import convert_sentencepiece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.config.toml import read_toml
+from llm.trainers.gpt.config import GPTConfig
 from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 
 pytestmark = pytest.mark.cluster

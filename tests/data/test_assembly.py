@@ -5,12 +5,12 @@ import resource
 import numpy as np
 import pytest
 
+from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.token_check import check
 from llm.data.prepare.assembly import assemble, assemble_shuffled
 from llm.data.prepare.encoder import Encoding
-from llm.data.sampler import permute
-from llm.data.formats.token_check import check
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.prepare.tokenize_parts import tokenize_parts
+from llm.data.sampler import permute
 from tests.support.corpora import ListSource, byte_tokenizer
 
 

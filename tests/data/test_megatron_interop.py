@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.formats.token_check import check
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, token_dtype
+from llm.data.formats.token_check import check
 
 # Sequences of documents. Megatron's builder writes empty documents and empty sequences, too.
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[50256]], [[], [7, 8]], [[9] * 1000]]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from llm.data.formats.megatron import TokenFileWriter
 from llm.data.formats.sidecar import (
     Sidecar,
     check_tokenizer,
@@ -14,7 +15,6 @@ from llm.data.formats.sidecar import (
     verify,
     write_sidecar,
 )
-from llm.data.formats.megatron import TokenFileWriter
 from llm.errors import DataError
 
 MIB = 2**20

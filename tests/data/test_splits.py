@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.splits import WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
+from llm.data.splits import WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm.data.formats.megatron import TokenFile
+from llm.data.formats.sidecar import verify
 from llm.data.prepare import cache as token_cache
 from llm.data.prepare.output_files import read_row_bytes
-from llm.data.formats.sidecar import verify
 from llm.data.text.sources import file_source
-from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
 from tests.support.corpora import (
     ListSource,

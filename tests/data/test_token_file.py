@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.data.formats.token_check import check, id_range
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, token_dtype
+from llm.data.formats.token_check import check, id_range
 from llm.errors import DataError
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]]]

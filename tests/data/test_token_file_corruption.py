@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
 from llm.data.formats.sidecar import verify
 from llm.data.formats.token_check import check
-from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
 from llm.errors import DataError
 
 EXTREMES = [0, 1, 2, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]

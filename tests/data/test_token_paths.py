@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.token_check import check
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
+from llm.data.formats.token_check import check
 from llm.errors import DataError
 
 

@@ -8,8 +8,8 @@ import pytest
 from llm.data.prepare import tokenize_parts as module
 from llm.data.prepare.encoder import Encoding, OtherIds, end_token
 from llm.data.prepare.parts import read_array, write_part
-from llm.data.text.sources import file_source
 from llm.data.prepare.tokenize_parts import tokenize_parts
+from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.tokenizers.fast import load_text_tokenizer
 from tests.support.corpora import ListSource, byte_tokenizer, write

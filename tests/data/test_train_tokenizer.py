@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from llm.data import train_tokenizer as program
-from llm.data.text.sources import text_sources
-from llm.data.train_tokenizer import main
-from llm.data.text.training_texts import TrainingTexts
 from llm.data.prepare.workers import num_cores
+from llm.data.text.sources import text_sources
+from llm.data.text.training_texts import TrainingTexts
+from llm.data.train_tokenizer import main
 from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
 from llm.tokenizers.load import load_tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llm.checkpoint.format import newest_valid
+from llm.checkpoint.load import newest_valid
 from tests.support.faults import Fault, install
 from tests.support.launch import Launch, wait_until_there
 from tests.support.ranks import free_port, run_ranks, values

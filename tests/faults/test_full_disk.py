@@ -50,7 +50,9 @@ def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_with
 ):
     name = f"two-left-out-{rank}"
     faults = [
-        Fault(at="llm.checkpoint.save:Saver._save", what="small files", call=2, amount=ROOM, rank=rank),
+        Fault(
+            at="llm.checkpoint.save:Saver._save", what="small files", call=2, amount=ROOM, rank=rank
+        ),
         Fault(at="llm.checkpoint.save:Saver._save", what="large files", call=4, rank=rank),
     ]
 

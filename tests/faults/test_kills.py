@@ -101,7 +101,10 @@ def test_a_divided_run_that_is_killed_goes_on_to_the_same_bits(bench, sizes):
     name = next(iter(sizes))
     options = {**OPTIONS, **sizes}
     straight = bench.train_well(name, ranks=2, **options)
-    places = [("llm.checkpoint.save:put_in_place", 2, 0), ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1)]
+    places = [
+        ("llm.checkpoint.save:put_in_place", 2, 0),
+        ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1),
+    ]
     for number, (at, call, rank) in enumerate(places):
         kill = Fault(at=at, what="SIGKILL", call=call, rank=rank, amount=0.0)
         run = kill_and_go_on(bench, f"{name}-{number}", [kill], together=True, **options)

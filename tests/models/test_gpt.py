@@ -6,8 +6,8 @@ import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.build import parameter_counts, sample_text
+from llm.models.patches.gelu import FusedTanhGELU
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 

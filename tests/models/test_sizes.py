@@ -5,14 +5,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from llm.trainers.gpt.config import GPTConfig
+from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.models.configuration import load_config
 from llm.models.flops import flops_per_token
 from llm.models.sizes import SIZES
-from llm.config.options import fields
-from llm.trainers.gpt.rules import check
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.resume import find_weights
+from llm.trainers.gpt.rules import check
 from tests.support.models import tiny_config
 
 

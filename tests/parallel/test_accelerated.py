@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, check_precision, make_accelerator
-from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

@@ -6,16 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from llm.parallel import context_attention as context
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
-from llm.parallel.context_attention import divide_attention
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
+from llm.parallel import context_attention as context
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.context import ContextPart
+from llm.parallel.context_attention import divide_attention
 from llm.parallel.dims import Layout, lay_out
 from llm.parallel.fsdp import ShardedStrategy
-from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from llm.data.micro_batch import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds
-from llm.data.micro_batch import MicroBatch
 from tests.support.decentralized import (
     Case,
     finish,

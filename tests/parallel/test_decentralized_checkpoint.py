@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from llm.checkpoint import format as checkpoint
-from llm.checkpoint.format import newest_valid, read_tensors
+from llm.checkpoint.load import load_model, load_state, newest_valid, read_tensors
 from llm.checkpoint.save import Saver
 from tests.parallel.test_decentralized_state import DILOCO, NODES, RING
 from tests.support.decentralized import Case, Model, finish, make_strategy, train, trained
@@ -35,7 +34,7 @@ def resumed(case: Case, folder):
     strategy = make_strategy(case)
     found = newest_valid(folder)
     if found.world_size == strategy.world_size:
-        checkpoint.load(found, {"strategy": strategy})
+        load_state(found, {"strategy": strategy})
     else:
         strategy.load_averaged(
             lambda tensors: read_tensors(
@@ -61,7 +60,7 @@ def test_checkpoint(case, tmp_path):
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    checkpoint.load_model(newest_valid(folder), model)
+    load_model(newest_valid(folder), model)
     for before, after in values(run_ranks(resumed, 2, case, folder)):
         assert torch.equal(before, trained(model))
         assert torch.isfinite(after).all()

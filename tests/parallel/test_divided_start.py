@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import make_accelerator
 from llm.parallel.dims import lay_out
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
 from tests.parallel.test_sharded_start import (
     CHANGES,

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
-from llm.parallel.pipeline.split import find_pieces
-from llm.parallel.pipeline.stage import cut_model
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.dims import lay_out
 from llm.parallel.pipeline.pipelined import PipelineStrategy
-from llm.data.micro_batch import MicroBatch
+from llm.parallel.pipeline.split import find_pieces
+from llm.parallel.pipeline.stage import cut_model
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

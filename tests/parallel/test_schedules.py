@@ -2,9 +2,9 @@
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
 from llm.parallel.pipeline.passes import check_micro_batches, idle_share
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
 SETTINGS = {

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
@@ -15,7 +16,6 @@ from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.dims import lay_out
 from llm.parallel.fsdp import ShardedStrategy
-from llm.data.micro_batch import MicroBatch
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

@@ -10,14 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
-from llm.parallel.sharded_init import fill_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.dims import lay_out
 from llm.parallel.fsdp import ShardedStrategy
-from llm.data.micro_batch import MicroBatch
+from llm.parallel.sharded_init import fill_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench

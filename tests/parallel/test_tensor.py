@@ -10,17 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM
 
+from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import windows_are_whole
-from llm.parallel.tensor_plans import tensor_plan
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.dims import lay_out
-from llm.parallel.tp_rng import OwnRandomness
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.tensor import divide_layers
-from llm.data.micro_batch import MicroBatch
+from llm.parallel.tensor_plans import tensor_plan
+from llm.parallel.tp_rng import OwnRandomness
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from llm.checkpoint import format as checkpoint
-from llm.checkpoint.format import name_of
+from llm.checkpoint.format import Checkpoint, name_of
+from llm.checkpoint.load import list_checkpoints, load_state
 from llm.checkpoint.save import Saver
 
 
@@ -63,14 +63,14 @@ def save(
     return folder / name_of(step)
 
 
-def load(found: checkpoint.Checkpoint | None) -> Part:
+def load(found: Checkpoint | None) -> Part:
     """The state that a checkpoint holds."""
     assert found is not None
     part = filled(-1)
-    checkpoint.load(found, {"part": part})
+    load_state(found, {"part": part})
     return part
 
 
 def steps(folder: Path) -> list[int]:
     """The steps of the whole checkpoints."""
-    return [found.step for found in checkpoint.found(folder)]
+    return [found.step for found in list_checkpoints(folder)]

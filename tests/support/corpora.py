@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from llm.data.prepare.cache import TokenCache
 from llm.data.prepare.encoder import Encoding
 from llm.data.text.readers import Faults
 from llm.data.text.sources import Source
-from llm.data.prepare.cache import TokenCache
 from llm.errors import DataError
 from llm.tokenizers.fast import TextTokenizer
 

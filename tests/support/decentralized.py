@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw, parameter_groups
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.gossip.averaging import Mixer
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.gossip.averaging import Mixer
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
-from llm.data.micro_batch import MicroBatch
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
 

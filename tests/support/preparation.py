@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.prepare.encoder import Encoding
 from llm.data.prepare.output_files import Output
 from llm.data.prepare.preparation import prepare_files
 from llm.data.text.readers import Faults
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 from tests.support.tokenizers import tiny_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llm.checkpoint.format import newest_valid
+from llm.checkpoint.load import newest_valid
 from tests.support.faults import Fault
 from tests.support.training import Bench, Run
 

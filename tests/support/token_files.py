@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llm.data.formats.sidecar import Sidecar, write_sidecar
 from llm.data.formats.megatron import TokenFileWriter
+from llm.data.formats.sidecar import Sidecar, write_sidecar
 
 
 def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> Path:

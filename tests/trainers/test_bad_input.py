@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.config.toml import read_toml
+from llm.trainers.gpt.config import GPTConfig
 from tests.support.training import Bench, Run
 
 

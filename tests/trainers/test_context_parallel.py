@@ -2,8 +2,8 @@
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 from tests.support.training import Bench
 

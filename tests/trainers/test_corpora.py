@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import DataError
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.corpora import open_corpus_of
 from tests.support.corpora import write
 from tests.support.models import tiny_config

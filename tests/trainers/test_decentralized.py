@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint.format import newest_valid
+from llm.checkpoint.load import newest_valid
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault

@@ -29,7 +29,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_a_step(mixed_precision: str) -> list[str]:
-    from llm.metrics.tracker import Meter
+    from llm.metrics.meter import Meter
 
     strategy = make_strategy(mixed_precision)
     meter = Meter(strategy.device, rank=0)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import ConfigError
-from llm.trainers.gpt.rules import check
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.publish import open_repository, push
+from llm.trainers.gpt.rules import check
 
 
 @pytest.fixture

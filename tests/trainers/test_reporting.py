@@ -9,9 +9,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.checkpoint.run_folder import RunFolder
 from llm.trainers.gpt import results
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.reporting import write_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer

@@ -10,9 +10,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import read_toml
+from llm.trainers.gpt.config import GPTConfig
 from tests.support.faults import Fault
 from tests.support.ranks import run_ranks
 from tests.support.training import Bench, Run

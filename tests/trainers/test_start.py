@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from llm.trainers.gpt.config import GPTConfig
+from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
-from llm.config.toml import read_toml
 from llm.trainers.gpt import setup as build
+from llm.trainers.gpt.config import GPTConfig
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times
 from tests.support.training import Bench, Run

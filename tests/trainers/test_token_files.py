@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.data.sampler import WindowSampler
 from llm.runtime.world import World
 from llm.tokenizers.load import fingerprint
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_inputs
 from llm.trainers.gpt.main import parse_args
 from tests.support.token_files import describe, random_documents, write_flat, write_pair

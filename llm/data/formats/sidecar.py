@@ -12,9 +12,9 @@ from typing import Any
 import xxhash
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.token_check import check, id_faults, id_range
 from llm.data.formats.megatron import TokenFile, open_token_file
 from llm.data.formats.paths import beside, locate
+from llm.data.formats.token_check import check, id_faults, id_range
 from llm.errors import DataError
 from llm.runtime.files import write_whole
 

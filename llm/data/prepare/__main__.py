@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
 from llm.config.options import option
-from llm.runtime.world import set_up_logging
+from llm.errors import ConfigError, LLMError
+from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
     from llm.data.prepare.output_files import Output
@@ -169,9 +169,9 @@ def prepare(config: PrepareConfig) -> None:
     # There is no linear algebra here, for which numpy would start threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option need none of it.
+    from llm.data.formats.megatron import token_dtype
     from llm.data.prepare.encoder import Encoding, end_token
     from llm.data.prepare.preparation import prepare_files
-    from llm.data.formats.megatron import token_dtype
     from llm.data.prepare.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
 

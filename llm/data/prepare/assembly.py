@@ -8,9 +8,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from llm.data.formats.megatron import write_index
 from llm.data.prepare.parts import PartFacts, each_row, read_array
 from llm.data.sampler import permute
-from llm.data.formats.megatron import write_index
 from llm.runtime.files import sync
 
 _BLOCK = 1 << 20  # numbers of an index that are computed at once

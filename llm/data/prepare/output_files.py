@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.prepare.assembly import assemble, assemble_shuffled
-from llm.data.prepare.encoder import Encoding
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.prepare.parts import PartFacts, each_row
-from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.paths import beside
+from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
+from llm.data.prepare.assembly import assemble, assemble_shuffled
+from llm.data.prepare.encoder import Encoding
+from llm.data.prepare.parts import PartFacts, each_row
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 

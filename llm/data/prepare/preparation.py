@@ -32,8 +32,8 @@ from llm.data.prepare.output_files import (
 )
 from llm.data.prepare.parts import PartFacts
 from llm.data.prepare.progress import log_summary, progress_log
-from llm.data.text.sources import Source, check_unchanged
 from llm.data.prepare.tokenize_parts import tokenize_parts
+from llm.data.text.sources import Source, check_unchanged
 from llm.errors import DataError
 from llm.runtime.files import try_lock, write_whole
 

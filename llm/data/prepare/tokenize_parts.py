@@ -12,8 +12,8 @@ import numpy as np
 
 from llm.data.prepare.encoder import Encoding, OtherIds, make_encoder
 from llm.data.prepare.parts import PartFacts, Progress, read_part, remove_part, write_part
-from llm.data.text.sources import Source
 from llm.data.prepare.workers import run_in_processes
+from llm.data.text.sources import Source
 from llm.errors import DataError
 
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one was found wrong

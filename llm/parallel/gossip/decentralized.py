@@ -1,8 +1,8 @@
 """Data parallelism without a sum of gradients over all ranks: each one trains weights of its own.
 
 What brings them together is an averaging: gossip (`llm.parallel.gossip.averaging`) or DiLoCo
-(`llm.parallel.gossip.diloco`). The gradient is clipped by the norm of the rank's own, and a rank whose
-gradient is not finite skips its step alone.
+(`llm.parallel.gossip.diloco`). The gradient is clipped by the norm of the rank's own, and a rank
+whose gradient is not finite skips its step alone.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from llm.checkpoint.state import model_tensors
 from llm.errors import ParallelError
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.consensus import Consensus, read_mean
-from llm.parallel.votes import Votes
-from llm.checkpoint.state import model_tensors
 from llm.parallel.strategy import MakeOptimizer
+from llm.parallel.votes import Votes
 
 _OWN = "replica_"
 """How the part of a state begins that the ranks of one replica hold and the others do not."""

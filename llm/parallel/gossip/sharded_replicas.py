@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.fsdp import ShardedStrategy, part_of
+from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.strategy import MakeOptimizer
 
 

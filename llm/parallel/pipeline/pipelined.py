@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from llm.parallel.dims import Layout
-from llm.parallel.pipeline.passes import Chunk, Schedule, idle_share, make_schedule
-from llm.parallel.fsdp import ShardedStrategy
-from llm.runtime.world import seed_torch
 from llm.data.micro_batch import MicroBatch
+from llm.parallel.dims import Layout
+from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.pipeline.passes import Chunk, Schedule, idle_share, make_schedule
 from llm.parallel.strategy import MakeOptimizer
+from llm.runtime.rng import seed_torch
 
 logger = logging.getLogger("llm.parallel")
 

@@ -6,21 +6,21 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.data.corpus import Corpus
 from llm.data.documents import DocumentEnds
-from llm.data.prepare.encoder import Encoding, end_token
-from llm.data.text.hub import dataset_sources
-from llm.data.in_memory import hold_in_memory
-from llm.data.text.sources import Source, file_source
-from llm.data.prepare.cache import TokenCache
-from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus
 from llm.data.formats.megatron import token_dtype
+from llm.data.in_memory import hold_in_memory
+from llm.data.prepare.cache import TokenCache
+from llm.data.prepare.encoder import Encoding, end_token
 from llm.data.prepare.workers import bounded_workers
+from llm.data.text.hub import dataset_sources
+from llm.data.text.sources import Source, file_source
+from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus
 from llm.errors import ConfigError
 from llm.runtime.world import launch_id
 from llm.tokenizers.fast import from_transformers
 from llm.tokenizers.load import fingerprint
+from llm.trainers.gpt.config import GPTConfig
 
 logger = logging.getLogger("llm")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from llm.errors import ConfigError
 from llm.data.micro_batch import MicroBatch
+from llm.errors import ConfigError
 from llm.parallel.strategy import Strategy
 
 ACCURACY = Path(__file__).parent / "next_token_accuracy.py"

@@ -13,25 +13,24 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
-from llm.trainers.gpt.config import GPTConfig
+from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, digest_of
 from llm.data.documents import DocumentEnds
 from llm.data.samples import Samples
 from llm.errors import ConfigError, DataError
-from llm.trainers.gpt.evaluation import load_metrics
 from llm.models.configuration import load_config, max_positions
-from llm.parallel.tensor_plans import check_tensor_parallel
-from llm.parallel.pipeline.stage import check_depth
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.base import check_precision
 from llm.parallel.dims import Layout, lay_out
 from llm.parallel.pipeline.passes import check_micro_batches
-from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.parallel.pipeline.stage import check_depth
+from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
 from llm.tokenizers.load import load_tokenizer
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.corpora import document_ends, hold_corpus_in_memory, open_corpus_of
-from llm.trainers.gpt.strategies import Replicas, plan_replicas
+from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
@@ -40,6 +39,7 @@ from llm.trainers.gpt.resume import (
     find_resume,
     find_weights,
 )
+from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
 logger = logging.getLogger("llm")
 

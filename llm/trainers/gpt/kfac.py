@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llm.trainers.gpt.config import GPTConfig
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import embeddings_and_head, make_adamw, make_sgd, parameter_groups
 from llm.optim.kfac.curvature import Curvature
@@ -17,6 +16,7 @@ from llm.optim.kfac.layers import Coverage, find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.kfac.soap import make_soap
 from llm.optim.muon import make_muon
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import kfac_method, preconditioner_options
 
 EKFAC_UPDATE_STEPS = 50

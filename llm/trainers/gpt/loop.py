@@ -6,18 +6,20 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Literal
 
+from llm.checkpoint.save import Saver
+from llm.checkpoint.state import TrainState
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
+from llm.metrics.meter import Meter
+from llm.metrics.profiler import StepProfiler
+from llm.metrics.tracker import Tracker
+from llm.optim.schedule import Schedule
+from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.health import Health
-from llm.optim.schedule import Schedule
-from llm.metrics.profiler import StepProfiler
-from llm.runtime.world import Interruption, SaveTimer, seed_step
-from llm.checkpoint.save import Saver
-from llm.checkpoint.state import TrainState
-from llm.parallel.strategy import Strategy
-from llm.metrics.tracker import Meter, Tracker
+from llm.runtime.rng import seed_step
+from llm.runtime.signals import Interruption, SaveTimer
 
 logger = logging.getLogger("llm")
 

@@ -20,27 +20,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.runtime.allocator import restart_with_kept_memory
 from llm.config.command_line import config_file_of, parse
-from llm.trainers.gpt.config import GPTConfig
+from llm.config.toml import to_toml
 from llm.errors import ConfigError, LLMError
+from llm.runtime.allocator import restart_with_kept_memory
 from llm.runtime.events import EventHandler
 from llm.runtime.files import write_whole
 from llm.runtime.health import EXIT_PEER_LOST, Health
 from llm.runtime.launcher import adopt_launcher
+from llm.runtime.logging import log_to_file, quiet_libraries, set_up_logging
+from llm.runtime.signals import EXIT_PREEMPTED, Interruption, watch_launcher
+from llm.runtime.threads import calm_threads
+from llm.runtime.world import World, world_from_environment
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
-from llm.runtime.world import (
-    EXIT_PREEMPTED,
-    Interruption,
-    World,
-    calm_threads,
-    log_to_file,
-    quiet_libraries,
-    set_up_logging,
-    watch_launcher,
-    world_from_environment,
-)
-from llm.config.toml import to_toml
 
 PEER_SECONDS = 3.0
 """For so long a rank whose communication failed waits to hear which other one is the reason."""
@@ -137,9 +130,9 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.models.build import without_weights
-    from llm.trainers.gpt.setup import check_same_start, load_init, make_model, make_strategy
     from llm.trainers.gpt.inputs import read_inputs
     from llm.trainers.gpt.publish import open_repository, push
+    from llm.trainers.gpt.setup import check_same_start, load_init, make_model, make_strategy
 
     repository = None
     inputs = read_inputs(config, world, config_file=config_file)
@@ -213,7 +206,6 @@ def _train(
     strategy: "AcceleratedStrategy",
     health: Health,
 ) -> int:
-    from llm.trainers.gpt.setup import make_trainer
     from llm.trainers.gpt.reporting import make_tracker
     from llm.trainers.gpt.results import (
         log_beginning,
@@ -222,6 +214,7 @@ def _train(
         resume_command,
         write_results,
     )
+    from llm.trainers.gpt.setup import make_trainer
 
     log_beginning(config, inputs, strategy, model)
     interruption = Interruption(after=None if config.exit_after is None else 60 * config.exit_after)
@@ -260,8 +253,8 @@ def _train(
 def _evaluate(
     config: GPTConfig, inputs: "Inputs", model: "PreTrainedModel", strategy: "AcceleratedStrategy"
 ) -> int:
-    from llm.trainers.gpt.setup import load_weights, make_evaluate
     from llm.trainers.gpt.results import log_beginning
+    from llm.trainers.gpt.setup import load_weights, make_evaluate
 
     log_beginning(config, inputs, strategy, model)
     load_weights(inputs, strategy)

@@ -5,10 +5,10 @@ import re
 import shlex
 from pathlib import Path
 
-from llm.trainers.gpt.config import GPTConfig
+from llm.checkpoint.run_folder import MODEL_FILES
 from llm.errors import ConfigError
 from llm.models.configuration import one_line
-from llm.checkpoint.run_folder import MODEL_FILES
+from llm.trainers.gpt.config import GPTConfig
 
 _OF_THE_RUN = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of files that are not uploaded."""

@@ -10,14 +10,14 @@ from accelerate.tracking import TensorBoardTracker
 from transformers import PreTrainedModel
 
 from llm.checkpoint.retention import set_aside
-from llm.trainers.gpt.config import GPTConfig
-from llm.metrics.hardware import device_peak_flops, memory_in_use
-from llm.errors import DivergedError
-from llm.models.flops import flops_per_token
-from llm.models.build import sample_text
-from llm.parallel.base import AcceleratedStrategy
 from llm.config.toml import to_toml
+from llm.errors import DivergedError
+from llm.metrics.hardware import device_peak_flops, memory_in_use
 from llm.metrics.tracker import Tracker
+from llm.models.build import sample_text
+from llm.models.flops import flops_per_token
+from llm.parallel.base import AcceleratedStrategy
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import Inputs
 
 SAMPLE_TOKENS = 120

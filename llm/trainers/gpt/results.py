@@ -14,14 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from llm import __version__
-from llm.trainers.gpt.config import GPTConfig
+from llm.checkpoint.run_folder import RunFolder
 from llm.data.corpus import CorpusPart
+from llm.models.build import parameter_counts
+from llm.models.export import export_model, write_model_card
+from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.files import write_whole
-from llm.models.export import export_model, write_model_card
-from llm.models.build import parameter_counts
-from llm.checkpoint.run_folder import RunFolder
-from llm.parallel.strategy import Strategy
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import write_sample

@@ -5,15 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llm.checkpoint import format as checkpoint
+from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of
+from llm.checkpoint.load import newest_valid, read_valid
+from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
-from llm.checkpoint.format import Checkpoint
-from llm.trainers.gpt.config import GPTConfig
 from llm.errors import CheckpointError, ConfigError
 from llm.models.configuration import has_weights
+from llm.runtime.rng import draw_seed
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import shape_options
-from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
-from llm.runtime.world import draw_seed
 
 NOT_READ = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
@@ -30,9 +30,9 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
         ConfigError: The run has ended without a checkpoint.
     """
     if isinstance(config.resume_from_checkpoint, str):
-        found = checkpoint.read_valid(Path(config.resume_from_checkpoint))
+        found = read_valid(Path(config.resume_from_checkpoint))
     else:
-        newest = checkpoint.newest_valid(run.checkpoints)
+        newest = newest_valid(run.checkpoints)
         if newest is None:
             _refuse_unreadable(run)
             run.check_unfinished()
@@ -102,7 +102,7 @@ def check_same_data(config: GPTConfig, found: Checkpoint | None, digest: str) ->
 
 def _refuse_unreadable(run: RunFolder) -> None:
     """Never start afresh over checkpoints, not even over ones that cannot be used."""
-    there = checkpoint.folders(run.checkpoints)
+    there = checkpoint_folders(run.checkpoints)
     if there:
         raise CheckpointError(
             f"--resume_from_checkpoint: none of the {len(there)} checkpoints in {run.checkpoints} "
@@ -140,19 +140,19 @@ def find_init(config: GPTConfig) -> Checkpoint | None:
     if config.init_from is None:
         return None
     path = Path(config.init_from)
-    if (path / checkpoint.MANIFEST).exists():
-        return checkpoint.read_valid(path)
+    if (path / MANIFEST).exists():
+        return read_valid(path)
     for run, name in ((path, None), (path.parent, path.name)):
         folder = RunFolder(run).checkpoints
         if not folder.is_dir():
             continue
         if name is None:
-            newest = checkpoint.newest_valid(folder)
+            newest = newest_valid(folder)
             if newest is not None:
                 return newest
         else:
-            step = checkpoint.name_of(int(name)) if name.isdigit() else name
-            return checkpoint.read_valid(folder / step)
+            step = name_of(int(name)) if name.isdigit() else name
+            return read_valid(folder / step)
     raise CheckpointError(
         f"--init_from {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."

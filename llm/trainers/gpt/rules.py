@@ -6,10 +6,10 @@ anything heavy is imported, so that a command that cannot work is refused at onc
 
 from typing import Literal
 
-from llm.trainers.gpt.config import GPTConfig
-from llm.errors import ConfigError
-from llm.trainers.gpt.layout_rules import layout_problems
 from llm.config.options import fields, given, lacking, paths
+from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.layout_rules import layout_problems
 
 _SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")

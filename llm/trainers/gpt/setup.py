@@ -8,34 +8,36 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llm.checkpoint import format as checkpoint
 from llm.checkpoint.format import Stateful
-from llm.trainers.gpt.config import GPTConfig
-from llm.data.loader import EvalLoader, TrainLoader
-from llm.errors import ParallelError
-from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
-from llm.runtime.events import event
-from llm.runtime.health import Health
-from llm.parallel.context_attention import check_divisible
-from llm.models.build import build_model
-from llm.models.loss import LanguageModelLoss
-from llm.models.dummy_weights import made_up_weights
-from llm.models.masking import check_documents_apart
-from llm.parallel.pipeline.stage import check_cut
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.metrics.profiler import StepProfiler
-from llm.trainers.gpt.rules import profiled_steps, recomputation, ties_gradients
-from llm.runtime.world import Interruption, World, device_of
+from llm.checkpoint.load import load_state
 from llm.checkpoint.save import Saver
 from llm.checkpoint.state import TrainState
+from llm.data.loader import EvalLoader, TrainLoader
+from llm.errors import ParallelError
+from llm.metrics.meter import Meter
+from llm.metrics.profiler import StepProfiler
+from llm.metrics.tracker import Tracker
+from llm.models.build import build_model
+from llm.models.dummy_weights import made_up_weights
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import check_documents_apart
+from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.context_attention import check_divisible
+from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.strategy import Strategy
-from llm.metrics.tracker import Meter, Tracker
+from llm.runtime.events import event
+from llm.runtime.health import Health
+from llm.runtime.signals import Interruption
+from llm.runtime.world import World, device_of
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.trainers.gpt.inputs import Inputs
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
+from llm.trainers.gpt.rules import profiled_steps, recomputation, ties_gradients
+from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")
 
@@ -156,14 +158,14 @@ def load_init(inputs: Inputs, strategy: Strategy) -> None:
         CheckpointError: They are of another model.
     """
     if inputs.init_from is not None:
-        checkpoint.load(inputs.init_from, {"strategy": _Weights(strategy)})
+        load_state(inputs.init_from, {"strategy": _Weights(strategy)})
         logger.info(f"Weights of {inputs.init_from.path}.")
 
 
 def load_weights(inputs: Inputs, strategy: Strategy) -> None:
     """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
     if inputs.resume_from is not None:
-        checkpoint.load(inputs.resume_from, {"strategy": _Weights(strategy)})
+        load_state(inputs.resume_from, {"strategy": _Weights(strategy)})
         logger.info(f"Weights of {inputs.resume_from.path}.")
 
 

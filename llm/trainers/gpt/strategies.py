@@ -13,27 +13,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from llm.checkpoint import format as checkpoint
 from llm.checkpoint.format import Checkpoint, Stateful
-from llm.trainers.gpt.config import GPTConfig
+from llm.checkpoint.load import load_state, read_tensors
 from llm.errors import CheckpointError, ConfigError
-from llm.runtime.launcher import ranks_per_node
 from llm.models.blocks import find_blocks
-from llm.parallel.context_attention import divide_attention
-from llm.parallel.sharded_init import fill_model
-from llm.parallel.pipeline.split import find_pieces
-from llm.parallel.tensor_plans import tensor_plan
-from llm.parallel.pipeline.stage import cut_model
 from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.context_attention import divide_attention
+from llm.parallel.dims import Layout
+from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.gossip.averaging import Mixer
 from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.dims import Layout
-from llm.parallel.gossip.averaging import Mixer
-from llm.parallel.pipeline.pipelined import PipelineStrategy
 from llm.parallel.gossip.rounds import Round, check_topology, make_rounds
-from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.gossip.sharded_replicas import ShardedReplicas
+from llm.parallel.pipeline.pipelined import PipelineStrategy
+from llm.parallel.pipeline.split import find_pieces
+from llm.parallel.pipeline.stage import cut_model
+from llm.parallel.sharded_init import fill_model
 from llm.parallel.tensor import divide_layers
+from llm.parallel.tensor_plans import tensor_plan
+from llm.runtime.launcher import ranks_per_node
+from llm.trainers.gpt.config import GPTConfig
 
 MOST_ACCUM_STEPS = 8
 
@@ -219,11 +219,11 @@ def load_checkpoint(found: Checkpoint, parts: Mapping[str, Stateful]) -> None:
             "taken over; start another run from its weights with --init_from."
         )
     if not isinstance(strategy, DecentralizedStrategy) or saved == strategy.num_replicas:
-        checkpoint.load(found, parts)
+        load_state(found, parts)
         return
-    checkpoint.load(found, {name: part for name, part in parts.items() if name != "strategy"})
+    load_state(found, {name: part for name, part in parts.items() if name != "strategy"})
     strategy.load_averaged(
-        lambda tensors: checkpoint.read_tensors(
+        lambda tensors: read_tensors(
             found, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
         ),
         replicas=saved,

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.checkpoint import format as checkpoint
-from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.format import Checkpoint, checkpoint_folders, step_of
+from llm.checkpoint.load import load_model, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
-from llm.trainers.gpt.config import GPTConfig
-from llm.errors import CheckpointError, ConfigError
 from llm.config.toml import read_toml
+from llm.errors import CheckpointError, ConfigError
+from llm.trainers.gpt.config import GPTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         ConfigError: There is none of that step.
     """
     if step == "latest":
-        newest = checkpoint.newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
+        newest = newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
         if newest is None:
             raise CheckpointError(f"{folder} holds no valid checkpoint.")
         return newest
@@ -65,15 +65,15 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         best, remark = follow_best(folder)
         if best is None:
             raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
-        return checkpoint.read_valid(best)
-    there = [path for path in checkpoint.folders(folder) if str(checkpoint.step_of(path)) == step]
+        return read_valid(best)
+    there = [path for path in checkpoint_folders(folder) if str(step_of(path)) == step]
     if not there:
-        steps = ", ".join(str(checkpoint.step_of(path)) for path in checkpoint.folders(folder))
+        steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(folder))
         raise ConfigError(
             f"{option} {step} names no checkpoint of {folder}; there are {steps or 'none'}, "
             "latest and best."
         )
-    return checkpoint.read_valid(there[-1])
+    return read_valid(there[-1])
 
 
 def load_trained(
@@ -95,8 +95,8 @@ def load_trained(
     from transformers import GenerationConfig
 
     from llm.models.configuration import has_weights
-    from llm.trainers.gpt.setup import model_of
     from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
+    from llm.trainers.gpt.setup import model_of
 
     name = config.model_name_or_path
     tokenizer = open_tokenizer(config)
@@ -117,5 +117,5 @@ def load_trained(
         with contextlib.suppress(OSError):
             # It came along with the weights that training began with.
             model.generation_config = GenerationConfig.from_pretrained(name)
-    checkpoint.load_model(chosen, model)
+    load_model(chosen, model)
     return model, tokenizer
