@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs configuration-page
+.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs pages
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -25,7 +25,7 @@ help:
 	@echo "make check      lint, format check, types, spelling"
 	@echo "make format     format and sort imports"
 	@echo "make docs       build the documentation into site/"
-	@echo "make configuration-page  write the tables of options in docs/ anew from the code"
+	@echo "make pages      write what docs/ lists of the code (options, modules) anew"
 	@echo "make install    only make $(VENV) with everything for development"
 
 train: $(VENV)/.core
@@ -72,8 +72,8 @@ format: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-configuration-page: $(VENV)/.core
-	$(BIN)/python docs/generate_configuration.py
+pages: $(VENV)/.core
+	$(BIN)/python docs/generate.py
 
 install: $(VENV)/.dev $(VENV)/.docs
 

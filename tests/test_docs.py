@@ -34,11 +34,12 @@ from llm.runtime.events import Kind
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
-from tests.test_architecture import FLOORS, MODULES, PACKAGE, name_of
+from tests.support.package import MODULES, PACKAGE, ROOT, name_of
 
-ROOT = PACKAGE.parent
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
+
+GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
 
 # What other programs on the pages are told.
 FOREIGN = {
@@ -314,10 +315,8 @@ def test_the_data_guide_shows_every_program():
 )
 def test_the_tables_of_the_programs_options_are_generated_from_them(name, programs):
     page = read(ROOT / "docs" / name)
-    generator = runpy.run_path(str(ROOT / "docs/generate_configuration.py"))
-    described = generator["PAGES"][name]
+    described = GENERATOR["PAGES"][name]
     assert set(described) == programs
-    assert generator["programs_page"](page, described) == page, "run: make configuration-page"
     for program in programs:
         assert all(f"| `{field.name}`" in page for field in fields(program))
 
@@ -405,47 +404,26 @@ def test_every_section_of_the_ancestors_guide_has_its_counterpart():
         assert section in headings
 
 
-def test_the_api_page_names_every_module():
-    named = re.findall(r"^::: llm\.(\S+)", read(ROOT / "docs/api.md"), flags=re.MULTILINE)
-    modules = [name_of(path) for path in MODULES if not path.name.startswith("__")]
-    assert sorted(named) == sorted(modules)
+def test_what_the_pages_list_of_the_code_is_generated_from_it():
+    for path, page in GENERATOR["pages"]().items():
+        assert read(path) == page, f"{path.name} is not what the code says; run: make pages"
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs/architecture.md"], ids=name_of_page
-)
-def test_the_file_tree_names_every_module_and_no_other(page):
-    tree = next(block for block in blocks(page) if block.startswith("llm/\n"))
-    named, folders = set(), {}
+def test_the_readme_names_every_folder_of_the_package_and_no_other():
+    tree = next(block for block in blocks(ROOT / "README.md") if block.startswith("llm/\n"))
+    named, above = set(), {-1: ROOT}
     for line in tree.splitlines():
         name = line.split()[0]
-        if name == "#":
-            continue
         depth = (len(line) - len(line.lstrip())) // 2
-        path = folders.get(depth - 1, ROOT) / name
-        assert path.exists(), f"{path.relative_to(ROOT)} does not exist"
+        above[depth] = above[depth - 1] / name
+        assert above[depth].exists(), f"{above[depth].relative_to(ROOT)} does not exist"
         if name.endswith("/"):
-            folders[depth] = path
-        else:
-            named.add(path)
-    assert named == {path for path in MODULES if not path.name.startswith("__")}
-
-
-def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
-    drawing = next(b for b in blocks(ROOT / "docs/architecture.md") if "trainers/gpt/loop " in b)
-    floors: dict[int, set[str]] = {}
-    for line in drawing.splitlines():
-        words = line.partition("#")[0].split()
-        if words[0].isdigit():
-            number = int(words.pop(0))
-        names = {re.sub("/$", ".*", word).replace("/", ".") for word in words}
-        floors.setdefault(number, set()).update(names)
-    packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
-    assert [floors[number] for number in range(len(floors))] == [f - packages for f in FLOORS]
+            named.add(above[depth])
+    assert named == {path.parent for path in MODULES if path.name == "__init__.py"}
 
 
 def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
-    tree = ast.parse(read(PACKAGE / "strategy.py"))
+    tree = ast.parse(read(PACKAGE / "parallel/strategy.py"))
     protocol = next(n for n in tree.body if getattr(n, "name", "") == "Strategy")
     verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef)}
     rows = re.findall(r"^\| (`.*?\)`) \|", read(ROOT / "docs/architecture.md"), re.MULTILINE)
@@ -454,8 +432,10 @@ def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
 
 def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     page = ROOT / "docs/run-folder.md"
-    training = keys_written_by("tracking.py", "log_training") | {"step"}
-    written = [keys_written_by("evaluation.py", f"evaluate_{of}") for of in ("model", "parts")]
+    training = keys_written_by("metrics/tracker.py", "log_training") | {"step"}
+    written = [
+        keys_written_by("trainers/gpt/evaluation.py", f"evaluate_{of}") for of in ("model", "parts")
+    ]
     evaluation = {f"eval_{key}" for key in set().union(*written)}
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
@@ -465,7 +445,7 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
         == training | evaluation
     )
     assert results <= table_keys(page, "all_results.json")
-    assert table_keys(page, "status.json") == keys_written_by("run_folder.py", "say")
+    assert table_keys(page, "status.json") == keys_written_by("checkpoint/run_folder.py", "say")
     assert table_keys(page, "events.jsonl") == {"event", *get_args(Kind)}
 
 

@@ -1,1 +1,1 @@
-"""A run's folder and the checkpoints in it."""
+"""A run's folder and the checkpoints in it: written, verified, loaded, pruned."""

@@ -1,1 +1,1 @@
-"""How a dataclass of options becomes flags, TOML and a page of the documentation."""
+"""A dataclass of options as flags, as a TOML file and as a page of the documentation."""

@@ -1,1 +1,1 @@
-"""From text to micro-batches: sources, token files, order, loading."""
+"""Text and token files to micro-batches on the device."""

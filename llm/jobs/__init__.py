@@ -1,1 +1,1 @@
-"""Writes job scripts for the schedulers of clusters."""
+"""Job scripts for Slurm and PBS: `python -m llm.jobs`."""

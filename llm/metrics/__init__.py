@@ -1,1 +1,1 @@
-"""What a run measures and tells."""
+"""What a run measures: loss, throughput, memory, profiles."""

@@ -1,1 +1,1 @@
-"""Optimizer groups and learning-rate schedules."""
+"""Optimizers, parameter groups, learning-rate schedules."""

@@ -1,1 +1,1 @@
-"""How one optimizer step is spread over devices."""
+"""How one optimizer step is spread over devices, each layout in one place."""

@@ -1,1 +1,1 @@
-"""Plans a run before it is queued: memory, traffic, time. Run `python -m llm.plan`."""
+"""Memory, traffic and time of a run before it is queued: `python -m llm.plan`."""

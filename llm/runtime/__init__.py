@@ -1,1 +1,1 @@
-"""The process: its launcher, ranks, device, random numbers, signals, log, files and health."""
+"""The process: launcher, rank, device, random numbers, signals, log, files, health."""

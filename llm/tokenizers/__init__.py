@@ -1,1 +1,1 @@
-"""Tokenizers: loaded by name, folder or files, and trained."""
+"""Tokenizers by name, folder or files, and their training."""

@@ -1,1 +1,1 @@
-"""Files of tokens on disk."""
+"""Token files on disk: Megatron-LM's pair, nanoGPT's flat file, and the sidecar beside both."""

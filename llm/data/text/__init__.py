@@ -1,1 +1,1 @@
-"""Files, folders and Hub data sets as documents."""
+"""Files, folders and Hub data sets as documents, with a reader for each format."""

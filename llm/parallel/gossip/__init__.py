@@ -1,1 +1,1 @@
-"""Replicas with weights of their own."""
+"""Decentralised training: replicas with weights of their own, by gossip or DiLoCo."""

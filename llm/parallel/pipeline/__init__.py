@@ -1,1 +1,1 @@
-"""Pipeline parallelism."""
+"""Pipeline parallelism: stages, their placement, the order of their passes."""
