@@ -18,7 +18,7 @@ from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import make_rounds
@@ -73,7 +73,7 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
         if mode == "diloco":
             return OuterOptimizer(tensors, world_size=ranks, sync_every=options["sync_every"])
         rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
-        return Mixer(list(tensors.values()), rounds=rounds, rank=accelerator.process_index)
+        return GossipAverager(list(tensors.values()), rounds=rounds, rank=accelerator.process_index)
 
     if mode == "allreduce":
         strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")

@@ -135,11 +135,11 @@ class Stepper:
                 self.curvature, model.parameters(), damping=DAMPING, kl_clip=KL_CLIP, graft=False
             )
 
-    def recording(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+    def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Surround the passes of a step."""
         if self.curvature is None:
             return contextlib.nullcontext()
-        return self.curvature.recording(token_weight=1 / tokens)
+        return self.curvature.capture_stats(token_weight=1 / tokens)
 
     def step(self, model: Any, learning_rate: float) -> None:
         """Precondition, clip, update."""
@@ -175,7 +175,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     curve = []
     for step in range(steps):
         inputs, labels = text.batch("train", generator)
-        with stepper.recording(tokens):
+        with stepper.capture_stats(tokens):
             objective, _ = loss(inputs, labels)
             (objective / tokens).backward()
         stepper.step(model, schedule(step))

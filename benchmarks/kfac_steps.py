@@ -36,7 +36,7 @@ class Training:
     def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> float:
         """Train on one batch; returns the milliseconds that it took."""
         began = time.perf_counter()
-        with self._stepper.recording(inputs.numel()):
+        with self._stepper.capture_stats(inputs.numel()):
             objective, _ = self._loss(inputs, labels)
             (objective / inputs.numel()).backward()
         self._stepper.step(self._model, self._rate)

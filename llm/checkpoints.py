@@ -155,7 +155,7 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
 
 def _row(entry: Entry, marks: list[str]) -> str:
     found = entry.found
-    loss = None if found is None else found.facts.get("eval_loss")
+    loss = None if found is None else found.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
     if entry.path.name.endswith(REPLACED):
         state += " (saved before another of this step)"
@@ -193,14 +193,14 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import calm_threads
+    from llm.runtime.threads import limit_spin_wait
 
-    calm_threads()
+    limit_spin_wait()
     quiet_libraries()
     from llm.models.export import export_model, write_model_card
 
     model, tokenizer = load_trained(config, chosen)
-    loss = chosen.facts.get("eval_loss")
+    loss = chosen.metadata.get("eval_loss")
     try:
         export_model(
             config=model.config,
@@ -210,9 +210,9 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
         )
-        facts = {"name": run.resolve().name, "architecture": model.config.model_type}
+        metadata = {"name": run.resolve().name, "architecture": model.config.model_type}
         known = {} if loss is None else {"eval loss": loss}
-        write_model_card(target, {**facts, "steps": chosen.step, **known, "seed": config.seed})
+        write_model_card(target, {**metadata, "steps": chosen.step, **known, "seed": config.seed})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."

@@ -20,7 +20,7 @@ from llm.config.options import option
 from llm.errors import ConfigError, DivergedError, LLMError
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
-from llm.runtime.threads import calm_threads
+from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import device_of, world_from_environment
 from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
 
@@ -190,7 +190,7 @@ def _open(options: GenerateOptions) -> "Model":
     path = Path(options.run)
     if not path.is_dir():
         raise ConfigError(f"--run {path} is no folder; name that of a run or of a model.")
-    calm_threads()
+    limit_spin_wait()
     if (path / MANIFEST).is_file():
         if options.checkpoint is not None:
             raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")

@@ -136,16 +136,16 @@ def _check_together(options: PreflightOptions, world: World, facts: dict[str, An
         complete = len(here) == world.world_size
         found = differences(here) if complete else silent(here, world, options.timeout)
         board.post("verdict/here", found)
-    verdict = board.read("verdict/here", deadline + _GRACE_SECONDS)
-    if verdict == "":
-        verdict = _communicate_in_time(options, world, board)
-    if verdict is None:
+    failure = board.read("verdict/here", deadline + _GRACE_SECONDS)
+    if failure == "":
+        failure = _communicate_in_time(options, world, board)
+    if failure is None:
         return _complain(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
     if world.is_main:
         times = board.heard("times")
         for rank, said in board.heard("here").items():
             sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
-        code = _complain(verdict) if verdict else _praise(options, board, world)
+        code = _complain(failure) if failure else _praise(options, board, world)
         # A launcher ends all ranks once one has ended with an error, so rank 0 speaks first. It
         # leaves last, because the store goes with it.
         board.post("spoken", "")
@@ -154,7 +154,7 @@ def _check_together(options: PreflightOptions, world: World, facts: dict[str, An
         return code
     board.read("spoken", time.monotonic() + _GRACE_SECONDS)
     board.say("left", True)
-    return 1 if verdict else 0
+    return 1 if failure else 0
 
 
 def _store(timeout: float, *, serve: bool = False) -> "Store":

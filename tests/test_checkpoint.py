@@ -11,9 +11,9 @@ import torch
 
 from llm.checkpoint import load as loading
 from llm.checkpoint import snapshot
-from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, read_manifest, seal
+from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, add_checksum, read_manifest
 from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
-from llm.checkpoint.retention import prune, set_aside
+from llm.checkpoint.retention import mark_superseded, prune
 from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_says_when_and_by_how_many_ranks_it_was_written(tmp_path):
     found = read_manifest(save(tmp_path, 1, eval_loss=2.5))
 
     assert found.world_size == 1
-    assert found.facts == {"eval_loss": 2.5}
+    assert found.metadata == {"eval_loss": 2.5}
     assert found.files.keys() == {SHARD, PLAIN}
     assert found.saved_at[:3] == "202"
 
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
     manifest = save(tmp_path, 1) / MANIFEST
     content = json.loads(manifest.read_text())
-    manifest.write_text(seal(json.dumps({**content, "format": 99}, indent=1)))
+    manifest.write_text(add_checksum(json.dumps({**content, "format": 99}, indent=1)))
 
     with pytest.raises(CheckpointError, match="checkpoint format 99; this version reads 2"):
         read_manifest(manifest.parent)
@@ -306,7 +306,7 @@ def test_a_branch_that_was_left_is_set_aside(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
 
-    set_aside(tmp_path, after=2)
+    mark_superseded(tmp_path, after=2)
 
     assert newest_valid(tmp_path).step == 2
     assert [c.step for c in list_checkpoints(tmp_path)] == [2]

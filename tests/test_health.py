@@ -48,13 +48,13 @@ class Ranks:
             world_size=world_size,
             timeout=LIMIT,
             share=share,
-            on_loss=lambda verdict: self.verdicts.put((rank, verdict)),
+            on_loss=lambda failure: self.verdicts.put((rank, failure)),
             stacks=self.stacks,
         )
         for step in range(steps):
             if step == 10 and rank == self.hangs:
                 stand_still()
-            health.got_on(step=step, phase="step")
+            health.heartbeat(step=step, phase="step")
             time.sleep(0.1)
         health.close()
 
@@ -68,8 +68,8 @@ class Ranks:
     def said(self):
         found = {}
         while not self.verdicts.empty():
-            rank, verdict = self.verdicts.get()
-            found[rank] = verdict
+            rank, failure = self.verdicts.get()
+            found[rank] = failure
         return found
 
 
@@ -85,7 +85,7 @@ def test_when_a_rank_dies_the_others_name_it_and_end_within_ten_seconds(victim):
     assert codes == [-signal.SIGKILL if r == victim else EXIT_PEER_LOST for r in range(3)]
     said = ranks.said()
     assert set(said) == {0, 1, 2} - {victim}
-    assert all(f"rank {victim} " in verdict for verdict in said.values())
+    assert all(f"rank {victim} " in failure for failure in said.values())
 
 
 def test_a_rank_that_was_stopped_is_named_after_its_limit():
@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_leave_their_stacks():
 
     assert seconds < 1 + LIMIT + 10
     assert codes == [EXIT_PEER_LOST] * 3
-    assert all("rank 2 on" in verdict for verdict in ranks.said().values())
+    assert all("rank 2 on" in failure for failure in ranks.said().values())
     stacks = [(ranks.stacks / f"rank_{rank:05d}.txt").read_text() for rank in range(3)]
     assert ["in stand_still" in text for text in stacks] == [False, False, True]
     assert all("rank 2 on" in text and "in work" in text for text in stacks)
@@ -135,10 +135,10 @@ def test_a_single_rank_is_not_watched():
         rank=0, world_size=1, timeout=LIMIT, share=lambda value: value, on_loss=print, stacks=Path()
     )
 
-    health.got_on(step=1, phase="step")
+    health.heartbeat(step=1, phase="step")
     health.close()
 
-    assert health.verdict is None
+    assert health.failure is None
 
 
 @pytest.mark.faults
@@ -154,7 +154,7 @@ def test_a_first_rank_that_is_blocked_in_c_is_named_by_the_others(monkeypatch):
 
     assert codes[1:] == [EXIT_PEER_LOST] * 2
     assert all(
-        " hangs: " in verdict and "rank 0 on" in verdict for verdict in ranks.said().values()
+        " hangs: " in failure and "rank 0 on" in failure for failure in ranks.said().values()
     )
 
 

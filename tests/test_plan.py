@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from llm.plan.param_counts import count_parameters, shard_sizes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.dims import Layout
-from llm.parallel.pipeline.split import find_pieces
+from llm.parallel.dims import ParallelDims
+from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
-from llm.plan.census import shard_sizes, take_census
 from llm.plan.devices import DEVICES
 from llm.plan.estimate import Estimate, estimate
 from llm.plan.job import Job
@@ -83,8 +83,10 @@ def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_ranks_share_is_what_fully_shard_gives_it_on_64_ranks(family: str) -> None:
     model = job_of(model_type=family).outline()
-    census = take_census(model)
-    counted = sum(shard_sizes(block, 64)[0] for block in (*census.blocks, census.others))
+    param_counts = count_parameters(model)
+    counted = sum(
+        shard_sizes(block, 64)[0] for block in (*param_counts.blocks, param_counts.others)
+    )
 
     with fake_ranks(64):
         mesh = init_device_mesh("cpu", (64,))
@@ -176,7 +178,7 @@ LARGE = ("39.1B", "76.1B", "145.6B", "310.1B")
 def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size: str) -> None:
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
     model = job.outline()
-    pieces, loss = find_pieces(model), LanguageModelLoss(model, chunked=False)
+    pieces, loss = find_pipeline_modules(model), LanguageModelLoss(model, chunked=False)
 
     assert job.layers_of_ranks(1) == [[*range(DEPTHS[size])]]
     for ranks in (2, 4, 8, 12):
@@ -226,16 +228,16 @@ def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
 
 def test_a_ring_leaves_its_node_once_and_the_ranks_there_share_that() -> None:
     job = job_of(nodes=2, gpus_per_node=2)
-    (sent,) = transfers(job, Layout(replicate=4))
+    (sent,) = transfers(job, ParallelDims(replicate=4))
 
-    whole = 2 * 3 / 4 * 4 * job.census(1).parameters  # an all-reduce of fp32 over four ranks
+    whole = 2 * 3 / 4 * 4 * job.param_counts(1).parameters  # an all-reduce of fp32 over four ranks
     assert sent.axis == "replicate"
     assert sent.in_node == sent.between_nodes == whole / 2
 
 
 def test_tensor_parallel_ranks_stay_in_their_node() -> None:
     job = job_of(nodes=2, gpus_per_node=4)
-    by_axis = {t.axis: t for t in transfers(job, Layout(shard=2, tensor=4))}
+    by_axis = {t.axis: t for t in transfers(job, ParallelDims(shard=2, tensor=4))}
 
     # Two sums forward and two backward, each of 2 x 64 tokens of width 64 in fp32, in 4 layers.
     assert by_axis["tensor"].in_node == 4 * 4 * (2 * 64 * 64 * 4) * 2 * 3 / 4
@@ -253,7 +255,7 @@ def test_weights_gradients_and_moments_shrink_with_the_ranks_that_share_them() -
 
 def test_a_later_stage_of_the_pipeline_holds_fewer_activations_and_no_embedding() -> None:
     job = job_of(gpus_per_node=4, global_batch_size=16, chunked_loss=False)
-    plans = {p: estimate(job, Layout(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
+    plans = {p: estimate(job, ParallelDims(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
 
     assert plans[1].bubble == 0
     assert plans[4].bubble == pytest.approx(3 / (8 + 3))
@@ -270,7 +272,7 @@ def test_the_search_puts_the_fastest_that_fits_first_and_names_the_nearest() -> 
     assert found[: len(fitting)] == fitting
     rates = [plan.tokens_per_second for plan in fitting]
     assert rates == sorted(rates, reverse=True)
-    near = nearest(found, Layout(replicate=4))
+    near = nearest(found, ParallelDims(replicate=4))
     assert near in [plan.layout for plan in fitting]
 
 

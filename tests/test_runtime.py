@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm.runtime.rng import draw_seed, seed_step
-from llm.runtime.threads import calm_threads
+from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import World, launch_id, world_from_environment
 
 
@@ -67,7 +67,7 @@ def test_waiting_threads_sleep_soon_where_another_process_wants_the_cores(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(Path, "read_text", lambda self: "0.00 0.00 0.00 2/80 1234")
 
-    calm_threads()
+    limit_spin_wait()
 
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
@@ -76,7 +76,7 @@ def test_waiting_threads_sleep_soon_where_ranks_share_the_machine(no_spin_count,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(Path, "read_text", lambda self: "0.00 0.00 0.00 1/80 1234")
 
-    calm_threads()
+    limit_spin_wait()
 
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
@@ -84,7 +84,7 @@ def test_waiting_threads_sleep_soon_where_ranks_share_the_machine(no_spin_count,
 def test_alone_on_the_machine_they_spin_as_by_default(no_spin_count, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: "1.90 1.00 0.50 1/80 1234")
 
-    calm_threads()
+    limit_spin_wait()
 
     assert "GOMP_SPINCOUNT" not in os.environ
 
@@ -92,7 +92,7 @@ def test_alone_on_the_machine_they_spin_as_by_default(no_spin_count, monkeypatch
 def test_what_the_user_says_of_threads_holds(monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
 
-    calm_threads()
+    limit_spin_wait()
 
     assert os.environ["GOMP_SPINCOUNT"] == "7"
 

@@ -78,7 +78,7 @@ def write_on_ranks(folder: Path) -> dict[str, object]:
     """Saves on all ranks of a run; what each has held and written."""
     rank, world_size = join()
     part = every_kind(1)
-    saver = Saver(folder, parts={"part": part}, facts={"a": 1}, rank=rank, world_size=world_size)
+    saver = Saver(folder, parts={"part": part}, metadata={"a": 1}, rank=rank, world_size=world_size)
     saver.save(step=1, eval_loss=2.5)
     # Training goes on: what was saved is what was there when `save` returned.
     for tensor in split_state(part.state)[0].values():
@@ -113,7 +113,7 @@ def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
 
         found = newest_valid(folder)
         assert found.world_size == ranks
-        assert found.facts == {"a": 1, "eval_loss": 2.5}
+        assert found.metadata == {"a": 1, "eval_loss": 2.5}
         assert sum(name.startswith("shard-") for name in found.files) == ranks
         copied = [rank["copied"] for rank in written]
         assert sum(copied) == total
@@ -128,8 +128,8 @@ def test_large_tensors_are_shared_out_evenly_and_spread_over_files(monkeypatch):
     state, _ = split_state({"part": part.state})
     shares = []
     for rank in range(4):
-        own, file_of = snapshot.share_out(
-            state, rank=rank, world_size=4, holders=lambda path: range(4)
+        own, file_of = snapshot.assign_writers(
+            state, rank=rank, world_size=4, owner_ranks=lambda path: range(4)
         )
         assert file_of.keys() == state.keys()
         assert set(file_of.values()) == set(range(1, 11))
@@ -478,7 +478,7 @@ def refuse_on_one_rank(folder: Path) -> list[str]:
     saver = Saver(
         folder,
         parts={"part": part},
-        facts={},
+        metadata={},
         rank=rank,
         world_size=world_size,
     )
@@ -541,7 +541,9 @@ def test_what_one_rank_cannot_write_all_ranks_report_and_survive(tmp_path):
 
 def lose_a_rank(folder: Path) -> str:
     rank, world_size = join()
-    saver = Saver(folder, parts={"part": filled(2.0)}, facts={}, rank=rank, world_size=world_size)
+    saver = Saver(
+        folder, parts={"part": filled(2.0)}, metadata={}, rank=rank, world_size=world_size
+    )
     if rank == 1:
         die_at(1)
     saver.save(step=2, eval_loss=None)

@@ -42,7 +42,7 @@ def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
     add(meter, 8.0, 4)
     add(meter, math.nan, 4, norm=math.nan)
     add(meter, 100.0, 4, norm=math.inf)
-    meter.fold(alone)
+    meter.all_reduce(alone)
     values = meter.read()
     assert values["loss"] == 2.0
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
@@ -53,21 +53,21 @@ def test_every_step_is_told_once_with_whether_it_was_skipped():
     for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
         add(meter, 1.0, 1, norm=norm, step=step)
 
-    meter.fold(alone)
-    assert meter.take_steps() == [(0, False), (1, True), (2, False), (3, True)]
+    meter.all_reduce(alone)
+    assert meter.pop_steps() == [(0, False), (1, True), (2, False), (3, True)]
     add(meter, 1.0, 1, norm=math.inf, step=4)
-    meter.fold(alone)
-    assert meter.take_steps() == [(4, True)]
-    assert meter.take_steps() == []
+    meter.all_reduce(alone)
+    assert meter.pop_steps() == [(4, True)]
+    assert meter.pop_steps() == []
 
 
 def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
     meter = Meter(CPU, rank=0)
     add(meter, 8.0, 4, norm=math.inf)
-    meter.fold(alone)
+    meter.all_reduce(alone)
     meter.read()
     add(meter, 6.0, 2)
-    meter.fold(alone)
+    meter.all_reduce(alone)
     values = meter.read()
     assert (values["loss"], values["skipped_steps"]) == (3.0, 1)
 
@@ -76,9 +76,9 @@ def fold_together(*meters: Meter) -> None:
     """Fold the meters of several ranks, as an all-reduce does."""
     given: list[torch.Tensor] = []
     for meter in meters:
-        copy.deepcopy(meter).fold(lambda values: given.append(values) or values)
+        copy.deepcopy(meter).all_reduce(lambda values: given.append(values) or values)
     for meter in meters:
-        meter.fold(lambda values: torch.stack(given).sum(dim=0))
+        meter.all_reduce(lambda values: torch.stack(given).sum(dim=0))
 
 
 def test_folding_puts_the_sum_of_all_ranks_on_the_first():
@@ -99,7 +99,7 @@ def test_a_step_that_one_rank_skipped_loses_that_ranks_part_and_counts_as_skippe
     add(second, 6.0, 4, norm=4.0, step=2)
     fold_together(first, second)
     fold_together(first, second)  # as where a step is both logged and saved
-    assert first.take_steps() == second.take_steps() == [(0, False), (1, True), (2, False)]
+    assert first.pop_steps() == second.pop_steps() == [(0, False), (1, True), (2, False)]
     values = first.read()
     assert values["loss"] == (6 + 6 + 3 + 6 + 6) / (4 + 2 + 4)
     assert values["grad_norm"] == 3.0

@@ -50,7 +50,7 @@ class Checkpoint:
         step: Optimizer steps done when it was saved.
         saved_at: Local time with its zone, as ISO 8601 has it.
         world_size: Number of ranks that wrote it.
-        facts: What was said about it: validation loss, configuration, batch.
+        metadata: What was said about it: validation loss, configuration, batch.
         files: Size in bytes and xxh3_128 of each file.
     """
 
@@ -58,7 +58,7 @@ class Checkpoint:
     step: int
     saved_at: str
     world_size: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
 
     def problem(self, *, read: bool = False) -> str | None:
@@ -124,7 +124,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}.") from error
-    if content != seal(content.rpartition(_SEAL)[0] + _END):
+    if content != add_checksum(content.rpartition(_SEAL)[0] + _END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
     if step_of(path) not in (None, manifest["step"]):
         raise CheckpointError(
@@ -135,7 +135,7 @@ def read_manifest(path: Path) -> Checkpoint:
         step=manifest["step"],
         saved_at=manifest["saved_at"],
         world_size=manifest["world_size"],
-        facts=manifest["facts"],
+        metadata=manifest["facts"],
         files={name: (size, digest) for name, (size, digest) in manifest["files"].items()},
     )
 
@@ -144,7 +144,7 @@ _SEAL = ',\n "checksum": "'
 _END = "\n}"
 
 
-def seal(content: str) -> str:
+def add_checksum(content: str) -> str:
     """Add the checksum of a manifest as its last entry.
 
     Args:

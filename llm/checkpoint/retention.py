@@ -20,7 +20,7 @@ BEST = "best"
 logger = logging.getLogger("llm")
 
 
-def put_in_place(temporary: Path, final: Path) -> None:
+def commit_checkpoint(temporary: Path, final: Path) -> None:
     """Give a checkpoint, whose files are all on the disk, its name."""
     sync_folder(temporary)
     replaced = final.with_name(final.name + REPLACED)
@@ -71,7 +71,7 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
             remove(checkpoint.path)
 
 
-def set_aside(folder: Path, *, after: int) -> None:
+def mark_superseded(folder: Path, *, after: int) -> None:
     """Rename the checkpoints of a branch that was left, so that no resume takes them for newest.
 
     Args:
@@ -88,7 +88,7 @@ def set_aside(folder: Path, *, after: int) -> None:
 
 
 def _loss(checkpoint: Checkpoint) -> float:
-    loss = checkpoint.facts.get("eval_loss")
+    loss = checkpoint.metadata.get("eval_loss")
     return math.nan if loss is None else float(loss)
 
 

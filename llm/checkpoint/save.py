@@ -26,13 +26,13 @@ from llm.checkpoint.format import (
     MANIFEST,
     PLAIN,
     Stateful,
+    add_checksum,
     name_of,
-    seal,
     split_state,
 )
 from llm.checkpoint.load import cause
-from llm.checkpoint.retention import clear_leftovers, prune, put_in_place, sync_file
-from llm.checkpoint.snapshot import Holders, HostCopies, share_out
+from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune, sync_file
+from llm.checkpoint.snapshot import HostCopies, OwnerRanks, assign_writers
 from llm.errors import CheckpointError, NotFiniteError
 from llm.runtime.events import event
 from llm.runtime.files import sync_folder
@@ -53,14 +53,14 @@ class Snapshot:
         tensors: This rank's share, by path.
         file_of: Number of the file, among those of its rank, that each tensor of any rank is in.
         plain: The rest, as JSON.
-        facts: Plain values for the manifest.
+        metadata: Plain values for the manifest.
     """
 
     step: int
     tensors: dict[str, torch.Tensor]
     file_of: dict[str, int]
     plain: str
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 class Saver:
@@ -72,13 +72,13 @@ class Saver:
     Args:
         folder: The run's `checkpoints` folder.
         parts: What to save, by name.
-        facts: Plain values to keep in every manifest.
+        metadata: Plain values to keep in every manifest.
         rank: Rank of this process.
         world_size: Number of processes.
         background: Write while training goes on.
         keep_newest: How many of the newest to keep; None keeps all.
         keep_best: How many of the lowest validation loss to keep besides.
-        holders: Which ranks hold a tensor; all of them unless given.
+        owner_ranks: Which ranks hold a tensor; all of them unless given.
     """
 
     def __init__(
@@ -86,24 +86,24 @@ class Saver:
         folder: Path,
         *,
         parts: Mapping[str, Stateful],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         rank: int,
         world_size: int,
         background: bool = True,
         keep_newest: int | None = None,
         keep_best: int = 0,
-        holders: Holders | None = None,
+        owner_ranks: OwnerRanks | None = None,
     ) -> None:
         self.held_up = 0.0
         self._folder = folder
         self._parts = parts
-        self._facts = facts
+        self._metadata = metadata
         self._rank = rank
         self._world_size = world_size
         self._background = background
         self._keep_newest = keep_newest
         self._keep_best = keep_best
-        self._holders = holders or (lambda path: range(world_size))
+        self._holders = owner_ranks or (lambda path: range(world_size))
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -125,15 +125,15 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
-        own, file_of = share_out(
-            state, rank=self._rank, world_size=self._world_size, holders=self._holders
+        own, file_of = assign_writers(
+            state, rank=self._rank, world_size=self._world_size, owner_ranks=self._holders
         )
         snapshot = Snapshot(
             step=step,
             tensors=self._copies.copy(own),
             file_of=file_of,
             plain=json.dumps(plain),
-            facts={**self._facts, "eval_loss": eval_loss},
+            metadata={**self._metadata, "eval_loss": eval_loss},
         )
         self.held_up = time.perf_counter() - began
         if not self._background:
@@ -242,7 +242,7 @@ class Saver:
             return
         described = {name: entry for own in files for name, entry in own.items()}
         write_manifest(temporary, snapshot, files=described, world_size=self._world_size)
-        put_in_place(temporary, final)
+        commit_checkpoint(temporary, final)
         try:
             prune(
                 self._folder,
@@ -318,10 +318,10 @@ def write_manifest(
         "step": snapshot.step,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "world_size": world_size,
-        "facts": snapshot.facts,
+        "facts": snapshot.metadata,
         "files": {**files, PLAIN: sync_file(folder / PLAIN)},
     }
-    sealed = seal(json.dumps(manifest, indent=1))
+    sealed = add_checksum(json.dumps(manifest, indent=1))
     (folder / MANIFEST).write_text(sealed, encoding="utf-8")
     sync_file(folder / MANIFEST)
 

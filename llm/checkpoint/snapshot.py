@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
 
-Holders = Callable[[str], Sequence[int]]
+OwnerRanks = Callable[[str], Sequence[int]]
 """The path of a tensor -> the ranks that hold it, in order."""
 
 
-def share_out(
-    state: Mapping[str, torch.Tensor], *, rank: int, world_size: int, holders: Holders
+def assign_writers(
+    state: Mapping[str, torch.Tensor], *, rank: int, world_size: int, owner_ranks: OwnerRanks
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Choose what this rank writes of what it holds; every rank must call it.
 
@@ -25,7 +25,7 @@ def share_out(
         state: All tensors that this rank holds, by path.
         rank: Of this process.
         world_size: Number of processes.
-        holders: Who else holds a tensor; those of a divided one are known without.
+        owner_ranks: Who else holds a tensor; those of a divided one are known without.
 
     Returns:
         The tensors, and for each of the state the number of its file among those of its writer.
@@ -34,10 +34,12 @@ def share_out(
     files = [_Files() for _ in range(world_size)]
     own, file_of = {}, {}
     # What all ranks hold comes first: there all must agree on who writes it.
-    items = sorted(state.items(), key=lambda i: (len(holders(i[0])) < world_size, -i[1].nbytes, i))
+    items = sorted(
+        state.items(), key=lambda i: (len(owner_ranks(i[0])) < world_size, -i[1].nbytes, i)
+    )
     whole = [(path, tensor) for path, tensor in items if not isinstance(tensor, DTensor)]
     for path, tensor in whole:
-        writer = min(holders(path), key=loads.__getitem__)
+        writer = min(owner_ranks(path), key=loads.__getitem__)
         file_of[path] = files[writer].put(tensor.nbytes)
         loads[writer] += tensor.nbytes
         if writer == rank:

@@ -56,15 +56,15 @@ class Meter:
         self.grad_norm = grad_norm
         self._own.append((step, skipped, torch.isnan(grad_norm)))
 
-    def take_steps(self) -> list[tuple[int, bool]]:
-        """The steps since the last call, after `fold`, and whether any rank skipped them."""
+    def pop_steps(self) -> list[tuple[int, bool]]:
+        """The steps since the last call, after `all_reduce`, and whether any rank skipped them."""
         if not self._flags:
             return []
         steps, flags = zip(*self._flags, strict=True)
         self._flags = []
         return list(zip(steps, torch.stack(flags).tolist(), strict=True))
 
-    def fold(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Bring the ranks' numbers together, so that they can be saved or read.
 
         The losses are summed on rank 0. Norms are averaged, and so are tokens: a rank that
@@ -90,7 +90,7 @@ class Meter:
         self._own = []
 
     def read(self) -> dict[str, float]:
-        """The interval's loss and the run's counts, after `fold`; starts a new interval."""
+        """The interval's loss and the run's counts, after `all_reduce`; starts a new interval."""
         values = torch.stack(
             [
                 (self.loss_sum / self.num_tokens).double(),
@@ -105,7 +105,7 @@ class Meter:
         return dict(zip(names, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums as plain numbers, after `fold`."""
+        """The sums as plain numbers, after `all_reduce`."""
         return {name: float(getattr(self, name)) for name in self._names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 from llm.errors import ConfigError, DivergedError
 from llm.models.configuration import max_positions, one_line
 from llm.models.init import keyed_generator, materialize
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.recomputation import Recomputation, recompute_activations
 from llm.models.patches.tied_embedding import tie_gradients
@@ -91,7 +91,7 @@ def build_model(
     if tied_gradients:
         tie_gradients(model)
     recompute_activations(model, activation_checkpointing)
-    windows_are_whole()
+    disable_packing_detection()
     return model.train()
 
 

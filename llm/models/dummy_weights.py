@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def made_up_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Let what a model has on the meta device be made up inside; afterwards it is as before.
 
     Entry (i, j) of a matrix is number i + j of one row of random numbers, so that it takes no more

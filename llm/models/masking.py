@@ -28,7 +28,7 @@ class _Answer:
 _answer = _Answer()
 
 
-def windows_are_whole() -> None:
+def disable_packing_detection() -> None:
     """Tell transformers which documents a window holds: none, unless `run_model` was given some.
 
     Without an attention mask it looks for jumps in the position ids and reads the answer

@@ -112,7 +112,7 @@ class AcceleratedStrategy:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.data_rank, self.data_ranks = self.rank, self.world_size
-        self.draw_rank = self.rank
+        self.rng_rank = self.rank
         self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
         scaler = accelerator.scaler
         if self._fp16_on_cpu:
@@ -180,7 +180,9 @@ class AcceleratedStrategy:
         """K-FAC sees all micro-batches of a step, if there is K-FAC."""
         if self.second_order is None:
             return contextlib.nullcontext()
-        return self.second_order.recording(token_weight=token_weight, loss_scale=self.loss_scale())
+        return self.second_order.capture_stats(
+            token_weight=token_weight, loss_scale=self.loss_scale()
+        )
 
     def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients cross the network with the last micro-batch of a step only."""
@@ -265,7 +267,7 @@ class AcceleratedStrategy:
         gathered: torch.Tensor = self.accelerator.gather(values)
         return gathered
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags were set on any rank at the last call; every rank must call it.
 
         The answer travels on the host while the next step is computed: the device
@@ -289,7 +291,7 @@ class AcceleratedStrategy:
             dist.broadcast_object_list(values, src=0, group=self._host_group)
         return values[0]
 
-    def gather_facts(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """What each rank gives, as plain values, on every rank; every rank must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -340,7 +342,7 @@ class AcceleratedStrategy:
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
-    def holders(self, path: str) -> Sequence[int]:
+    def owner_ranks(self, path: str) -> Sequence[int]:
         """All ranks hold the same."""
         return range(self.world_size)
 

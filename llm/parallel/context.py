@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.data.micro_batch import MicroBatch
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 
 
 class ContextPart:
@@ -28,7 +28,7 @@ class ContextPart:
         chunks: The numbers of the two that this rank holds.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: ParallelDims, rank: int) -> None:
         at = layout.coordinates(rank)["context"]
         self.num_chunks = 2 * layout.context
         self.chunks = at, self.num_chunks - 1 - at

@@ -13,7 +13,7 @@ AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelDims:
     """Sizes of the ways to divide the work; their product is the number of ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class Layout:
         where = self.coordinates(rank)
         return where["replicate"] * self.shard + where["shard"]
 
-    def draw_rank(self, rank: int) -> int:
+    def rng_rank(self, rank: int) -> int:
         """The same for ranks that compute one token's numbers together, and for no others."""
         return self.data_rank(rank) * self.context + self.coordinates(rank)["context"]
 
@@ -80,9 +80,9 @@ class Layout:
         return " x ".join(parts) or "one rank"
 
 
-def lay_out(
+def parallel_dims(
     world_size: int, *, pipeline: int = 1, shard: int = 1, context: int = 1, tensor: int = 1
-) -> Layout:
+) -> ParallelDims:
     """Lay out so many ranks; what the sizes leave over replicates.
 
     Raises:
@@ -101,7 +101,7 @@ def lay_out(
             f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
             f"take a multiple of {product}, or make a size smaller."
         )
-    return Layout(
+    return ParallelDims(
         pipeline=pipeline,
         replicate=world_size // product,
         shard=shard,

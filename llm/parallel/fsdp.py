@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from llm.data.micro_batch import MicroBatch
 from llm.parallel.base import AcceleratedStrategy, stepped_by
 from llm.parallel.context import ContextPart
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.parallel.strategy import MakeOptimizer
 
 
-def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def make_mesh(layout: ParallelDims, device_type: str) -> DeviceMesh:
     """The process groups over which weights are divided or copied; every rank must call it.
 
     Ranks that hold parts of one sample hold parts of the weights too, as those with other samples.
@@ -64,7 +64,7 @@ class ShardedStrategy(AcceleratedStrategy):
         *,
         accelerator: Accelerator,
         mixed_precision: str,
-        layout: Layout,
+        layout: ParallelDims,
         blocks: Iterable[nn.Module],
         divide_layers: Callable[[DeviceMesh], None] | None = None,
         divide_attention: Callable[[ContextPart], None] | None = None,
@@ -73,7 +73,7 @@ class ShardedStrategy(AcceleratedStrategy):
         super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
         self.layout = layout
         self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
-        self.draw_rank = layout.draw_rank(self.rank)
+        self.rng_rank = layout.rng_rank(self.rank)
         self.mesh = make_mesh(layout, self.device.type)
         self._context = ContextPart(layout, self.rank) if layout.context > 1 else None
         self._divide_attention = divide_attention
@@ -199,7 +199,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 # Of a copied weight it may still be the ranks' terms.
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
-            part.grad = None if gradient is None else part_of(gradient)
+            part.grad = None if gradient is None else local_tensor(gradient)
 
     def _normed(self) -> list[Tensor]:
         """The parameters that this rank counts in the gradient's norm."""
@@ -211,7 +211,7 @@ class ShardedStrategy(AcceleratedStrategy):
         for parameter in self._normed():
             if parameter.grad is not None:
                 axes = _divided_over(parameter)
-                by_axes.setdefault(axes, []).append(part_of(parameter.grad))
+                by_axes.setdefault(axes, []).append(local_tensor(parameter.grad))
         total = torch.zeros((), device=self.device)
         for axes, gradients in sorted(by_axes.items()):
             square = torch.nn.utils.get_total_norm(gradients).square()
@@ -243,10 +243,10 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and loss scale, by parameter name, as live parts."""
-        self._let_go()
+        self._reshard()
         return super().state_dict()
 
-    def _let_go(self) -> None:
+    def _reshard(self) -> None:
         """Give up the whole weights that an evaluation has left gathered."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
@@ -254,7 +254,7 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
-        self._let_go()
+        self._reshard()
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -269,7 +269,7 @@ def _is_norm(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim < 2 for parameter in own)
 
 
-def part_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -308,6 +308,8 @@ def _step_parts(optimizer: torch.optim.Optimizer) -> None:
     state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         whole = group["params"]
-        group["params"] = [nn.Parameter(part_of(parameter.detach())) for parameter in whole]
+        group["params"] = [nn.Parameter(local_tensor(parameter.detach())) for parameter in whole]
         for parameter, part in zip(whole, group["params"], strict=True):
-            optimizer.state[part] = {key: part_of(value) for key, value in state[parameter].items()}
+            optimizer.state[part] = {
+                key: local_tensor(value) for key, value in state[parameter].items()
+            }

@@ -49,7 +49,7 @@ def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bi
             recipe: PreTrainedModel = model_class(copy.deepcopy(config))
         return recipe
 
-    fill_parts(model, make_recipe, seed=seed, device=device)
+    init_shards(model, make_recipe, seed=seed, device=device)
     if no_bias:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -57,7 +57,7 @@ def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bi
                     parameter.zero_()
 
 
-def fill_parts(
+def init_shards(
     model: PreTrainedModel,
     make_recipe: Callable[[], PreTrainedModel],
     *,
@@ -81,8 +81,8 @@ def fill_parts(
     recipe = make_recipe()
     _untie(recipe)
     try:
-        PartialDraws(recipe, model, seed=seed).run(device)
-    except _NotPiecewiseError as reason:
+        ShardedDraws(recipe, model, seed=seed).run(device)
+    except _NeedsWholeModelError as reason:
         logger.warning(
             f"Each rank draws the whole {type(model).__name__} and then keeps its part, which "
             f"takes the memory of all weights for a moment: {reason}"
@@ -114,11 +114,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in [*parameters, *buffers]}
 
 
-class _NotPiecewiseError(Exception):
+class _NeedsWholeModelError(Exception):
     """Why an initialisation cannot go parameter by parameter."""
 
 
-class PartialDraws(KeyedDraws):
+class ShardedDraws(KeyedDraws):
     """Does to a whole tensor what is meant for a parameter without memory, and keeps its part.
 
     The whole tensor lives until another parameter is written to. For one that is changed later
@@ -138,7 +138,7 @@ class PartialDraws(KeyedDraws):
         self._held: tuple[str, Tensor] | None = None
 
     def run(self, device: torch.device) -> None:
-        """Fill the model; raises `_NotPiecewiseError` where that needs a whole one."""
+        """Fill the model; raises `_NeedsWholeModelError` where that needs a whole one."""
         self._device = device
         try:
             super().run(device)
@@ -146,12 +146,12 @@ class PartialDraws(KeyedDraws):
             if "meta" not in str(error):
                 raise
             # That is how torch says that a tensor without memory was read.
-            raise _NotPiecewiseError(str(error)) from error
+            raise _NeedsWholeModelError(str(error)) from error
         self._keep()
         own = self.names.intersection(self._parts)
         unwritten = own - self.written - set(self._model.all_tied_weights_keys)
         if unwritten:
-            raise _NotPiecewiseError(f"the constructor fills {', '.join(sorted(unwritten))}.")
+            raise _NeedsWholeModelError(f"the constructor fills {', '.join(sorted(unwritten))}.")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -169,7 +169,7 @@ class PartialDraws(KeyedDraws):
             return func(*args, **kwargs)
         others = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in others):
-            raise _NotPiecewiseError(f"{name} depends on other weights.")
+            raise _NeedsWholeModelError(f"{name} depends on other weights.")
         if name not in self._parts:
             return target
         whole = self._hold(name, like=target, anew=verb in _REPLACES)

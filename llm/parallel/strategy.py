@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 class SecondOrder(Protocol):
     """What a second-order method such as K-FAC does around a step, besides the optimizer's."""
 
-    def recording(
+    def capture_stats(
         self, *, token_weight: float, loss_scale: torch.Tensor
     ) -> contextlib.AbstractContextManager[None]:
         """Surround a step's passes and see what they compute.
@@ -62,9 +62,9 @@ class Strategy(Protocol):
         world_size: Number of processes.
         data_rank: Which share of a global batch this process works on.
         data_ranks: Into how many shares a global batch is divided.
-        draw_rank: Keys the draws of a step: of its own where a process has tokens of its own.
+        rng_rank: Keys the draws of a step: of its own where a process has tokens of its own.
         second_order: K-FAC, if the run has it.
-        answer_delay: The most calls of `agree` between a flag and its answer.
+        answer_delay: The most calls of `any_rank` between a flag and its answer.
     """
 
     device: torch.device
@@ -72,7 +72,7 @@ class Strategy(Protocol):
     world_size: int
     data_rank: int
     data_ranks: int
-    draw_rank: int
+    rng_rank: int
     second_order: SecondOrder | None
     answer_delay: int
 
@@ -125,7 +125,7 @@ class Strategy(Protocol):
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Concatenate tensors of one shape of all shares of the data along the first dimension."""
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags any rank has set now or some calls ago; every rank must call it.
 
         The answer is the same on all ranks, and comes once.
@@ -140,7 +140,7 @@ class Strategy(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
 
-    def holders(self, path: str) -> Sequence[int]:
+    def owner_ranks(self, path: str) -> Sequence[int]:
         """The ranks that hold a tensor of a checkpoint, whose path there begins "strategy/"."""
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:

@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     """The lines to print, and whether what they plan fits."""
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import calm_threads
+    from llm.runtime.threads import limit_spin_wait
 
-    calm_threads()
+    limit_spin_wait()
     quiet_libraries()
     from llm.plan import render as page
     from llm.plan.estimate import estimate

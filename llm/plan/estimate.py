@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from llm.parallel.dims import Layout
-from llm.parallel.pipeline.passes import idle_share
-from llm.plan.census import FP32
+from llm.parallel.dims import ParallelDims
+from llm.parallel.pipeline.passes import bubble_fraction
 from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory
+from llm.plan.param_counts import FP32
 from llm.plan.traffic import Transfer, transfers
 
 
@@ -28,7 +28,7 @@ class Estimate:
         tokens_per_second: Over all ranks, at that efficiency.
     """
 
-    layout: Layout
+    layout: ParallelDims
     micro_batches: int
     tokens_per_step: int
     memory: Memory
@@ -41,7 +41,7 @@ class Estimate:
     tokens_per_second: float
 
 
-def estimate(job: Job, layout: Layout) -> Estimate:
+def estimate(job: Job, layout: ParallelDims) -> Estimate:
     """Plan a layout.
 
     Raises:
@@ -50,7 +50,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     memory = peak_memory(job, layout)
     batches, trace = job.batches(layout), job.trace(layout.tensor, layout.context)
     sent = transfers(job, layout)
-    bubble = idle_share(
+    bubble = bubble_fraction(
         ranks=layout.pipeline,
         virtual_stages=job.options.virtual_stages,
         micro_batches=batches.accumulation,
@@ -89,5 +89,5 @@ def estimate(job: Job, layout: Layout) -> Estimate:
 
 def checkpoint_bytes(job: Job) -> int:
     """Of a checkpoint: weights and optimizer, and K-FAC's state once."""
-    elements = job.census(1).parameters
+    elements = job.param_counts(1).parameters
     return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac

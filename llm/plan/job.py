@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.passes import check_micro_batches
-from llm.parallel.pipeline.split import Pieces, find_pieces
+from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_depth
-from llm.plan.census import Census, take_census
 from llm.plan.devices import DEVICES, GIB, Device
 from llm.plan.optimizer import optimizer_memory
 from llm.plan.options import PlanOptions
+from llm.plan.param_counts import ParamCounts, count_parameters
 from llm.plan.tensor_share import split_model
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_layout, open_model_config
@@ -74,7 +74,7 @@ class Job:
             vocab_size=self._config.get_text_config().vocab_size,
         )
 
-    def batches(self, layout: Layout) -> BatchPlan:
+    def batches(self, layout: ParallelDims) -> BatchPlan:
         """The batches of a run.
 
         Raises:
@@ -96,24 +96,24 @@ class Job:
         )
         return batches
 
-    def budget(self, layout: Layout) -> float | None:
+    def budget(self, layout: ParallelDims) -> float | None:
         """Tokens of the whole run; None where the options do not say."""
         options = self.options
         if options.num_tokens is None and (options.max_train_steps or options.max_train_samples):
             return float(self.batches(layout).total_samples * self.length)
         return options.num_tokens
 
-    def census(self, tensor: int) -> Census:
+    def param_counts(self, tensor: int) -> ParamCounts:
         """The parameters of a rank that computes one of so many parts of every layer."""
         return self._rank_model(tensor)[0]
 
-    def _make_rank_model(self, tensor: int) -> tuple[Census, PreTrainedModel]:
+    def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
         """The census, and the model with one block left, which is all that a trace takes."""
         model = self.outline()
         split_model(model, tensor)
-        census = take_census(model)
+        param_counts = count_parameters(model)
         del find_blocks(model)[1:]
-        return census, model
+        return param_counts, model
 
     def _trace(self, tensor: int, context: int) -> Trace:
         if self.length % context:
@@ -125,8 +125,8 @@ class Job:
         return trace(model, self.options, length=self.length, tensor=tensor, context=context)
 
     @functools.cached_property
-    def _pieces(self) -> Pieces:
-        return find_pieces(self.outline())
+    def _pieces(self) -> PipelineModules:
+        return find_pipeline_modules(self.outline())
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
         """The numbers of the layers that each rank of a pipeline holds, as the trainer cuts them.
@@ -134,12 +134,12 @@ class Job:
         Raises:
             ConfigError: The model cannot be cut, or into fewer stages only.
         """
-        num_layers = len(self.census(1).blocks)
+        num_layers = len(self.param_counts(1).blocks)
         if pipeline == 1:
             return [[*range(num_layers)]]
         num_stages = pipeline * self.options.virtual_stages
         check_depth(num_layers, num_stages)
-        stages = self._pieces.share_out(num_stages)
+        stages = self._pieces.assign_layers(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 
-from llm.parallel.dims import Layout
-from llm.plan.census import FP32, num_elements, shard_sizes
+from llm.parallel.dims import ParallelDims
 from llm.plan.devices import GIB
 from llm.plan.job import Job
+from llm.plan.param_counts import FP32, num_elements, shard_sizes
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
@@ -49,7 +49,7 @@ class Memory:
         return sum(getattr(self, kind) for kind in KINDS)
 
 
-def peak_memory(job: Job, layout: Layout) -> Memory:
+def peak_memory(job: Job, layout: ParallelDims) -> Memory:
     """The rank and the moment that take most.
 
     Raises:
@@ -76,9 +76,9 @@ def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, vir
 class _Stage:
     """One rank of one stage, through a step."""
 
-    def __init__(self, job: Job, layout: Layout, stage: int) -> None:
+    def __init__(self, job: Job, layout: ParallelDims, stage: int) -> None:
         self.job, self.layout, self.stage = job, layout, stage
-        self.census = job.census(layout.tensor)
+        self.param_counts = job.param_counts(layout.tensor)
         self.trace = job.trace(layout.tensor, layout.context)
         numbers = job.layers_of_ranks(layout.pipeline)[stage]
         self.layers = len(numbers)
@@ -86,15 +86,16 @@ class _Stage:
         ranks = layout.shard * layout.context
         self.sharded = not layout.is_replicated and (ranks > 1 or layout.replicate > 1)
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
-        self.block = self.census.blocks[numbers[0]]
-        head, is_first = self.census.head, stage == 0
+        self.block = self.param_counts.blocks[numbers[0]]
+        head, is_first = self.param_counts.head, stage == 0
         # The head is on the last stage, and on the first one too where it is the embedding.
         self.others = [
             p
-            for p in self.census.others
-            if (p in head and self.is_last) or (is_first and (p not in head or self.census.is_tied))
+            for p in self.param_counts.others
+            if (p in head and self.is_last)
+            or (is_first and (p not in head or self.param_counts.is_tied))
         ]
-        blocks = (self.census.blocks[number] for number in numbers)
+        blocks = (self.param_counts.blocks[number] for number in numbers)
         self.own, self.trained = shard_sizes(itertools.chain(self.others, *blocks), ranks)
         self.micro_batches = job.batches(layout).accumulation
         self.flight = in_flight(
@@ -107,9 +108,9 @@ class _Stage:
 
     def moments(self) -> list[Memory]:
         """Memory at the moments that can be the fullest ones."""
-        trace, census = self.trace, self.census
+        trace, param_counts = self.trace, self.param_counts
         block = FP32 * num_elements(p for p in self.block if p.requires_grad)
-        head = FP32 * num_elements(p for p in census.head if p.requires_grad) * self.is_last
+        head = FP32 * num_elements(p for p in param_counts.head if p.requires_grad) * self.is_last
         working = max(0, trace.block_backward_extra - block)
         held = self.flight * self._kept(self.layers)
         gone = 0 if self.casts_are_gathered else trace.block_casts - trace.casts_left
@@ -162,7 +163,7 @@ class _Stage:
         # DistributedDataParallel has buckets for all gradients from the start.
         buckets = self.layout.is_replicated and self.layout.world_size > 1
         gradients = FP32 * trained if done or several or buckets else 0
-        buffers = self.census.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
+        buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
         if self.sharded:
             buffers += fresh
             buffers += 0 if stepping else self._gathered(backward=fresh > 0 or done)

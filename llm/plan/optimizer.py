@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from llm.optim.kfac.curvature import Curvature
-from llm.plan.census import FP32
 from llm.plan.options import PlanOptions
+from llm.plan.param_counts import FP32
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 
 

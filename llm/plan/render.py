@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, checkpoint_bytes
 from llm.plan.job import Job
 from llm.plan.memory import KINDS
@@ -11,7 +11,7 @@ from llm.plan.memory import KINDS
 _DAY = 86400.0
 
 
-def text(job: Job, plan: Estimate, near: Layout | None) -> list[str]:
+def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
     """The lines of a plan.
 
     Args:
@@ -22,7 +22,7 @@ def text(job: Job, plan: Estimate, near: Layout | None) -> list[str]:
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
     return [
-        f"{_name(job)}, {job.census(1).parameters:,} parameters, on {options.nodes} nodes of "
+        f"{_name(job)}, {job.param_counts(1).parameters:,} parameters, on {options.nodes} nodes of "
         f"{options.gpus_per_node} {options.device}: {layout.world_size} ranks",
         f"layout: {layout.describe()}",
         f"batch: {samples:,} samples of {job.length:,} tokens ({plan.tokens_per_step:,} tokens a "
@@ -61,13 +61,13 @@ def table(job: Job, found: list[Estimate]) -> list[str]:
 
 
 def to_json(
-    job: Job, plan: Estimate, near: Layout | None, found: list[Estimate] | None
+    job: Job, plan: Estimate, near: ParallelDims | None, found: list[Estimate] | None
 ) -> dict[str, Any]:
     """All numbers: bytes, seconds, FLOPs; arguments as of `text`, and what a search has found."""
     options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
     values = {
         "model": _name(job),
-        "parameters": job.census(1).parameters,
+        "parameters": job.param_counts(1).parameters,
         "device": options.device,
         "nodes": options.nodes,
         "gpus_per_node": options.gpus_per_node,
@@ -121,7 +121,7 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     ]
 
 
-def _verdict(job: Job, plan: Estimate, near: Layout | None) -> str:
+def _verdict(job: Job, plan: Estimate, near: ParallelDims | None) -> str:
     left = job.usable - plan.memory.total
     if plan.fits:
         return f"It fits: {_gib(left)} are left."

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from llm.errors import ConfigError
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, estimate
 from llm.plan.job import Job
 
@@ -26,13 +26,13 @@ def search(job: Job) -> list[Estimate]:
     )
 
 
-def _layouts(world_size: int, tensor: int, context: int) -> Iterator[Layout]:
+def _layouts(world_size: int, tensor: int, context: int) -> Iterator[ParallelDims]:
     for pipeline in _divisors(world_size):
         ranks, rest = divmod(world_size, tensor * context * pipeline)
         if rest or (pipeline > 1 and context > 1):  # the trainer has no such layout
             continue
         for shard in _divisors(ranks):
-            yield Layout(
+            yield ParallelDims(
                 pipeline=pipeline,
                 replicate=ranks // shard,
                 shard=shard,
@@ -41,7 +41,7 @@ def _layouts(world_size: int, tensor: int, context: int) -> Iterator[Layout]:
             )
 
 
-def nearest(found: list[Estimate], layout: Layout) -> Layout | None:
+def nearest(found: list[Estimate], layout: ParallelDims) -> ParallelDims | None:
     """The layout that fits and changes least of another one; of several, the fastest."""
 
     def distance(plan: Estimate) -> tuple[int, float]:

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from llm.parallel.dims import Layout
-from llm.plan.census import FP32, num_elements
+from llm.parallel.dims import ParallelDims
 from llm.plan.job import Job
+from llm.plan.param_counts import FP32, num_elements
 from llm.trainers.gpt.rules import recomputation
 
 
@@ -32,7 +32,7 @@ class Transfer:
         return max(in_node, self.between_nodes / (job.device.network_link * 1e9))
 
 
-def transfers(job: Job, layout: Layout) -> list[Transfer]:
+def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     """What the rank that sends most sends in one step.
 
     Collectives are counted as rings, in which each of n ranks sends (n - 1) / n of the whole
@@ -40,10 +40,10 @@ def transfers(job: Job, layout: Layout) -> list[Transfer]:
     ranks of a ring, the ring leaves the node once, and they share that crossing.
     """
     options, per_node = job.options, job.options.gpus_per_node
-    census, trace = job.census(layout.tensor), job.trace(layout.tensor, layout.context)
+    param_counts, trace = job.param_counts(layout.tensor), job.trace(layout.tensor, layout.context)
     micro_batches = job.batches(layout).accumulation
     layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
-    block, others = num_elements(census.blocks[0]), num_elements(census.others)
+    block, others = num_elements(param_counts.blocks[0]), num_elements(param_counts.others)
     t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
     width = FP32 if options.mixed_precision == "no" else 2
     tokens = options.per_device_train_batch_size * job.length // c

@@ -125,8 +125,8 @@ class Health:
         stacks: Folder for the Python stacks of all threads where a rank hangs, a file a rank.
 
     Attributes:
-        verdict: Which rank is lost, and why; None as long as none is.
-        speaker: The rank that tells the world: 0, or 1 once rank 0 is the one that is lost.
+        failure: Which rank is lost, and why; None as long as none is.
+        reporter: The rank that tells the world: 0, or 1 once rank 0 is the one that is lost.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Health:
         self._ended = threading.Event()
         self._ending = threading.Lock()
         self._attending: threading.Thread | None = None
-        self.verdict: str | None = None
-        self.speaker = 0
-        self.got_on(step=0, phase="start")
+        self.failure: str | None = None
+        self.reporter = 0
+        self.heartbeat(step=0, phase="start")
         if world_size == 1:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ class Health:
         if rank > 0:
             threading.Thread(target=self._watch_clock, daemon=True).start()
 
-    def got_on(self, *, step: int, phase: Phase) -> None:
+    def heartbeat(self, *, step: int, phase: Phase) -> None:
         """Say that this rank makes progress.
 
         Args:
@@ -186,7 +186,7 @@ class Health:
         """
         self._step, self._phase, self._since = step, phase, time.monotonic()
 
-    def still_going(self) -> None:
+    def keep_alive(self) -> None:
         """Say that this rank makes progress within what it does."""
         self._since = time.monotonic()
 
@@ -199,9 +199,9 @@ class Health:
     def wait_for_verdict(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
         deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
-        while self.verdict is None and (time.monotonic() < deadline or self._ending.locked()):
+        while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
-        return self.verdict
+        return self.failure
 
     def _attend(self, board: Board) -> None:
         """Beats, and hears what is posted, until this rank or rank 0 leaves, or one is lost."""
@@ -210,11 +210,11 @@ class Health:
             while True:
                 leaves = self._ended.is_set() or board.read("closed") is not None
                 self._beat(board, left=leaves)
-                verdict = None if leaves else board.read("verdict")
+                failure = None if leaves else board.read("verdict")
                 # The board answers even while Python is blocked on rank 0; only beats stop.
                 first, before = board.heard_from("beat", 0), first
                 self._heard = self._heard if first == before else time.monotonic()
-                if leaves or verdict is not None:
+                if leaves or failure is not None:
                     break
                 if self._rank == 0 and (hung := self._find_hung(board)) is not None:
                     board.post("verdict", hung)
@@ -225,13 +225,13 @@ class Health:
                 if self._rank == 0:
                     board.post("closed", "")
             board.say("gone", True)
-            if verdict is not None:
-                self._end(verdict, board)
+            if failure is not None:
+                self._end(failure, board)
             elif self._rank == 0:  # the board goes with it
                 board.wait("gone", time.monotonic() + _LEAVE_SECONDS)
         except RuntimeError:  # of the store
             if not self._ended.is_set():
-                self.speaker = 1
+                self.reporter = 1
                 self._end(f"rank 0 on {self._host_0} has died, about step {self._step}")
 
     def _beat(self, board: Board, *, left: bool) -> None:
@@ -272,7 +272,7 @@ class Health:
         while not self._ended.wait(_BEAT_SECONDS):
             silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
-                self.speaker = 1
+                self.reporter = 1
                 self._end(
                     f"rank 0 on {self._host_0} hangs: not heard of in {silent:.0f} s of a "
                     f"{self._phase} after step {self._step} (limit {limit:g} s)"
@@ -299,30 +299,30 @@ class Health:
             f"step {worst.beat['step']} (limit {limit:g} s)"
         )
 
-    def _end(self, verdict: str, board: Board | None = None) -> None:
+    def _end(self, failure: str, board: Board | None = None) -> None:
         if not self._ending.acquire(blocking=False):
             return
-        logger.error(f"error: {verdict}; this rank {self._rank} ends too.")
+        logger.error(f"error: {failure}; this rank {self._rank} ends too.")
         try:
             with contextlib.suppress(OSError):  # nothing shall keep this process from ending
-                self._on_loss(verdict)
-                if " hangs: " in verdict:  # also where another rank has found it
-                    self._dump_stacks(verdict)
+                self._on_loss(failure)
+                if " hangs: " in failure:  # also where another rank has found it
+                    self._dump_stacks(failure)
             if self._rank == 0 and board is not None:  # the board goes with it
                 deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
                 with contextlib.suppress(RuntimeError):
                     while len(board.heard("gone")) < others and time.monotonic() < deadline:
                         time.sleep(_POLL_SECONDS)
         finally:
-            self.verdict = verdict  # the thread that trains may end the process from here on
+            self.failure = failure  # the thread that trains may end the process from here on
             # Long enough for it to end by itself if it can.
             if not self._ended.wait(_END_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 
-    def _dump_stacks(self, verdict: str) -> None:
+    def _dump_stacks(self, failure: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with (self._stacks / f"rank_{self._rank:05d}.txt").open("w", encoding="utf-8") as file:
-            file.write(f"{verdict}\n\n")
+            file.write(f"{failure}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
 

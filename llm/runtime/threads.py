@@ -10,7 +10,7 @@ from llm.runtime.world import world_from_environment
 _LOOKS, _LOOK_SECONDS = 5, 0.01
 
 
-def calm_threads() -> None:
+def limit_spin_wait() -> None:
     """Let idle threads sleep soon where others want the cores; before torch is imported.
 
     By default they spin while they wait for one another. Alone on the machine, that makes steps of

@@ -33,9 +33,9 @@ def ids(text):
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
 def test_parts_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
     texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
-    stems, facts = make_parts(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
+    stems, stats = make_parts(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
 
-    assemble(stems, facts, tmp_path / "out", dtype=np.dtype(dtype))
+    assemble(stems, stats, tmp_path / "out", dtype=np.dtype(dtype))
 
     with TokenFileWriter(tmp_path / "expected", np.dtype(dtype)) as writer:
         for text in ["one", "two", "three", *["four"] * 5]:
@@ -53,9 +53,9 @@ def test_documents_of_several_texts_end_with_their_part(tmp_path):
         ListSource(["c", "d"]),
         ListSource(["e", "", "f"], one_document=True),
     ]
-    stems, facts = make_parts(tmp_path / "parts", sources)
+    stems, stats = make_parts(tmp_path / "parts", sources)
 
-    assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+    assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
     file = TokenFile(tmp_path / "out")
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
@@ -68,9 +68,9 @@ def test_blocks_leave_no_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("llm.data.prepare.assembly._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
-    stems, facts = make_parts(tmp_path / "parts", sources)
+    stems, stats = make_parts(tmp_path / "parts", sources)
 
-    assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+    assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
     assert check(TokenFile(tmp_path / "out")) == []
@@ -81,7 +81,7 @@ def test_a_file_system_that_copies_nothing_or_too_little_by_itself_does_no_harm(
     tmp_path, monkeypatch, works
 ):
     """As some do: an error from the first or a later call, or nothing copied at all."""
-    stems, facts = make_parts(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
+    stems, stats = make_parts(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
     copy = os.copy_file_range
     calls = []
 
@@ -93,7 +93,7 @@ def test_a_file_system_that_copies_nothing_or_too_little_by_itself_does_no_harm(
 
     for replacement in (limited, lambda *_: 0):
         monkeypatch.setattr(os, "copy_file_range", replacement)
-        assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+        assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
         assert documents_of(tmp_path / "out") == [[*ids(name * 1000), 0] for name in "abcd"]
 
@@ -103,8 +103,8 @@ def shuffled(folder, texts, *, seed, part_sizes):
     for size in part_sizes:
         sources.append(ListSource(texts[first : first + size]))
         first += size
-    stems, facts = make_parts(folder, sources)
-    assemble_shuffled(stems, facts, folder / "out", dtype=np.dtype("<u2"), seed=seed)
+    stems, stats = make_parts(folder, sources)
+    assemble_shuffled(stems, stats, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
     assert check(TokenFile(folder / "out")) == []
     return documents_of(folder / "out")
@@ -133,7 +133,7 @@ def test_a_single_document_can_be_shuffled(tmp_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_there_may_be_more_parts_than_files_that_a_process_can_open(tmp_path, shuffle):
-    stems, facts = make_parts(
+    stems, stats = make_parts(
         tmp_path / "parts", [ListSource([str(number)]) for number in range(300)]
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -141,9 +141,9 @@ def test_there_may_be_more_parts_than_files_that_a_process_can_open(tmp_path, sh
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
     try:
         if shuffle:
-            assemble_shuffled(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
+            assemble_shuffled(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
         else:
-            assemble(stems, facts, tmp_path / "out", dtype=np.dtype("<u2"))
+            assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

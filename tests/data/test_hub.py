@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from llm.data.text.hub import dataset_sources
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import check_unchanged
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
@@ -232,7 +232,7 @@ def test_a_wrong_row_is_counted_from_the_beginning_of_the_data_set(shards, monke
 
     with pytest.raises(DataError, match=r"\[train\], row 21: the text is a value of type int"):
         texts_of(parts[1])
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
     assert texts_of(parts[1], faults) == []
     assert faults.skipped == 10
 

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from llm.data.text import text_blocks
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_said_with_the_line_of_the_file(tmp_path, num_bytes, li
     with pytest.raises(DataError, match=rf"a\.jsonl, line 4: {message}"):
         texts_in_parts(path, num_bytes)
 
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
     assert texts_in_parts(path, num_bytes, faults) == ["a", "b", "c"]
     assert faults.skipped == 1
 
@@ -116,7 +116,7 @@ def test_a_file_with_two_columns_of_text_is_refused_with_its_keys(tmp_path, name
     message = rf"{name} has no column 'text'; choose one with --text_column from: id, title, body"
     for on_error in ("stop", "skip"):
         with pytest.raises(DataError, match=message):
-            texts_in_parts(path, num_bytes, Faults(on_error))
+            texts_in_parts(path, num_bytes, BadRecordPolicy(on_error))
     assert texts_in_parts(path, num_bytes, text_column="body") == ["two"] * 3
 
 
@@ -128,7 +128,7 @@ def test_a_first_record_without_text_does_not_decide_on_the_column_of_all(tmp_pa
 
     with pytest.raises(DataError, match="1: the record has no key 'text', only 'id'"):
         texts_of(source(path))
-    assert texts_of(source(path), Faults("skip")) == ["one"]
+    assert texts_of(source(path), BadRecordPolicy("skip")) == ["one"]
 
 
 def test_a_part_that_begins_with_another_kind_of_record_does_not_take_another_column(tmp_path):
@@ -151,7 +151,7 @@ def test_a_file_with_many_odd_lines_is_read_once(tmp_path, monkeypatch, column):
         text_blocks.TextBlocks, "blocks", lambda self: opened.append(1) or blocks(self)
     )
     last = source(path, text_column=column).split(2000)[-1]
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
 
     assert set(texts_of(last, faults)) == {"", "b"}
     assert faults.skipped > 3
@@ -180,7 +180,7 @@ def test_a_wrong_record_of_an_array_is_named_or_skipped(tmp_path, content, messa
 
     with pytest.raises(DataError, match=rf"a\.json, {message}"):
         texts_of(source(path))
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
     assert texts_of(source(path), faults) == ["a"]
     assert faults.skipped == 1
 
@@ -198,7 +198,7 @@ def test_a_broken_array_is_refused_even_when_skipping(tmp_path, content, message
     path = write(tmp_path / "a.json", content)
 
     with pytest.raises(DataError, match=message):
-        texts_of(source(path), Faults("skip"))
+        texts_of(source(path), BadRecordPolicy("skip"))
 
 
 def test_an_empty_array_holds_no_text(tmp_path):

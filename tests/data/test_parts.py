@@ -48,48 +48,48 @@ def ids(text):
 def test_a_part_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
     stem = tmp_path / "000007"
 
-    facts = write(ListSource(["ab", "", "\u00e9", ""]), stem)
+    stats = write(ListSource(["ab", "", "\u00e9", ""]), stem)
 
     assert read_array(stem, ".ids", UINT16).tolist() == [*ids("ab"), 0, *ids("\u00e9"), 0]
     assert read_array(stem, ".rows", "<i4").tolist() == [3, 3]
     assert read_array(stem, ".bytes", "<u4").tolist() == [2, 2]
-    assert (facts.texts, facts.documents, facts.empty, facts.skipped) == (2, 2, 2, 0)
-    assert (facts.tokens, facts.text_bytes, facts.largest_token) == (6, 4, 0xC3 + 1)
+    assert (stats.texts, stats.documents, stats.empty, stats.skipped) == (2, 2, 2, 0)
+    assert (stats.tokens, stats.text_bytes, stats.largest_token) == (6, 4, 0xC3 + 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"000007.{suffix}" for suffix in ("bytes", "ids", "json", "rows")
     ]
 
 
 def test_the_texts_of_one_document_have_one_end(tmp_path):
-    facts = write(ListSource(["ab", "", "c", ""], one_document=True), tmp_path / "0")
+    stats = write(ListSource(["ab", "", "c", ""], one_document=True), tmp_path / "0")
 
     assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == [*ids("abc"), 0]
     assert read_array(tmp_path / "0", ".rows", "<i4").tolist() == [2, 2]
-    assert (facts.texts, facts.documents, facts.tokens) == (2, 1, 4)
+    assert (stats.texts, stats.documents, stats.tokens) == (2, 1, 4)
 
 
 @pytest.mark.parametrize("one_document", [True, False])
 def test_without_an_end_token_nothing_is_added(tmp_path, one_document):
     source = ListSource(["ab", "c"], one_document=one_document)
 
-    facts = write(source, tmp_path / "0", end_token=None)
+    stats = write(source, tmp_path / "0", end_token=None)
 
     assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == ids("abc")
-    assert facts.tokens == 3
+    assert stats.tokens == 3
 
 
 @pytest.mark.parametrize("one_document", [True, False])
 def test_a_part_may_be_empty(tmp_path, one_document):
-    facts = write(ListSource(["", ""], one_document=one_document), tmp_path / "0")
+    stats = write(ListSource(["", ""], one_document=one_document), tmp_path / "0")
 
-    assert (facts.texts, facts.documents, facts.tokens, facts.empty) == (0, 0, 0, 2)
+    assert (stats.texts, stats.documents, stats.tokens, stats.empty) == (0, 0, 0, 2)
     assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == []
 
 
 def test_records_that_cannot_be_used_are_counted(tmp_path):
-    facts = write(FaultySource(["a", None, None, "b"]), tmp_path / "0", on_error="skip")
+    stats = write(FaultySource(["a", None, None, "b"]), tmp_path / "0", on_error="skip")
 
-    assert (facts.texts, facts.skipped) == (2, 2)
+    assert (stats.texts, stats.skipped) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_a_part_with_a_changed_byte_does_not_exist(tmp_path, suffix):
 
 def test_facts_of_another_version_are_no_part(tmp_path):
     write(ListSource(["ab"]), tmp_path / "0")
-    facts = json.loads((tmp_path / "0.json").read_text())
+    stats = json.loads((tmp_path / "0.json").read_text())
 
-    for content in ([1], {**facts, "more": 1}, {"texts": 1}, {**facts, "checksums": {}}):
+    for content in ([1], {**stats, "more": 1}, {"texts": 1}, {**stats, "checksums": {}}):
         (tmp_path / "0.json").write_text(json.dumps(content))
         assert read_part(tmp_path / "0", verify=True) is None
 

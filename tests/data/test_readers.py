@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llm.data.text import text_blocks
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
@@ -207,7 +207,7 @@ def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
 def test_skipping_passes_over_lines_that_are_not_utf8_and_counts_them(tmp_path, caplog):
     path = write(tmp_path / "a.txt", b"one\n\xff\n\ntwo\nthr\xe9e")
 
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
 
     assert texts(path, faults=faults) == ["one\n", "\n", "two\n"]
     assert faults.skipped == 2
@@ -218,7 +218,7 @@ def test_skipping_passes_over_lines_that_are_not_utf8_and_counts_them(tmp_path, 
 def test_only_the_first_three_that_are_skipped_are_shown(tmp_path, caplog):
     path = write(tmp_path / "a.txt", b"\xff\n" * 10)
 
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
 
     assert texts(path, faults=faults) == []
     assert faults.skipped == 10
@@ -228,7 +228,7 @@ def test_only_the_first_three_that_are_skipped_are_shown(tmp_path, caplog):
 def test_skipping_passes_over_csv_records_with_too_many_or_too_few_fields(tmp_path):
     path = write(tmp_path / "a.csv", "id,text\n1,a\n2\n3,b,c\n\n4,d\n")
 
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
 
     assert texts(path, faults=faults) == ["a", "d"]
     assert faults.skipped == 2
@@ -237,13 +237,13 @@ def test_skipping_passes_over_csv_records_with_too_many_or_too_few_fields(tmp_pa
 @pytest.mark.parametrize("content", [b'text\n"never closed\n', b"text\nnot \xff fine\n"])
 def test_a_csv_file_that_may_have_lost_its_quotes_is_never_skipped_over(tmp_path, content):
     with pytest.raises(DataError, match="line 2"):
-        texts(write(tmp_path / "a.csv", content), faults=Faults("skip"))
+        texts(write(tmp_path / "a.csv", content), faults=BadRecordPolicy("skip"))
 
 
 def test_skipping_passes_over_parquet_values_that_are_no_strings(tmp_path):
     pq.write_table(pa.table({"text": [b"bytes", None]}), tmp_path / "a.parquet")
 
-    faults = Faults("skip")
+    faults = BadRecordPolicy("skip")
 
     assert texts(tmp_path / "a.parquet", faults=faults) == [""]
     assert faults.skipped == 1
@@ -328,7 +328,7 @@ def test_what_is_skipped_in_a_later_part_is_shown_without_reading_the_file_again
     path = write(tmp_path / "a.txt", b"one\ntwo\n\xff\nfour\n")
     last = file_source(path, text_column=None, text_unit="line").split(6)[1]
 
-    texts_of(last, Faults("skip"))
+    texts_of(last, BadRecordPolicy("skip"))
 
     assert f"skipped: {path}, line 1 of those from byte 6 on: byte 1" in caplog.text
 

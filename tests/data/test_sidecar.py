@@ -29,7 +29,7 @@ def write_pair(prefix, dtype="<u2"):
 
 def sidecar_of(prefix, **changes):
     kinds = [kind for kind in ("bin", "idx") if prefix.with_suffix(f".{kind}").exists()]
-    facts = {
+    stats = {
         "tokenizer": "gpt2",
         "tokenizer_fingerprint": "0123456789abcdef",
         "vocab_size": 10,
@@ -46,7 +46,7 @@ def sidecar_of(prefix, **changes):
         "plan": "0",
         "checksums": {kind: checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
     }
-    return Sidecar(**{**facts, **changes})
+    return Sidecar(**{**stats, **changes})
 
 
 @pytest.fixture

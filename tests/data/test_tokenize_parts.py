@@ -48,9 +48,9 @@ def ids(text):
 
 def tokens_of(sources, folder, *, workers=1, **options):
     folder.mkdir(exist_ok=True)
-    stems, facts = tokenize_parts(sources, folder, encoding=encoding(), workers=workers, **options)
+    stems, stats = tokenize_parts(sources, folder, encoding=encoding(), workers=workers, **options)
     assert [stem.name for stem in stems] == [f"{number:06d}" for number in range(len(sources))]
-    assert len(facts) == len(sources)
+    assert len(stats) == len(sources)
     return [read_array(stem, ".ids", UINT16).tolist() for stem in stems]
 
 
@@ -212,11 +212,11 @@ def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
 
     with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
         stems = [tmp_path / str(number) for number in range(len(parts))]
-        facts = list(pool.map(write_part, parts, stems, [how] * len(parts)))
+        stats = list(pool.map(write_part, parts, stems, [how] * len(parts)))
 
-    assert sum(held.documents for held in facts) == 40
+    assert sum(held.documents for held in stats) == 40
     _, here = tokenize_parts(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)
-    assert facts == here
+    assert stats == here
 
 
 def write_folder(path):

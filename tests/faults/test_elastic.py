@@ -142,4 +142,4 @@ def test_replicas_go_on_from_their_mean(tmp_path, mode):
     assert run.losses[-1] < run.losses[0] - 0.3
     newest = newest_valid(run.folder / "checkpoints")
     assert newest is not None
-    assert (newest.step, newest.facts["replicas"]) == (12, 2)
+    assert (newest.step, newest.metadata["replicas"]) == (12, 2)

@@ -29,7 +29,7 @@ IN_A_SAVE = [
     ("llm.checkpoint.save:Saver._write_tensors", (1, 5), None),
     ("llm.checkpoint.save:sync_file", (1, 5), 1),
     ("llm.checkpoint.save:Saver._commit", (2, 5), 0),
-    ("llm.checkpoint.save:put_in_place", (1, 5), 0),
+    ("llm.checkpoint.save:commit_checkpoint", (1, 5), 0),
     ("llm.checkpoint.retention:sync_folder", (2, 8), 0),
     ("llm.checkpoint.retention:remove", (1, 3), 0),
 ]
@@ -102,7 +102,7 @@ def test_a_divided_run_that_is_killed_goes_on_to_the_same_bits(bench, sizes):
     options = {**OPTIONS, **sizes}
     straight = bench.train_well(name, ranks=2, **options)
     places = [
-        ("llm.checkpoint.save:put_in_place", 2, 0),
+        ("llm.checkpoint.save:commit_checkpoint", 2, 0),
         ("llm.trainers.gpt.loop:Trainer.train_step", 7, 1),
     ]
     for number, (at, call, rank) in enumerate(places):

@@ -35,17 +35,17 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end_within_ten_seconds(be
     run = Run(bench.folder / name, started.outcomes(timeout=30))
 
     assert time.monotonic() - died < 10
-    verdict = f"rank {victim} on {HOST} has died, about step "
+    failure = f"rank {victim} on {HOST} has died, about step "
     for rank, outcome in enumerate(run.outcomes):
         if rank == victim:
             assert outcome.error == "ended with code -9"
         else:
             assert outcome.value == 76 or outcome.error == "ended with code 76"
-            assert verdict in outcome.output
+            assert failure in outcome.output
             assert "Traceback" not in outcome.output
     status = run.read_json("status.json")
     assert status["status"] == "failed"
-    assert verdict in status["reason"]
+    assert failure in status["reason"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

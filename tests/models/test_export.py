@@ -158,8 +158,8 @@ def test_what_a_killed_export_left_behind_is_swept_away(tmp_path: Path) -> None:
 
 
 def test_the_model_card_is_one_that_the_hub_understands(tmp_path: Path) -> None:
-    facts = {"name": "tiny|gpt", "loss": 3.14159265, "data": "a | b\nc", "steps": 1000}
-    write_model_card(tmp_path, facts)
+    metadata = {"name": "tiny|gpt", "loss": 3.14159265, "data": "a | b\nc", "steps": 1000}
+    write_model_card(tmp_path, metadata)
     card = ModelCard.load(tmp_path / "README.md")
 
     assert card.data.library_name == "transformers"

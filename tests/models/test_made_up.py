@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llm.errors import ConfigError
-from llm.models.dummy_weights import made_up_weights
+from llm.models.dummy_weights import dummy_weights
 from llm.models.masking import check_documents_apart
 from llm.parallel.pipeline.stage import check_cut
 from tests.models.test_stages import remember_across_layers
@@ -36,7 +36,7 @@ def test_what_a_family_can_do_does_not_depend_on_its_weights(family):
     real = tiny_model(tiny_config(family))
     bare = tiny_model(tiny_config(family), device=META)
     for check in (keeps_attention_apart, takes_positions, lambda model: check_cut(model, 2)):
-        with made_up_weights(bare, CPU):
+        with dummy_weights(bare, CPU):
             answered = answer(check, bare)
         assert answered == answer(check, real)
 
@@ -45,7 +45,7 @@ def test_layers_that_share_more_than_their_output_are_found_out_without_weights(
     model = tiny_model(tiny_config("llama"), device=META)
     remember_across_layers(model)
     with (
-        made_up_weights(model, CPU),
+        dummy_weights(model, CPU),
         pytest.raises(ConfigError, match="cannot cut llama into stages"),
     ):
         check_cut(model, 2)
@@ -54,7 +54,7 @@ def test_layers_that_share_more_than_their_output_are_found_out_without_weights(
 def test_the_model_is_as_before_and_tied_parameters_were_tied():
     model = tiny_model(tiny_config("gpt2"), device=META)
     before = dict(model.named_parameters(remove_duplicate=False))
-    with made_up_weights(model, CPU):
+    with dummy_weights(model, CPU):
         assert model.lm_head.weight is model.transformer.wte.weight
         assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
         assert all(
@@ -70,7 +70,7 @@ def test_a_model_of_seven_billion_parameters_takes_no_memory_for_its_answer():
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
     )
     model = tiny_model(config, device=META)
-    with made_up_weights(model, CPU):
+    with dummy_weights(model, CPU):
         stored = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     assert sum(p.numel() for p in model.parameters()) > 6.5e9
     assert sum(storage.nbytes() for storage in stored.values()) < 20e6
@@ -79,5 +79,5 @@ def test_a_model_of_seven_billion_parameters_takes_no_memory_for_its_answer():
 def test_a_model_with_weights_keeps_them():
     model = nn.Linear(2, 2)
     weight = model.weight
-    with made_up_weights(model, CPU):
+    with dummy_weights(model, CPU):
         assert model.weight is weight

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
 from llm.models.init import materialize
-from llm.parallel.sharded_init import fill_parts
+from llm.parallel.sharded_init import init_shards
 from tests.support.models import FAMILIES, tiny_config
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def both_starts(make: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, P
     """A model drawn as a whole, and one drawn one parameter at a time."""
     whole, piecewise = make(), make()
     materialize(whole, seed=1, device=CPU)
-    fill_parts(piecewise, make, seed=1, device=CPU)
+    init_shards(piecewise, make, seed=1, device=CPU)
     return whole, piecewise
 
 
@@ -57,7 +57,7 @@ def test_a_larger_vocabulary_than_the_recipes_ends_in_rows_of_zeros() -> None:
     small, large = tiny_config("llama"), tiny_config("llama", vocab_size=384)
     whole, padded = meta_model(small), meta_model(large)
     materialize(whole, seed=1, device=CPU)
-    fill_parts(padded, lambda: meta_model(small), seed=1, device=CPU)
+    init_shards(padded, lambda: meta_model(small), seed=1, device=CPU)
 
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(padded.get_parameter(name)[:320], whole.get_parameter(name))

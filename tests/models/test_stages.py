@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from llm.errors import ConfigError
 from llm.models.build import parameter_counts, without_weights
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.pipeline.split import find_pieces, share_out
+from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
@@ -25,7 +25,7 @@ def test_the_stages_of_every_family_pass_the_whole_gradient(family):
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    first, last = cut_model(find_pieces(model), loss, 2, [0, 1]).stages
+    first, last = cut_model(find_pipeline_modules(model), loss, 2, [0, 1]).stages
     sent = first(ids, input_ids=ids)
     received = sent.detach().requires_grad_()
     staged, _ = last(received, input_ids=ids, labels=ids)
@@ -42,7 +42,7 @@ def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
     names = dict(model.named_parameters())
     held = []
     for number in range(3):
-        cut = cut_model(find_pieces(model), LanguageModelLoss(model), 3, [number])
+        cut = cut_model(find_pipeline_modules(model), LanguageModelLoss(model), 3, [number])
         part = dict(cut.part.named_parameters())
         assert all(part[name] is names[name] for name in part)
         held.append(set(part))
@@ -56,13 +56,13 @@ def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
 def test_the_model_that_was_cut_is_as_it_was():
     model = tiny_model(tiny_config("llama"))
     before = [(name, id(module)) for name, module in model.named_modules()]
-    cut_model(find_pieces(model), LanguageModelLoss(model), 2, [1])
+    cut_model(find_pipeline_modules(model), LanguageModelLoss(model), 2, [1])
     assert [(name, id(module)) for name, module in model.named_modules()] == before
 
 
 def test_a_stage_computes_nothing_of_the_divided_layers_that_it_lacks():
     model = tiny_model(tiny_config("llama"))
-    pieces, whole = find_pieces(model), LanguageModelLoss(model)
+    pieces, whole = find_pipeline_modules(model), LanguageModelLoss(model)
 
     def forward(ids):
         raise AssertionError("the other stage's embedding, which has no weights here")
@@ -83,7 +83,7 @@ def test_positions_and_documents_reach_every_stage():
     places = torch.arange(12).expand(2, 12)
     apart = {"positions": places % 6, "documents": places // 6}
     expected, _ = loss(ids, ids, **apart)
-    first, last = cut_model(find_pieces(model), loss, 2, [0, 1]).stages
+    first, last = cut_model(find_pipeline_modules(model), loss, 2, [0, 1]).stages
     _, together = last(first(ids, input_ids=ids), input_ids=ids, labels=ids)
     _, staged = last(first(ids, input_ids=ids, **apart), input_ids=ids, labels=ids, **apart)
     torch.testing.assert_close(staged, expected.detach())
@@ -133,7 +133,7 @@ def test_a_model_without_weights_is_cut_alike():
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config)
     cuts = [
-        cut_model(find_pieces(model), LanguageModelLoss(model, chunked=True), 2, [1])
+        cut_model(find_pipeline_modules(model), LanguageModelLoss(model, chunked=True), 2, [1])
         for model in (tiny_model(config), bare)
     ]
     assert cuts[0].layers == cuts[1].layers
@@ -143,7 +143,7 @@ def test_a_model_without_weights_is_cut_alike():
 
 def test_pieces_lie_where_the_forward_meets_them():
     model = tiny_model(tiny_config("gpt2"))
-    pieces = find_pieces(model)
+    pieces = find_pipeline_modules(model)
     assert pieces.before == (model.transformer.wte, model.transformer.wpe)
     assert pieces.layers == tuple(model.transformer.h)
     assert pieces.after == (model.transformer.ln_f, model.lm_head)
@@ -161,7 +161,7 @@ def test_pieces_lie_where_the_forward_meets_them():
     ],
 )
 def test_the_dearest_stage_is_as_cheap_as_can_be(costs, first, last, stages, expected):
-    shares = share_out(costs, first=first, last=last, num_stages=stages)
+    shares = assign_layers(costs, first=first, last=last, num_stages=stages)
     assert [len(share) for share in shares] == expected
     assert shares[0].start == 0
     assert shares[-1].stop == len(costs)

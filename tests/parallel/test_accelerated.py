@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, check_precision, make_accelerator
 from tests.support.models import tiny_config
@@ -43,7 +43,7 @@ def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
     strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
-    windows_are_whole()
+    disable_packing_detection()
     strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
     return strategy
 
@@ -220,7 +220,7 @@ def test_a_loaded_state_goes_on_bit_for_bit():
 
 def votes():
     strategy = make_strategy()
-    asked = [strategy.agree([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
+    asked = [strategy.any_rank([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
     return asked
 
 

@@ -14,7 +14,7 @@ from llm.parallel import context_attention as context
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.context import ContextPart
 from llm.parallel.context_attention import divide_attention
-from llm.parallel.dims import Layout, lay_out
+from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
@@ -30,7 +30,7 @@ def make_optimizer(model):
     return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
 
 
-def make_strategy(family: str, layout: Layout, mixed_precision: str = "no"):
+def make_strategy(family: str, layout: ParallelDims, mixed_precision: str = "no"):
     changes = NO_DROPOUT if family == "gpt2" else {}
     model = tiny_model(tiny_config(family, **changes), tied_gradients=True)
     accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
@@ -67,7 +67,7 @@ def share_of(batch: MicroBatch, strategy, accumulation: int) -> list[MicroBatch]
     return [MicroBatch(*(None if t is None else t[own] for t in batch)) for own in rows]
 
 
-def train(family: str, layout: Layout, accumulation: int):
+def train(family: str, layout: ParallelDims, accumulation: int):
     """Predictions, what a few steps and an evaluation show, and the weights after them."""
     strategy = make_strategy(family, layout)
     (micro_batch,) = share_of(make_batch(1), strategy, 1)
@@ -87,7 +87,7 @@ def train(family: str, layout: Layout, accumulation: int):
 def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):
     if not masked:
         context._MASKED_DEVICES = ()
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     return [train(family, layout, accumulation) for family in FAMILIES]
 
 
@@ -123,7 +123,7 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
 def half_precision_loss(mixed_precision: str):
     """Loss and norm of a step of a model whose norms make queries of another dtype than values."""
     context._MASKED_DEVICES = ()
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
     strategy = make_strategy("qwen3", layout, mixed_precision)
     batch = make_batch(0)
     loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
@@ -139,17 +139,17 @@ def test_divided_samples_train_in_half_precision(mixed_precision):
 
 
 def test_ranks_with_tokens_of_their_own_draw_their_own_dropout():
-    layout = Layout(pipeline=2, shard=2, context=2, tensor=2)
+    layout = ParallelDims(pipeline=2, shard=2, context=2, tensor=2)
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [layout.draw_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [layout.draw_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.rng_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.rng_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def parts_and_gradient():
     """A sequence of 8 tokens, the part of each rank, and the gradient of its gathering."""
     make_accelerator("no", device=torch.device("cpu"))
     rank = int(os.environ["RANK"])
-    part = ContextPart(Layout(context=2), rank)
+    part = ContextPart(ParallelDims(context=2), rank)
     tokens = torch.arange(8).unsqueeze(0)
     own = part.of(MicroBatch(tokens, tokens + 1))
     values = own.input_ids.double().requires_grad_()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from llm.optim.accum_adamw import AccumAdamW
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.rounds import make_rounds
 from tests.support.decentralized import BATCH, Loss, step_data, trained
 from tests.support.ranks import run_ranks, values
@@ -61,7 +61,7 @@ def ours(topology: str) -> torch.Tensor:
             optimizer = AccumAdamW(
                 weights, lr=0.03, betas=(0.9, 0.95), weight_decay=0.0, accum_steps=3
             )
-            mixer = Mixer(weights, rounds=rounds, rank=rank)
+            mixer = GossipAverager(weights, rounds=rounds, rank=rank)
         optimizer.zero_grad()
         (loss(ids, wanted)[0] / wanted.numel()).backward()
         mixer.before_step()

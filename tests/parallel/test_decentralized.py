@@ -7,9 +7,9 @@ import torch
 
 from llm.data.micro_batch import MicroBatch
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds
 from tests.support.decentralized import (
@@ -234,12 +234,12 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
         if kind == "allreduce"
         else DecentralizedStrategy(
             **common,
-            make_averaging=lambda tensors: Mixer(
+            make_averaging=lambda tensors: GossipAverager(
                 list(tensors.values()), rounds=rounds, rank=rank, overlap=False
             ),
         )
     )
-    windows_are_whole()
+    disable_packing_detection()
     model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     strategy.prepare(
         LanguageModelLoss(model),

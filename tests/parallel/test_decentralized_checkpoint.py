@@ -15,10 +15,10 @@ def trained_and_saved(case: Case, folder):
     saver = Saver(
         folder,
         parts={"strategy": strategy},
-        facts={},
+        metadata={},
         rank=strategy.rank,
         world_size=strategy.world_size,
-        holders=strategy.holders,
+        owner_ranks=strategy.owner_ranks,
     )
     train(strategy, case, range(4))
     saver.save(step=4, eval_loss=None)

@@ -198,7 +198,7 @@ def scales():
     third = make_strategy(RING, mixed_precision="fp16")
     files = {
         path: tensor
-        for state in third.gather_facts(by_path(saved))
+        for state in third.gather_objects(by_path(saved))
         for path, tensor in state.items()
     }
     third.load_averaged(

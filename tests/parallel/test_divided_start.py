@@ -8,7 +8,7 @@ import torch
 
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import make_accelerator
-from llm.parallel.dims import lay_out
+from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
 from tests.parallel.test_sharded_start import (
@@ -38,7 +38,7 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     """A strategy of the layout whose model has started on the meta device."""
     accelerator = make_accelerator("no", device=CPU)
     model = tiny_model(config, device=META, **options)
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     run = GPTConfig(no_bias=options.get("no_bias", False))
     strategy = choose_strategy(run, ONE, layout, accelerator, model, seed=1)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
 from tests.support.ranks import run_ranks, values
 
@@ -35,7 +35,9 @@ def mixed(cases, steps: int, bucket_bytes: int):
     for topology, ranks_per_node, overlap in cases:
         tensors = start(rank)
         rounds = make_rounds(topology, ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
-        mixer = Mixer(tensors, rounds=rounds, rank=rank, overlap=overlap, bucket_bytes=bucket_bytes)
+        mixer = GossipAverager(
+            tensors, rounds=rounds, rank=rank, overlap=overlap, bucket_bytes=bucket_bytes
+        )
         states = []
         for _ in range(steps):
             mixer.before_step()
@@ -81,7 +83,9 @@ def mixed_nodes(topologies):
     for topology in topologies:
         tensors = start(node)
         rounds = make_rounds(topology, ranks=nodes)
-        mixer = Mixer(tensors, rounds=rounds, rank=rank, ranks_per_replica=2, bucket_bytes=100)
+        mixer = GossipAverager(
+            tensors, rounds=rounds, rank=rank, ranks_per_replica=2, bucket_bytes=100
+        )
         for _ in rounds:
             mixer.after_step()
             mixer.before_step()
@@ -117,7 +121,7 @@ def types_and_views():
     means = []
     for topology in ("exp", "complete"):
         rounds = make_rounds(topology, ranks=dist.get_world_size())
-        mixer = Mixer(tensors, rounds=rounds, rank=rank, overlap=False)
+        mixer = GossipAverager(tensors, rounds=rounds, rank=rank, overlap=False)
         mixer.after_step()
         means.append([(tensor.dtype, tensor.unique().tolist()) for tensor in tensors])
     dist.barrier()
@@ -144,7 +148,7 @@ def resumed():
     runs = []
     for stop in (None, 3):
         tensors = start(rank)
-        mixer = Mixer(tensors, rounds=rounds, rank=rank)
+        mixer = GossipAverager(tensors, rounds=rounds, rank=rank)
         for step in range(6):
             mixer.before_step()
             for tensor in tensors:
@@ -154,7 +158,7 @@ def resumed():
                 saved = [tensor.clone() for tensor in tensors], mixer.state_dict()
                 mixer.settle()
                 tensors = [torch.zeros_like(tensor) for tensor in tensors]
-                mixer = Mixer(tensors, rounds=rounds, rank=rank)
+                mixer = GossipAverager(tensors, rounds=rounds, rank=rank)
                 torch._foreach_copy_(tensors, saved[0])
                 mixer.load_state_dict(saved[1])
         mixer.settle()
@@ -171,7 +175,7 @@ def seconds_held_up(topology: str) -> tuple[float, float]:
     """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
     rank = join()
     rounds = make_rounds(topology, ranks=dist.get_world_size())
-    mixer = Mixer(start(rank), rounds=rounds, rank=rank)
+    mixer = GossipAverager(start(rank), rounds=rounds, rank=rank)
     dist.barrier()
     if rank == 1:
         time.sleep(1)
@@ -192,7 +196,7 @@ def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
 
 def test_one_rank_needs_no_process_group_and_keeps_its_weights():
     tensors = start(0)
-    mixer = Mixer(tensors, rounds=make_rounds("exp", ranks=1), rank=0)
+    mixer = GossipAverager(tensors, rounds=make_rounds("exp", ranks=1), rank=0)
     for _ in range(3):
         mixer.before_step()
         mixer.after_step()

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.dims import lay_out
+from llm.parallel.dims import parallel_dims
 from llm.parallel.pipeline.pipelined import PipelineStrategy
-from llm.parallel.pipeline.split import find_pieces
+from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -47,7 +47,7 @@ def make_optimizer(model):
 
 def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
     accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     if layout.world_size == 1:
         return AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
     return PipelineStrategy(
@@ -55,7 +55,7 @@ def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
         mixed_precision=mixed_precision,
         layout=layout,
         blocks=find_blocks(model),
-        cut=partial(cut_model, find_pieces(model)),
+        cut=partial(cut_model, find_pipeline_modules(model)),
         schedule=schedule,
         virtual_stages=virtual_stages,
     )
@@ -97,7 +97,7 @@ def train(family, layers, sizes, schedule, virtual_stages, accumulation):
 
 
 def train_all(cases):
-    windows_are_whole()
+    disable_packing_detection()
     return [train(*case) for case in cases]
 
 
@@ -148,7 +148,7 @@ def test_four_ranks_train_as_one():
 
 def train_with_documents():
     """Losses and norms where positions and attention start anew, and layers are recomputed."""
-    windows_are_whole()
+    disable_packing_detection()
     model = make_model("llama", 4)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     strategy = make_strategy(model, {"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
@@ -175,7 +175,7 @@ def test_documents_stay_apart_and_layers_are_recomputed_on_every_stage():
 
 def train_in(precision):
     """Losses and norms of two steps, and what became of a third whose loss is scaled too far."""
-    windows_are_whole()
+    disable_packing_detection()
     model = make_model("gpt2", 2)
     sizes = {"pipeline": int(os.environ["WORLD_SIZE"])}
     strategy = make_strategy(model, sizes, "gpipe", 1, precision)
@@ -206,7 +206,7 @@ def test_half_precision_trains_alike_and_an_overflow_skips_the_step_on_all_stage
 
 def hold():
     """How many numbers of the model's parameters are alive, and how many the rank trains."""
-    windows_are_whole()
+    disable_packing_detection()
     model = make_model("llama", 4)
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     strategy = make_strategy(model, {"pipeline": 2}, "1f1b", 1)

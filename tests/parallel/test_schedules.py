@@ -3,7 +3,7 @@
 import pytest
 
 from llm.errors import ConfigError
-from llm.parallel.pipeline.passes import check_micro_batches, idle_share
+from llm.parallel.pipeline.passes import bubble_fraction, check_micro_batches
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
@@ -43,10 +43,10 @@ def test_too_few_micro_batches_name_the_option_that_helps(schedule, ranks, micro
 
 
 def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
-    assert idle_share(ranks=4, virtual_stages=1, micro_batches=1) == 3 / 4
-    assert idle_share(ranks=4, virtual_stages=1, micro_batches=9) == 3 / 12
-    assert idle_share(ranks=4, virtual_stages=3, micro_batches=9) == 1 / 10
-    assert idle_share(ranks=1, virtual_stages=1, micro_batches=1) == 0
+    assert bubble_fraction(ranks=4, virtual_stages=1, micro_batches=1) == 3 / 4
+    assert bubble_fraction(ranks=4, virtual_stages=1, micro_batches=9) == 3 / 12
+    assert bubble_fraction(ranks=4, virtual_stages=3, micro_batches=9) == 1 / 10
+    assert bubble_fraction(ranks=1, virtual_stages=1, micro_batches=1) == 0
 
 
 @pytest.mark.parametrize(

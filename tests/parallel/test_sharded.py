@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.dims import lay_out
+from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -40,10 +40,10 @@ def make_optimizer(model):
 
 def train(family: str, sizes: dict[str, int], accumulation: int):
     """Losses, norms and final weights of a few steps on the ranks of a layout."""
-    windows_are_whole()
+    disable_packing_detection()
     model = make_model(family)
     accelerator = make_accelerator("no", device=torch.device("cpu"))
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
     if layout.world_size > 1:
         strategy = ShardedStrategy(

@@ -15,7 +15,7 @@ from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.dims import lay_out
+from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
@@ -44,7 +44,7 @@ def start(
     strategy = ShardedStrategy(
         accelerator=accelerator,
         mixed_precision="no",
-        layout=lay_out(int(os.environ["WORLD_SIZE"]), shard=shard),
+        layout=parallel_dims(int(os.environ["WORLD_SIZE"]), shard=shard),
         blocks=find_blocks(model),
         fill=functools.partial(
             fill_model, seed=1, device=CPU, no_bias=options.get("no_bias", False)

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from llm.optim.groups import make_adamw
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.dims import lay_out
+from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.tensor import divide_layers
 from llm.parallel.tensor_plans import tensor_plan
@@ -51,9 +51,9 @@ def make_model(family: str, **changes):
 
 def prepare(model, sizes: dict[str, int], *, chunked: bool = True):
     """A strategy that trains the model on the ranks of a layout."""
-    windows_are_whole()
+    disable_packing_detection()
     accelerator = make_accelerator("no", device=torch.device("cpu"))
-    layout = lay_out(int(os.environ["WORLD_SIZE"]), **sizes)
+    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
     if layout.world_size > 1:
         plan = tensor_plan(model)

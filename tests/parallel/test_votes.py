@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from llm.parallel.votes import Votes
+from llm.parallel.any_rank import FlagReducer
 from tests.support.ranks import run_ranks, values
 
 CALLS = 24
@@ -15,8 +15,10 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     heard = []
     for asked_at in range(4):
-        votes = Votes(rank=rank, world_size=world_size, group=dist.group.WORLD)
-        said = [votes.agree([False, rank == asking and call == asked_at]) for call in range(CALLS)]
+        votes = FlagReducer(rank=rank, world_size=world_size, group=dist.group.WORLD)
+        said = [
+            votes.any_rank([False, rank == asking and call == asked_at]) for call in range(CALLS)
+        ]
         assert not any(first for first, _ in said)
         heard.append([call for call, (_, second) in enumerate(said) if second])
         votes.settle()

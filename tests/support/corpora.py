@@ -10,13 +10,13 @@ import numpy as np
 
 from llm.data.prepare.cache import TokenCache
 from llm.data.prepare.encoder import Encoding
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.tokenizers.fast import TextTokenizer
 
 
-def texts_of(source: Source, faults: Faults | None = None) -> list[str]:
+def texts_of(source: Source, faults: BadRecordPolicy | None = None) -> list[str]:
     """All texts of a source, out of their batches."""
     return [text for batch in source.batches(faults) for text in batch]
 
@@ -63,7 +63,7 @@ class ListSource:
     def split(self, num_bytes: int) -> list["ListSource"]:
         return [self]
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         for text in self._texts:
             yield [text]
 
@@ -76,7 +76,7 @@ class WatchedSource(ListSource):
         self._reads = reads
         self._seconds = seconds
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         with open(self._reads, "a") as file:
             file.write("read\n")
         for text in self._texts:

@@ -11,7 +11,7 @@ from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw, parameter_groups
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
@@ -102,7 +102,7 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
                 sync_every=case.sync_every,
                 bucket_bytes=case.bucket_bytes,
             )
-        return Mixer(
+        return GossipAverager(
             list(tensors.values()),
             rounds=make_rounds(
                 case.topology,

@@ -11,7 +11,7 @@ from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.prepare.encoder import Encoding
 from llm.data.prepare.output_files import Output
 from llm.data.prepare.preparation import prepare_files
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 from tests.support.tokenizers import tiny_tokenizer
@@ -25,7 +25,7 @@ class ReadSource(ListSource):
 
     reads: ClassVar[list[str]] = []
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         self.reads.append(self.name)
         yield from super().batches(faults)
 
@@ -33,7 +33,7 @@ class ReadSource(ListSource):
 class FailingSource(ListSource):
     """Is broken behind its texts."""
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         yield from super().batches(faults)
         raise DataError("line 9 is broken")
 

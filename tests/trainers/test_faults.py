@@ -17,7 +17,7 @@ OPTIONS = {
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 KILLS = {
     "between two steps": Fault(at=STEP, what="SIGKILL", call=8, rank=1),
-    "in a save": Fault(at="llm.checkpoint.save:put_in_place", what="SIGKILL", call=2, rank=0),
+    "in a save": Fault(at="llm.checkpoint.save:commit_checkpoint", what="SIGKILL", call=2, rank=0),
     "in an evaluation": Fault(
         at="llm.parallel.base:AcceleratedStrategy.evaluate", what="SIGKILL", call=4, rank=1
     ),

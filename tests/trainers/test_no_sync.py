@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import windows_are_whole
+from llm.models.masking import disable_packing_detection
 from tests.parallel.test_accelerated import make_strategy, share
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.ranks import run_ranks, values
@@ -50,7 +50,7 @@ def test_a_step_reads_no_value_from_the_device(mixed_precision):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_reads_a_value_in_forward_or_backward(family):
-    windows_are_whole()
+    disable_packing_detection()
     loss = LanguageModelLoss(AutoModelForCausalLM.from_config(tiny_config(family)))
     tokens = torch.randint(300, (2, 17))
     with Reads() as reads:
@@ -61,7 +61,7 @@ def test_no_family_reads_a_value_in_forward_or_backward(family):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_documents_are_kept_apart_without_a_read(family):
-    windows_are_whole()
+    disable_packing_detection()
     loss = LanguageModelLoss(AutoModelForCausalLM.from_config(tiny_config(family)))
     tokens = torch.randint(300, (2, 17))
     places = torch.arange(16).expand(2, 16)

@@ -75,7 +75,7 @@ def test_each_piece_is_saved_once(divided, whole):
     for run in (divided, whole):
         newest = newest_valid(run.folder / "checkpoints")
         assert newest is not None
-        assert newest.facts["replicas"] == 2
+        assert newest.metadata["replicas"] == 2
         sizes.append(sum(size for name, (size, _) in newest.files.items() if "safetensors" in name))
     # The mean, and two replicas with two moments and a sum each.
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import write_index
-from llm.data.prepare.parts import PartFacts, each_row, read_array
+from llm.data.prepare.parts import PartStats, each_row, read_array
 from llm.data.sampler import permute
 from llm.runtime.files import sync
 
@@ -19,13 +19,13 @@ _COPY = 1 << 26
 
 
 def assemble(
-    stems: list[Path], facts: list[PartFacts], prefix: Path, *, dtype: np.dtype[Any]
+    stems: list[Path], stats: list[PartStats], prefix: Path, *, dtype: np.dtype[Any]
 ) -> None:
     """Joins parts to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
 
     Args:
         stems: The paths of the parts without their suffix, in their order.
-        facts: What they hold.
+        stats: What they hold.
         prefix: The path of both files without their suffix.
         dtype: Of the ids.
     """
@@ -34,7 +34,7 @@ def assemble(
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
         sequences = 0
-        for held in facts:
+        for held in stats:
             stop = sequences + held.texts
             if held.one_document:
                 yield np.arange(stop, stop + held.documents, dtype="<i8")
@@ -46,8 +46,8 @@ def assemble(
     write_index(
         Path(f"{prefix}.idx"),
         dtype,
-        num_sequences=sum(held.texts for held in facts),
-        num_documents=sum(held.documents for held in facts),
+        num_sequences=sum(held.texts for held in stats),
+        num_documents=sum(held.documents for held in stats),
         lengths=lambda: each_row(stems, ".rows", "<i4", _BLOCK),
         documents=document_table(),
     )
@@ -77,7 +77,7 @@ def _append(part: BinaryIO, target: BinaryIO) -> None:
 
 
 def assemble_shuffled(
-    stems: list[Path], facts: list[PartFacts], prefix: Path, *, dtype: np.dtype[Any], seed: int
+    stems: list[Path], stats: list[PartStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
 ) -> None:
     """Joins parts whose texts are documents, in an order keyed by the seed.
 
@@ -85,7 +85,7 @@ def assemble_shuffled(
 
     Args:
         stems: As for `assemble`.
-        facts: As for `assemble`.
+        stats: As for `assemble`.
         prefix: As for `assemble`.
         dtype: Of the ids.
         seed: Of the order; the same documents and seed give the same order.
@@ -94,7 +94,7 @@ def assemble_shuffled(
     joined = Path(f"{prefix}.joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
-    count = sum(held.texts for held in facts)
+    count = sum(held.texts for held in stats)
     lengths = np.empty(count, "<i4")
     filled = 0
     for block in each_row(stems, ".rows", "<i4", _BLOCK):

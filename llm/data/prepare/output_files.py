@@ -14,7 +14,7 @@ from llm.data.formats.paths import beside
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.prepare.assembly import assemble, assemble_shuffled
 from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.parts import PartFacts, each_row
+from llm.data.prepare.parts import PartStats, each_row
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
@@ -62,7 +62,7 @@ class Output:
 
 def assemble_output(
     stems: list[Path],
-    facts: list[PartFacts],
+    stats: list[PartStats],
     output: Output,
     *,
     encoding: Encoding,
@@ -73,7 +73,7 @@ def assemble_output(
 
     Args:
         stems: The paths of the parts without their suffix, in their order.
-        facts: What they hold.
+        stats: What they hold.
         output: What to make of them.
         encoding: How their texts became ids.
         sources: The names of what was read.
@@ -85,9 +85,9 @@ def assemble_output(
     """
     whole = output.folder / "out"
     if output.shuffle_seed is None:
-        assemble(stems, facts, whole, dtype=encoding.dtype)
+        assemble(stems, stats, whole, dtype=encoding.dtype)
     else:
-        assemble_shuffled(stems, facts, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
+        assemble_shuffled(stems, stats, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
     common: dict[str, Any] = {
         "tokenizer": encoding.tokenizer.name,
         "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
@@ -95,8 +95,8 @@ def assemble_output(
         "eos_token_id": encoding.tokenizer.eos_token_id,
         "append_eos": encoding.end_token is not None,
         "dtype": encoding.dtype.name,
-        "empty_documents": sum(part.empty for part in facts if not part.one_document),
-        "skipped_documents": sum(part.skipped for part in facts),
+        "empty_documents": sum(part.empty for part in stats if not part.one_document),
+        "skipped_documents": sum(part.skipped for part in stats),
         "sources": sources,
         "plan": plan,
     }
@@ -104,10 +104,10 @@ def assemble_output(
         _assemble_flat(stems, output, common)
         return
     sidecar = Sidecar(
-        documents=sum(part.documents for part in facts),
-        tokens=sum(part.tokens for part in facts),
-        text_bytes=sum(part.text_bytes for part in facts),
-        largest_token=max(part.largest_token for part in facts),
+        documents=sum(part.documents for part in stats),
+        tokens=sum(part.tokens for part in stats),
+        text_bytes=sum(part.text_bytes for part in stats),
+        largest_token=max(part.largest_token for part in stats),
         checksums={kind: checksums(output.folder / f"out.{kind}") for kind in ("bin", "idx")},
         **common,
     )

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from llm.data.prepare.encoder import Encoder, Encoding, make_encoder
-from llm.data.text.readers import Faults
+from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.runtime.files import checksum
@@ -30,7 +30,7 @@ _MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartFacts:
+class PartStats:
     """What a part holds.
 
     Attributes:
@@ -76,7 +76,7 @@ def write_part(
     *,
     encoder: Encoder | None = None,
     report: Callable[[Progress], None] = lambda _: None,
-) -> PartFacts:
+) -> PartStats:
     """Encodes a source and writes it down; what fails leaves no part.
 
     All that it needs can be pickled, so that it may run in any process that sees the same files.
@@ -97,7 +97,7 @@ def write_part(
         OSError: The file system refused a write.
     """
     encoder = encoder or make_encoder(encoding, one_document=source.one_document)
-    faults = Faults(encoding.on_error)
+    faults = BadRecordPolicy(encoding.on_error)
     try:
         writer = _PartWriter(source, stem)
         try:
@@ -110,13 +110,13 @@ def write_part(
             writer.close()
         # Not synced, for speed: a restart compares every byte with the checksums.
         temporary = stem.with_suffix(".json.tmp")
-        facts = writer.facts(skipped=faults.skipped)
-        temporary.write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
+        stats = writer.stats(skipped=faults.skipped)
+        temporary.write_text(json.dumps(dataclasses.asdict(stats)), encoding="utf-8")
         temporary.replace(stem.with_suffix(".json"))
     except BaseException:
         remove_part(stem)
         raise
-    return facts
+    return stats
 
 
 class _PartWriter:
@@ -157,8 +157,8 @@ class _PartWriter:
         for file in self._files.values():
             file.close()
 
-    def facts(self, *, skipped: int) -> PartFacts:
-        return PartFacts(
+    def stats(self, *, skipped: int) -> PartStats:
+        return PartStats(
             one_document=self._source.one_document,
             texts=self.progress.texts,
             empty=self._empty,
@@ -170,7 +170,7 @@ class _PartWriter:
         )
 
 
-def read_part(stem: Path, *, verify: bool) -> PartFacts | None:
+def read_part(stem: Path, *, verify: bool) -> PartStats | None:
     """What a part holds; None where it was not finished, or is not what was written.
 
     Args:
@@ -178,13 +178,13 @@ def read_part(stem: Path, *, verify: bool) -> PartFacts | None:
         verify: Read it all, which tells whether it survived a crash of the machine.
     """
     try:
-        facts = PartFacts(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
+        stats = PartStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
         for suffix in _FILES if verify else ():
-            if checksum(stem.with_suffix(suffix)) != facts.checksums[suffix]:
+            if checksum(stem.with_suffix(suffix)) != stats.checksums[suffix]:
                 return None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return facts
+    return stats
 
 
 def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:

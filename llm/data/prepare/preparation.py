@@ -30,7 +30,7 @@ from llm.data.prepare.output_files import (
     is_of_plan,
     publish,
 )
-from llm.data.prepare.parts import PartFacts
+from llm.data.prepare.parts import PartStats
 from llm.data.prepare.progress import log_summary, progress_log
 from llm.data.prepare.tokenize_parts import tokenize_parts
 from llm.data.text.sources import Source, check_unchanged
@@ -95,7 +95,7 @@ def _prepare_file(
             done = _begin(output, plan, len(sources))
             report = progress_log(log_seconds)
             try:
-                stems, facts = tokenize_parts(
+                stems, stats = tokenize_parts(
                     sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
                 )
             except BaseException:
@@ -104,14 +104,14 @@ def _prepare_file(
                 raise
             try:
                 check_unchanged(sources)
-                _check_text(sources, facts)
-                check_cut(output, sum(part.documents for part in facts))
+                _check_text(sources, stats)
+                check_cut(output, sum(part.documents for part in stats))
             except DataError:  # these parts will never do
                 shutil.rmtree(folder)
                 raise
             assemble_output(
                 stems,
-                facts,
+                stats,
                 output,
                 encoding=encoding,
                 sources=_names(sources),
@@ -131,14 +131,14 @@ def _prepare_file(
             f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
             f"{remedy}"
         ) from error
-    log_summary(facts, seconds=time.monotonic() - began, resumed=done > 0)
+    log_summary(stats, seconds=time.monotonic() - began, resumed=done > 0)
     for prefix in output.names:
         log.info(f"wrote {prefix}.bin")
 
 
-def _check_text(sources: list[Source], facts: list[PartFacts]) -> None:
-    if not sum(part.documents for part in facts):
-        empty = sum(part.empty for part in facts)
+def _check_text(sources: list[Source], stats: list[PartStats]) -> None:
+    if not sum(part.documents for part in stats):
+        empty = sum(part.empty for part in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
         raise DataError(f"{_named(sources)} no text{reason}.")
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from llm.data.prepare.parts import PartFacts
+from llm.data.prepare.parts import PartStats
 from llm.data.prepare.tokenize_parts import Totals
 
 log = logging.getLogger("llm.data")
@@ -38,22 +38,22 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
     return report
 
 
-def log_summary(facts: list[PartFacts], *, seconds: float, resumed: bool) -> None:
+def log_summary(stats: list[PartStats], *, seconds: float, resumed: bool) -> None:
     """Logs what has been made.
 
     Args:
-        facts: What the parts hold.
+        stats: What the parts hold.
         seconds: That it took.
         resumed: Whether an earlier try has done some of it, so that the time is not that of all.
     """
-    tokens = sum(part.tokens for part in facts)
-    text_bytes = sum(part.text_bytes for part in facts)
+    tokens = sum(part.tokens for part in stats)
+    text_bytes = sum(part.text_bytes for part in stats)
     speed = "since it went on" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     log.info(
-        f"{sum(part.documents for part in facts):,} documents, {tokens:,} tokens, "
+        f"{sum(part.documents for part in stats):,} documents, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
-        f"{sum(part.empty for part in facts if not part.one_document):,} empty and "
-        f"{sum(part.skipped for part in facts):,} skipped documents; {_clock(seconds)}, {speed}"
+        f"{sum(part.empty for part in stats if not part.one_document):,} empty and "
+        f"{sum(part.skipped for part in stats):,} skipped documents; {_clock(seconds)}, {speed}"
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llm.data.prepare.encoder import Encoding, OtherIds, make_encoder
-from llm.data.prepare.parts import PartFacts, Progress, read_part, remove_part, write_part
+from llm.data.prepare.parts import PartStats, Progress, read_part, remove_part, write_part
 from llm.data.prepare.workers import run_in_processes
 from llm.data.text.sources import Source
 from llm.errors import DataError
@@ -44,7 +44,7 @@ def tokenize_parts(
     workers: int,
     report: Callable[[Totals], None] = lambda _: None,
     fork: bool = True,
-) -> tuple[list[Path], list[PartFacts]]:
+) -> tuple[list[Path], list[PartStats]]:
     """Encodes each source as a part of its own, unless the folder holds it already.
 
     The result is the same for any number of workers.
@@ -78,13 +78,13 @@ def tokenize_parts(
             remove_part(stem)
         mark.touch()
         encode(fast=False)
-    facts: list[PartFacts] = []
+    stats: list[PartStats] = []
     for stem in stems:
         held = read_part(stem, verify=False)
         if held is None:
             raise DataError(f"{stem}.json has vanished; is another program at work in {folder}?")
-        facts.append(held)
-    return stems, facts
+        stats.append(held)
+    return stems, stats
 
 
 def _encode_missing(

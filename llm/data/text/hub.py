@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.data.text.readers import Faults, batched, check_text, choose_column, first_line
+from llm.data.text.readers import BadRecordPolicy, batched, check_text, choose_column, first_line
 from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
 from llm.errors import DataError
 
@@ -201,8 +201,8 @@ class _DatasetSplit:
             parts.append(part)
         return parts
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
-        return batched(self._texts(faults or Faults()))
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
+        return batched(self._texts(faults or BadRecordPolicy()))
 
     def _data(self) -> Any:
         splits = self._loader.splits()
@@ -213,7 +213,7 @@ class _DatasetSplit:
             )
         return splits[self._split]
 
-    def _texts(self, faults: Faults) -> Iterator[str]:
+    def _texts(self, faults: BadRecordPolicy) -> Iterator[str]:
         data = self._data()
         columns = self._loader.columns(data)
         column = choose_column(

@@ -21,7 +21,7 @@ BATCH_ROWS = 1 << 14
 log = logging.getLogger("llm.data")
 
 
-class Faults:
+class BadRecordPolicy:
     """What becomes of records that cannot be used.
 
     Attributes:
@@ -64,7 +64,7 @@ class Part:
 
     path: Path
     text_column: str | None
-    faults: Faults
+    faults: BadRecordPolicy
     blocks: TextBlocks
     start: int = 0
     stop: int | None = None
@@ -238,7 +238,10 @@ def csv_records(part: Part) -> Iterator[list[str]]:
 def _csv_texts(part: Part) -> Iterator[str]:
     # A line that is not UTF-8 may break the quotes of its neighbours, so it is never skipped.
     plain = Part(
-        path=part.path, text_column=part.text_column, faults=Faults("stop"), blocks=part.blocks
+        path=part.path,
+        text_column=part.text_column,
+        faults=BadRecordPolicy("stop"),
+        blocks=part.blocks,
     )
     reader = csv.reader((row for rows in text_lines(plain) for row in rows), strict=True)
     try:

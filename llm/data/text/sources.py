@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from llm.data.text.json_reader import json_lines, json_records
 from llm.data.text.readers import (
-    Faults,
+    BadRecordPolicy,
     Part,
     Reader,
     csv_records,
@@ -64,7 +64,7 @@ class Source(Protocol):
     def split(self, num_bytes: int) -> list["Source"]:
         """Parts of about this size that together hold the same texts in the same order."""
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         """Yields the texts in batches of a few MiB.
 
         Args:
@@ -240,13 +240,13 @@ class _File:
     def identity(self) -> dict[str, Json]:
         return {"path": os.path.abspath(self._path), **self.files[self._path]}
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         start, stop = self._range
         self._blocks = TextBlocks(self._path, start=start, stop=stop)
         part = Part(
             path=self._path,
             text_column=self._text_column,
-            faults=faults or Faults(),
+            faults=faults or BadRecordPolicy(),
             blocks=self._blocks,
             start=start,
             stop=stop,
@@ -267,7 +267,7 @@ class _TextFile(_File):
     def split(self, num_bytes: int) -> list[Source]:
         return _split_lines(self, num_bytes) if self._unit == "line" else [self]
 
-    def batches(self, faults: Faults | None = None) -> Iterator[list[str]]:
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         for rows in super().batches(faults):
             if self._keep or self._unit == "paragraph":
                 yield rows

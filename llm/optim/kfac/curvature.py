@@ -39,7 +39,7 @@ def is_due(every: int, step: int, turn: float = 0.0) -> bool:
 class Curvature:
     """Factors of all covered layers, and their eigenbases or inverses.
 
-    A step is: `recording` around its forward and backward, then `update`, once.
+    A step is: `capture_stats` around its forward and backward, then `update`, once.
 
     Args:
         coverage: The covered layers.
@@ -154,7 +154,7 @@ class Curvature:
         self.exchange.share_updates(columns)
 
     @contextlib.contextmanager
-    def recording(
+    def capture_stats(
         self, *, token_weight: float = 1.0, loss_scale: Tensor | float = 1.0
     ) -> Iterator[None]:
         """Surround one step's forward and backward passes, all micro-batches of it.
@@ -173,7 +173,7 @@ class Curvature:
         if not self._recording:
             yield
             return
-        with self._statistics.recording(self._recording):
+        with self._statistics.capture_stats(self._recording):
             yield
 
     @torch.no_grad()
@@ -191,13 +191,13 @@ class Curvature:
         if not self._recorded:
             return {}
         if self._recording:
-            with self._times.part_of("factor"):
+            with self._times.measure("factor"):
                 self._average(found_inf)
             self._times.end("factor")
         due = [factor for factor in self.factors if self._is_due(factor)]
         turns: dict[str, list[Tensor]] = {}
         if due:
-            with self._times.part_of("inv"):
+            with self._times.measure("inv"):
                 turns = self._renew(due, found_inf)
             self._times.end("inv")
         self.steps += 1

@@ -35,7 +35,7 @@ class EKFAC(torch.optim.Optimizer):
 
     Args:
         groups: Parameter groups, or parameters; a covered weight may be in any of them.
-        curvature: The covered layers' factors; `recording` must surround each forward and
+        curvature: The covered layers' factors; `capture_stats` must surround each forward and
             backward.
         lr: Learning rate.
         betas: Decay of first and second moments.

@@ -104,7 +104,7 @@ class ExternalPreconditioner:
         return made
 
     @contextlib.contextmanager
-    def recording(
+    def capture_stats(
         self, *, token_weight: float = 1.0, loss_scale: Tensor | float = 1.0
     ) -> Iterator[None]:
         """Surround one step's forward and backward passes, all micro-batches of it.

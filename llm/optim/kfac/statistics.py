@@ -42,7 +42,7 @@ class Statistics:
         self._times = times
 
     @contextlib.contextmanager
-    def recording(self, factors: Collection[Factor]) -> Iterator[None]:
+    def capture_stats(self, factors: Collection[Factor]) -> Iterator[None]:
         """Record all that is computed inside; every forward there needs its backward there.
 
         Compiled models run uncompiled meanwhile, since their graphs have no place for hooks.
@@ -90,7 +90,7 @@ class Statistics:
     @torch.no_grad()
     def _record(self, factor: Factor, values: Tensor, *, with_one: bool) -> None:
         device_type = values.device.type
-        with self._times.part_of("factor"), torch.autocast(device_type, enabled=False):
+        with self._times.measure("factor"), torch.autocast(device_type, enabled=False):
             rows = values.detach().flatten(0, -2).float()
             if with_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)

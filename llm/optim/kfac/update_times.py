@@ -24,7 +24,7 @@ class UpdateTimes:
         self._updates: Counter[Update] = Counter()
 
     @contextlib.contextmanager
-    def part_of(self, update: Update) -> Iterator[None]:
+    def measure(self, update: Update) -> Iterator[None]:
         """Surround a part of a step's update."""
         began = time.perf_counter()
         yield

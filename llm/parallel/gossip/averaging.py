@@ -28,7 +28,7 @@ class _Exchange:
     incoming: list[Tensor]
 
 
-class Mixer:
+class GossipAverager:
     """Mixes weights by rounds; every rank makes one and calls it at the same steps.
 
     What averages are replicas of the model. One may be spread over several ranks, those of a node,

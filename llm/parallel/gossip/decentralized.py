@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llm.checkpoint.state import model_tensors
 from llm.errors import ParallelError
+from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.consensus import Consensus, read_mean
 from llm.parallel.strategy import MakeOptimizer
-from llm.parallel.votes import Votes
 
 _OWN = "replica_"
 """How the part of a state begins that the ranks of one replica hold and the others do not."""
@@ -87,7 +87,9 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._make_averaging = make_averaging
         self._apart = False
         if self.world_size > 1:
-            self._votes = Votes(rank=self.rank, world_size=self.world_size, group=self._host_group)
+            self._votes = FlagReducer(
+                rank=self.rank, world_size=self.world_size, group=self._host_group
+            )
             self.answer_delay = self._votes.delay
 
     def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -140,9 +142,9 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._averaging.after_step()
         return norm, skipped
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags any rank has set now or some calls ago; no rank waits for all others."""
-        return list(flags) if self.world_size == 1 else self._votes.agree(flags)
+        return list(flags) if self.world_size == 1 else self._votes.any_rank(flags)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
@@ -257,7 +259,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._apart = False
         self._averaging.load_state_dict(averaging)
 
-    def holders(self, path: str) -> range:
+    def owner_ranks(self, path: str) -> range:
         """The ranks of a replica hold what is its own."""
         if _OWN not in path:
             return range(self.world_size)

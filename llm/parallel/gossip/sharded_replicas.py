@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
-from llm.parallel.fsdp import ShardedStrategy, part_of
+from llm.parallel.fsdp import ShardedStrategy, local_tensor
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.strategy import MakeOptimizer
 
@@ -48,12 +48,12 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
         """The model has the mean of all replicas' weights meanwhile; see `Strategy`."""
-        self._let_go()
+        self._reshard()
         try:
             with super().averaged() as distance:
                 yield distance
         finally:
-            self._let_go()
+            self._reshard()
 
     def _common_state(self) -> dict[str, Any]:
         """As parts that each replica holds alike, so that one of them is written."""
@@ -83,7 +83,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
         if not isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(
-            part_of(tensor),
+            local_tensor(tensor),
             self._whole_mesh,
             (Replicate(), *tensor.placements),
             run_check=False,
@@ -92,7 +92,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
         )
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        part_of(target).copy_(part_of(source))
+        local_tensor(target).copy_(local_tensor(source))
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The mean model's parameters and buffers on rank 0's host; every rank must call it."""

@@ -46,7 +46,7 @@ def check_micro_batches(schedule: Schedule, *, ranks: int, micro_batches: int) -
         )
 
 
-def idle_share(*, ranks: int, virtual_stages: int, micro_batches: int) -> float:
+def bubble_fraction(*, ranks: int, virtual_stages: int, micro_batches: int) -> float:
     """The part of a step in which a rank waits for others (the pipeline's bubble).
 
     Args:

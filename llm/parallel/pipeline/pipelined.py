@@ -19,9 +19,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from llm.data.micro_batch import MicroBatch
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy
-from llm.parallel.pipeline.passes import Chunk, Schedule, idle_share, make_schedule
+from llm.parallel.pipeline.passes import Chunk, Schedule, bubble_fraction, make_schedule
 from llm.parallel.strategy import MakeOptimizer
 from llm.runtime.rng import seed_torch
 
@@ -76,7 +76,7 @@ class PipelineStrategy(ShardedStrategy):
         *,
         accelerator: Accelerator,
         mixed_precision: str,
-        layout: Layout,
+        layout: ParallelDims,
         blocks: Iterable[nn.Module],
         cut: Callable[[Any, int, Sequence[int]], Cut],
         schedule: Schedule,
@@ -208,7 +208,7 @@ class PipelineStrategy(ShardedStrategy):
             )
             for number, chunk in zip(self.stage_numbers, self.chunks, strict=True)
         ]
-        idle = idle_share(
+        idle = bubble_fraction(
             ranks=self.layout.pipeline, virtual_stages=len(stages), micro_batches=micro_batches
         )
         logger.info(
@@ -303,7 +303,7 @@ class PipelineStrategy(ShardedStrategy):
         }
         super().load_state_dict({**state, **parts})
 
-    def holders(self, path: str) -> Sequence[int]:
+    def owner_ranks(self, path: str) -> Sequence[int]:
         """The ranks of this rank's stage; of the first one, for what it shares with the last."""
         part, _, name = path.removeprefix("strategy/").partition("/")
         if part not in ("model", "optimizer"):
@@ -314,9 +314,9 @@ class PipelineStrategy(ShardedStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
-        self._let_go()
+        self._reshard()
         held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
-        listed = self.gather_facts(held)
+        listed = self.gather_objects(held)
         sender: dict[str, int] = {}
         for rank in self.layout.groups("pipeline")[0]:  # stage by stage
             for name in listed[rank]:

@@ -19,7 +19,7 @@ _LOOKUP_COST = 0.1
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PipelineModules:
     """The modules of a model that hold parameters, in the order in which a forward meets them.
 
     Attributes:
@@ -40,12 +40,12 @@ class Pieces:
         after = self.after if layers.stop == len(self.layers) else ()
         return [*before, *self.layers[layers.start : layers.stop], *after]
 
-    def share_out(self, num_stages: int) -> list[range]:
+    def assign_layers(self, num_stages: int) -> list[range]:
         """The layers of each stage, so that the one that takes longest takes as short as it can.
 
         A weight counts as the product that it takes part in; a lookup costs next to nothing.
         """
-        return share_out(
+        return assign_layers(
             [num_parameters([layer]) for layer in self.layers],
             first=_LOOKUP_COST * num_parameters(self.before),
             last=num_parameters(self.after),
@@ -58,7 +58,9 @@ def num_parameters(modules: Sequence[nn.Module]) -> int:
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
-def share_out(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[range]:
+def assign_layers(
+    costs: Sequence[float], *, first: float, last: float, num_stages: int
+) -> list[range]:
     """Cut a row of layers where the dearest stage is cheapest, and the others are alike.
 
     Args:
@@ -87,7 +89,7 @@ def share_out(costs: Sequence[float], *, first: float, last: float, num_stages: 
 
 
 @torch.no_grad()
-def find_pieces(model: PreTrainedModel) -> Pieces:
+def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
     """Find out, by one forward of a few tokens, in which order a model uses its parameters.
 
     Args:
@@ -116,7 +118,7 @@ def find_pieces(model: PreTrainedModel) -> Pieces:
     before = [module for module in owners if module not in after]
     if after.intersection(calls[:first]) or set(calls[first:last]).intersection(owners):
         raise cannot_cut(model, "it uses other parameters between its layers")
-    return Pieces(
+    return PipelineModules(
         before=tuple(before),
         layers=tuple(layers),
         after=tuple(module for module in owners if module in after),

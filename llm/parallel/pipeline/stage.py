@@ -19,17 +19,23 @@ from llm.errors import ConfigError
 from llm.models.configuration import one_line
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import run_model
-from llm.parallel.pipeline.split import Pieces, cannot_cut, find_pieces, num_parameters, some_tokens
+from llm.parallel.pipeline.split import (
+    PipelineModules,
+    cannot_cut,
+    find_pipeline_modules,
+    num_parameters,
+    some_tokens,
+)
 
 
-class _Wire:
+class _StageIO:
     """Where a stage's stand-ins find what came in and leave what goes out."""
 
     received: Tensor | None = None
     sent: Tensor | None = None
 
 
-class _StandIn(nn.Module):
+class _StagePlaceholder(nn.Module):
     """Takes the place of a module that another stage holds.
 
     Args:
@@ -42,7 +48,7 @@ class _StandIn(nn.Module):
     def __init__(
         self,
         original: nn.Module,
-        wire: _Wire,
+        wire: _StageIO,
         place: Literal["before", "next", "later"],
         length: int = 0,
     ) -> None:
@@ -72,7 +78,7 @@ class Stage(nn.Module):
         is_last: Whether it has the output head.
     """
 
-    def __init__(self, loss: nn.Module, wire: _Wire, *, is_last: bool) -> None:
+    def __init__(self, loss: nn.Module, wire: _StageIO, *, is_last: bool) -> None:
         super().__init__()
         self.loss = loss
         self.is_last = is_last
@@ -152,7 +158,9 @@ def check_depth(num_layers: int, num_stages: int) -> None:
         )
 
 
-def cut_model(pieces: Pieces, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]) -> Cut:
+def cut_model(
+    pieces: PipelineModules, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]
+) -> Cut:
     """Cut a model into stages that take about as long as one another.
 
     Args:
@@ -163,7 +171,7 @@ def cut_model(pieces: Pieces, loss: LanguageModelLoss, num_stages: int, own: Seq
         own: The numbers of this rank's stages.
     """
     model = loss.model
-    layers = pieces.share_out(num_stages)
+    layers = pieces.assign_layers(num_stages)
     made = [_make_stage(loss, pieces, layers[number]) for number in own]
     part = _replace(model, _missing([stand_ins for _, stand_ins in made]))
     ends = [_parameters(pieces.of(layers[number])) for number in (0, -1)]
@@ -195,14 +203,14 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
         raise cannot_cut(
             model, "with output_router_logits its loss needs the routers of all layers"
         )
-    pieces = find_pieces(model)
+    pieces = find_pipeline_modules(model)
     check_depth(len(pieces.layers), num_stages)
     loss = LanguageModelLoss(model, chunked=False)
     input_ids = some_tokens(model)
     training = model.training
     model.eval()
     try:
-        stages = [_make_stage(loss, pieces, share)[0] for share in pieces.share_out(num_stages)]
+        stages = [_make_stage(loss, pieces, share)[0] for share in pieces.assign_layers(num_stages)]
         passed: list[Any] = [input_ids]
         for stage in stages:
             passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
@@ -224,22 +232,24 @@ def _alike(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...])
     return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
-_StandIns = dict[nn.Module, nn.Module]
+_StagePlaceholders = dict[nn.Module, nn.Module]
 
 
-def _make_stage(loss: LanguageModelLoss, pieces: Pieces, share: range) -> tuple[Stage, _StandIns]:
+def _make_stage(
+    loss: LanguageModelLoss, pieces: PipelineModules, share: range
+) -> tuple[Stage, _StagePlaceholders]:
     """A stage with these layers, and what takes the place of the modules that it lacks."""
-    wire = _Wire()
+    wire = _StageIO()
     lengths = dict(zip(pieces.layers, pieces.lengths, strict=True))
     own = pieces.of(share)
     kept = _parameters(own)
-    stand_ins: _StandIns = {}
+    stand_ins: _StagePlaceholders = {}
     place: Literal["before", "next", "later"] = "before"
     for module in pieces.of(range(len(pieces.layers))):
         if module in own:
             place = "next"
             continue
-        stand_in = _StandIn(module, wire, place, lengths.get(module, 0))
+        stand_in = _StagePlaceholder(module, wire, place, lengths.get(module, 0))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in kept:  # a tied one keeps the name that it has in the whole model
                 stand_in.register_parameter(name, parameter)
@@ -250,9 +260,9 @@ def _make_stage(loss: LanguageModelLoss, pieces: Pieces, share: range) -> tuple[
     return Stage(view, wire, is_last=is_last), stand_ins
 
 
-def _missing(stand_ins: Sequence[_StandIns]) -> _StandIns:
+def _missing(stand_ins: Sequence[_StagePlaceholders]) -> _StagePlaceholders:
     """What no stage of a rank holds: of its stand-ins those that have a parameter, if any."""
-    missing: _StandIns = {}
+    missing: _StagePlaceholders = {}
     for module in stand_ins[0]:
         if all(module in others for others in stand_ins):
             candidates = [others[module] for others in stand_ins]

@@ -22,7 +22,7 @@ from llm.errors import ConfigError, DataError
 from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.base import check_precision
-from llm.parallel.dims import Layout, lay_out
+from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
@@ -83,7 +83,7 @@ class Inputs:
     plan: BatchPlan | None
     schedule: Schedule | None
     metrics: dict[str, Any]
-    layout: Layout
+    layout: ParallelDims
     replicas: Replicas
 
 
@@ -151,9 +151,11 @@ def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = N
     )
 
 
-def choose_layout(config: GPTConfig, model_config: PreTrainedConfig, world_size: int) -> Layout:
+def choose_layout(
+    config: GPTConfig, model_config: PreTrainedConfig, world_size: int
+) -> ParallelDims:
     """How the ranks divide the model and its data; a ConfigError where they cannot."""
-    layout = lay_out(
+    layout = parallel_dims(
         world_size,
         pipeline=config.pipeline_parallel_size,
         shard=config.data_parallel_shard_size,
@@ -271,7 +273,7 @@ def _plan(
     global_batch_size = config.global_batch_size
     if resume_from is not None and "global_batch_size" not in config.change_on_resume:
         # The order of samples rests on it: on other ranks, accumulation gives way.
-        saved = int(resume_from.facts["global_batch_size"])
+        saved = int(resume_from.metadata["global_batch_size"])
         check_unchanged(
             {"global_batch_size": saved},
             {"global_batch_size": global_batch_size or saved},

@@ -60,11 +60,11 @@ class KFAC:
         self._preconditioner = preconditioner
         self._state = recorder if preconditioner is None else preconditioner
 
-    def recording(
+    def capture_stats(
         self, *, token_weight: float, loss_scale: Tensor
     ) -> contextlib.AbstractContextManager[None]:
         """Surround a step's passes; see `SecondOrder`."""
-        return self.recorder.recording(token_weight=token_weight, loss_scale=loss_scale)
+        return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale)
 
     def precondition(self, *, learning_rate: float) -> None:
         """Change the gradients of the covered layers, where the method does so."""

@@ -106,16 +106,16 @@ class Trainer:
         self.sample_every = sample_every
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
-        self.told_until = (0, 0.0)
+        self.last_eval_mark = (0, 0.0)
         self.saved_at: int | None = None
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train; returns early, with everything saved, when asked to stop."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
-        self.told_until = state.step, state.seconds
+        self.last_eval_mark = state.step, state.seconds
         if state.step:
-            self.take_up()
+            self.evaluate_on_resume()
         waiting_since = time.perf_counter()
         with closing(self.loader.steps(self.state.step)) as batches:
             for batch in batches:
@@ -125,15 +125,15 @@ class Trainer:
                 if self.profiler.end_step(state.step):
                     with self.tracker.paused():
                         self.profiler.write()
-                if self.report_and_save() == "preempted":
+                if self.after_step() == "preempted":
                     break
                 waiting_since = time.perf_counter()
         self.profiler.close()
-        self.health.got_on(step=state.step, phase="save")
+        self.health.heartbeat(step=state.step, phase="save")
         self.saver.finish(last=True)
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
-    def take_up(self) -> None:
+    def evaluate_on_resume(self) -> None:
         """Go on from a step, with the evaluation that a stop at this very step had no time for."""
         self.report_skipped()  # a run that gave up does not get on by being started again
         step = self.state.step
@@ -144,12 +144,12 @@ class Trainer:
             if evaluates:
                 self.run_evaluation()
                 self.tracker.commit(step)
-                self.health.got_on(step=step, phase="start")
+                self.health.heartbeat(step=step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """One optimizer step; nothing in it waits for the device."""
         step = self.state.step
-        seed_step(seed=self.seed, step=step, rank=self.strategy.draw_rank)
+        seed_step(seed=self.seed, step=step, rank=self.strategy.rng_rank)
         learning_rate = self.schedule(step)
         self.strategy.set_learning_rate(learning_rate)
         loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
@@ -160,13 +160,13 @@ class Trainer:
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
 
-    def report_and_save(self) -> Literal["training", "preempted"]:
+    def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save what is due after a step, and hear a request to stop."""
         step = self.state.step
         last = step == self.plan.total_steps
-        self.health.got_on(step=step, phase="step")
+        self.health.heartbeat(step=step, phase="step")
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
-        stop, overdue = self.strategy.agree(asked)
+        stop, overdue = self.strategy.any_rank(asked)
         stop = stop and not last
         if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
             overdue = False  # it was asked before that save
@@ -184,13 +184,13 @@ class Trainer:
                 self.sample(step)
             self.tracker.commit(step)
             if saving:
-                self.health.got_on(step=step, phase="save")
-                self.meter.fold(self.strategy.reduce_sum)
+                self.health.heartbeat(step=step, phase="save")
+                self.meter.all_reduce(self.strategy.reduce_sum)
                 self.report_skipped()  # what is saved is not reported again after a resume
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
                 self.saved_at = step
-            self.health.got_on(step=step, phase="step")
+            self.health.heartbeat(step=step, phase="step")
         return "preempted" if stop else "training"
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
@@ -204,7 +204,7 @@ class Trainer:
 
     def log(self) -> None:
         """Read the interval's numbers from the device and report them."""
-        self.meter.fold(self.strategy.reduce_sum)
+        self.meter.all_reduce(self.strategy.reduce_sum)
         values = self.meter.read()
         self.train_loss = values["loss"]
         state = self.state
@@ -228,7 +228,7 @@ class Trainer:
             DivergedError: Too many steps in a row were skipped.
         """
         state = self.state
-        for step, skipped in self.meter.take_steps():
+        for step, skipped in self.meter.pop_steps():
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
             if not skipped:
                 continue
@@ -249,10 +249,10 @@ class Trainer:
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
         assert self.evaluate is not None
-        self.health.got_on(step=self.state.step, phase="evaluation")
+        self.health.heartbeat(step=self.state.step, phase="evaluation")
         self.results = self.evaluate()
         self.tracker.log_evaluation(
-            self.results, step=self.state.step, training=self.training_in_words()
+            self.results, step=self.state.step, training=self.format_train_stats()
         )
         self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
@@ -260,13 +260,13 @@ class Trainer:
         self.state.best_loss = loss if best is None else min(best, loss)
         return loss
 
-    def training_in_words(self) -> list[str]:
+    def format_train_stats(self) -> list[str]:
         """The loss that was last logged, and the time since the last evaluation or this start."""
         words = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
-        steps = self.state.step - self.told_until[0]
-        seconds = self.state.seconds - self.told_until[1]
+        steps = self.state.step - self.last_eval_mark[0]
+        seconds = self.state.seconds - self.last_eval_mark[1]
         if steps:
             words.append(f"train time: {seconds:.1f} s")
             words.append(f"ms per step: {1000 * seconds / steps:.1f}")
-        self.told_until = self.state.step, self.state.seconds
+        self.last_eval_mark = self.state.step, self.state.seconds
         return [*words, f"total train time: {self.state.seconds:.1f} s"]

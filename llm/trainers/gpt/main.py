@@ -30,7 +30,7 @@ from llm.runtime.health import EXIT_PEER_LOST, Health
 from llm.runtime.launcher import adopt_launcher
 from llm.runtime.logging import log_to_file, quiet_libraries, set_up_logging
 from llm.runtime.signals import EXIT_PREEMPTED, Interruption, watch_launcher
-from llm.runtime.threads import calm_threads
+from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import World, world_from_environment
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
@@ -126,7 +126,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         config_file: The TOML file that some of them are from.
     """
     adopt_launcher()
-    calm_threads()
+    limit_spin_wait()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.models.build import without_weights
@@ -166,9 +166,9 @@ def _train_and_tell(
 ) -> int:
     """Train, and keep `status.json` true whatever happens."""
 
-    def tell(verdict: str) -> None:
-        if strategy.rank == health.speaker:
-            inputs.run.say("failed", reason=verdict)
+    def tell(failure: str) -> None:
+        if strategy.rank == health.reporter:
+            inputs.run.say("failed", reason=failure)
 
     health = Health(
         rank=strategy.rank,

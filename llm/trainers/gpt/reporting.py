@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 from transformers import PreTrainedModel
 
-from llm.checkpoint.retention import set_aside
+from llm.checkpoint.retention import mark_superseded
 from llm.config.toml import to_toml
 from llm.errors import DivergedError
 from llm.metrics.hardware import device_peak_flops, memory_in_use
@@ -35,7 +35,7 @@ def make_tracker(
     if strategy.rank == 0:
         inputs.run.cut_metrics(step=step)
         if inputs.resume_from is not None:
-            set_aside(inputs.run.checkpoints, after=step)
+            mark_superseded(inputs.run.checkpoints, after=step)
     _open_trackers(config, inputs, accelerator, step=step)
 
     def find_peak_flops() -> float:

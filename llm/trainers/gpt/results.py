@@ -128,7 +128,7 @@ def write_results(
         trust_remote_code=config.trust_remote_code,
     )
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
-    write_model_card(folder, _card_facts(config, inputs, results, model))
+    write_model_card(folder, _card(config, inputs, results, model))
 
 
 def collect_results(trainer: Trainer) -> dict[str, float | None]:
@@ -150,7 +150,7 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
     }
 
 
-def _card_facts(
+def _card(
     config: GPTConfig,
     inputs: Inputs,
     results: dict[str, float | None],

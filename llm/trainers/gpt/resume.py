@@ -41,7 +41,7 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
         found = newest
     if config.eval_only:
         return found  # its weights are all that is taken
-    saved = found.facts["fixed"]
+    saved = found.metadata["fixed"]
     allowed = (*config.change_on_resume, *_lengthened(config, found))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return found
@@ -90,7 +90,7 @@ def check_same_data(config: GPTConfig, found: Checkpoint | None, digest: str) ->
     """
     if found is None:
         return
-    before = found.facts.get("data")
+    before = found.metadata.get("data")
     allowed = set(DATA) & set(config.change_on_resume)
     if before is not None and before != digest and not allowed:
         raise CheckpointError(
@@ -113,7 +113,7 @@ def _refuse_unreadable(run: RunFolder) -> None:
 
 def _lengthened(config: GPTConfig, found: Checkpoint) -> list[str]:
     """Options of length that may grow, since no step that was done would have been another."""
-    saved = found.facts["fixed"]
+    saved = found.metadata["fixed"]
     kind = saved.get("lr_scheduler_type")
     if kind == "warmup_stable_decay":
         total = saved.get("max_train_steps")
@@ -188,7 +188,7 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
 
 def log_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
     """Log the settings that differ from those before the resume, if they change its numbers."""
-    fixed, logged = found.facts["fixed"], found.facts.get("logged", {})
+    fixed, logged = found.metadata["fixed"], found.metadata.get("logged", {})
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
         *differences(logged, logged_options(config)),
@@ -203,7 +203,7 @@ def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
     if config.seed is not None:
         return config.seed
     if resume_from is not None:
-        return int(resume_from.facts["fixed"]["seed"])
+        return int(resume_from.metadata["fixed"]["seed"])
     return draw_seed()
 
 

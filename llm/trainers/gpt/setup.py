@@ -18,7 +18,7 @@ from llm.metrics.meter import Meter
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.models.build import build_model
-from llm.models.dummy_weights import made_up_weights
+from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
@@ -61,7 +61,7 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
         device=torch.device("meta") if later else device,
         vocab_size=len(inputs.tokenizer),
     )
-    with made_up_weights(model, device):
+    with dummy_weights(model, device):
         _check_use(config, inputs, model)
     return model
 
@@ -141,11 +141,11 @@ def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
         "seed": inputs.seed,
         "windows": None if inputs.samples is None else inputs.samples.num_windows,
     }
-    found = strategy.gather_facts(own)
-    for rank, facts in enumerate(found):
-        if facts != found[0]:
+    found = strategy.gather_objects(own)
+    for rank, other in enumerate(found):
+        if other != found[0]:
             raise ParallelError(
-                f"Rank 0 starts from {found[0]}, but rank {rank} from {facts}: a folder is not the "
+                f"Rank 0 starts from {found[0]}, but rank {rank} from {other}: a folder is not the "
                 "same on all nodes, or shows an older state there; start again, and if that does "
                 "not help, move --output_dir and the data to a file system that all nodes share."
             )
@@ -261,7 +261,7 @@ def make_trainer(
         meter=meter,
         tracker=tracker,
         interruption=interruption,
-        evaluate=make_evaluate(config, inputs, strategy, on_batch=health.still_going),
+        evaluate=make_evaluate(config, inputs, strategy, on_batch=health.keep_alive),
         saver=_make_saver(config, inputs, strategy, parts),
         health=health,
         profiler=StepProfiler(
@@ -283,7 +283,7 @@ def make_trainer(
     )
 
 
-def _facts_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
+def _metadata_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
     """What every checkpoint of a run says, for the one that goes on from it."""
     assert inputs.plan is not None
     return {
@@ -291,7 +291,7 @@ def _facts_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
         "logged": logged_options(config),
         "global_batch_size": inputs.plan.global_batch_size,
         "data": inputs.data_digest,
-        **inputs.replicas.facts(),
+        **inputs.replicas.metadata(),
     }
 
 
@@ -301,11 +301,11 @@ def _make_saver(
     return Saver(
         inputs.run.checkpoints,
         parts=parts,
-        facts=_facts_of(config, inputs),
+        metadata=_metadata_of(config, inputs),
         rank=strategy.rank,
         world_size=strategy.world_size,
         background=config.async_checkpoint,
         keep_newest=config.keep_checkpoints,
         keep_best=config.save_top_k,
-        holders=strategy.holders,
+        owner_ranks=strategy.owner_ranks,
     )

@@ -19,15 +19,15 @@ from llm.errors import CheckpointError, ConfigError
 from llm.models.blocks import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context_attention import divide_attention
-from llm.parallel.dims import Layout
+from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy
-from llm.parallel.gossip.averaging import Mixer
+from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import Round, check_topology, make_rounds
 from llm.parallel.gossip.sharded_replicas import ShardedReplicas
 from llm.parallel.pipeline.pipelined import PipelineStrategy
-from llm.parallel.pipeline.split import find_pieces
+from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.parallel.sharded_init import fill_model
 from llm.parallel.tensor import divide_layers
@@ -56,7 +56,7 @@ class Replicas:
     rounds: tuple[Round, ...]
     accum_steps: int | None
 
-    def facts(self) -> dict[str, int | None]:
+    def metadata(self) -> dict[str, int | None]:
         """What a checkpoint says of them, for the run that goes on from it."""
         return {"replicas": self.number, "accum_steps": self.accum_steps}
 
@@ -99,9 +99,9 @@ def _check_whole_nodes(config: GPTConfig, ranks_per_node: int) -> None:
 def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
     if config.accum_steps is not None:
         return config.accum_steps
-    if resume_from is not None and "accum_steps" in resume_from.facts:
+    if resume_from is not None and "accum_steps" in resume_from.metadata:
         # On other ranks the blocks stay what they were: the optimizer has counted them.
-        saved: int | None = resume_from.facts["accum_steps"]
+        saved: int | None = resume_from.metadata["accum_steps"]
         return saved
     steps = min(MOST_ACCUM_STEPS, replicas)
     if config.optimizer is None:
@@ -113,7 +113,7 @@ def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | Non
 def choose_strategy(
     config: GPTConfig,
     replicas: Replicas,
-    layout: Layout,
+    layout: ParallelDims,
     accelerator: Accelerator,
     model: PreTrainedModel,
     *,
@@ -138,7 +138,7 @@ def choose_strategy(
             mixed_precision=config.mixed_precision,
             layout=layout,
             blocks=find_blocks(model),
-            cut=partial(cut_model, find_pieces(model)),
+            cut=partial(cut_model, find_pipeline_modules(model)),
             schedule=config.pipeline_schedule,
             virtual_stages=config.virtual_stages,
             divide_layers=_layer_division(model) if layout.tensor > 1 else None,
@@ -171,7 +171,7 @@ def _decentralized(
 
     def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
         if config.data_parallel == "gossip":
-            return Mixer(
+            return GossipAverager(
                 list(tensors.values()),
                 rounds=replicas.rounds,
                 rank=accelerator.process_index,
@@ -210,12 +210,11 @@ def load_checkpoint(found: Checkpoint, parts: Mapping[str, Stateful]) -> None:
         CheckpointError: It is that of another model or optimizer, or of another data_parallel.
     """
     strategy = parts["strategy"]
-    saved = int(found.facts.get("replicas", 1))
-    has_replicas = found.facts["fixed"].get("data_parallel", "allreduce") != "allreduce"
-    if isinstance(strategy, DecentralizedStrategy) != has_replicas:
+    saved = int(found.metadata.get("replicas", 1))
+    mode = found.metadata["fixed"].get("data_parallel", "allreduce")
+    if isinstance(strategy, DecentralizedStrategy) != (mode != "allreduce"):
         raise CheckpointError(
-            f"{found.path} was written with --data_parallel "
-            f"{found.facts['fixed'].get('data_parallel', 'allreduce')}, whose optimizer cannot be "
+            f"{found.path} was written with --data_parallel {mode}, whose optimizer cannot be "
             "taken over; start another run from its weights with --init_from."
         )
     if not isinstance(strategy, DecentralizedStrategy) or saved == strategy.num_replicas:

@@ -123,7 +123,7 @@ def test_hooks_are_there_only_while_a_step_with_due_factors_is_recorded():
     )
     hooked = []
     for _ in range(8):
-        with curvature.recording():
+        with curvature.capture_stats():
             hooked.append(len(model.first._forward_hooks))
         curvature.update()
         assert not model.first._forward_hooks
@@ -141,7 +141,7 @@ def test_bases_take_turns_so_that_no_step_renews_them_all():
     curvature = Curvature(find_layers(toy_model()), factor_update_steps=100, inv_update_steps=4)
     renewed = []
     for _ in range(12):
-        with curvature.recording():
+        with curvature.capture_stats():
             pass
         renewed.append(sorted(curvature.update()))
 
@@ -155,7 +155,7 @@ def test_bases_take_turns_so_that_no_step_renews_them_all():
 def test_a_factor_is_recorded_at_the_step_at_which_its_basis_is_renewed():
     curvature = Curvature(find_layers(toy_model()), factor_update_steps=5, inv_update_steps=10)
     for _ in range(40):
-        with curvature.recording():
+        with curvature.capture_stats():
             pass
         recorded = {factor.name for factor in curvature._recording}
         assert curvature.update().keys() <= recorded
@@ -165,7 +165,7 @@ def test_an_evaluation_inside_a_recording_is_not_counted():
     model = toy_model()
     curvature = Curvature(find_layers(model))
     inputs, labels = toy_batch(0)
-    with curvature.recording():
+    with curvature.capture_stats():
         loss_sum(model, inputs, labels).backward()
         with torch.no_grad():
             loss_sum(model, 10 * inputs, labels)
@@ -177,7 +177,7 @@ def test_an_evaluation_inside_a_recording_is_not_counted():
 def test_a_step_that_was_given_up_leaves_nothing_behind():
     model = toy_model()
     curvature = Curvature(find_layers(model))
-    with contextlib.suppress(KeyboardInterrupt), curvature.recording():
+    with contextlib.suppress(KeyboardInterrupt), curvature.capture_stats():
         loss_sum(model, *toy_batch(7)).backward()
         raise KeyboardInterrupt
     forward_backward(model, curvature, *toy_batch(0))

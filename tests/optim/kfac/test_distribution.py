@@ -55,7 +55,7 @@ def train(model, curvature, optimizer, preconditioner, steps, *, rank, world_siz
         targets = torch.randn(BATCH, 3, 5, generator=generator)[rank::world_size]
         optimizer.zero_grad()
         weight = world_size / (BATCH * 3)
-        with curvature.recording(token_weight=weight):
+        with curvature.capture_stats(token_weight=weight):
             ((model(inputs) - targets).square().sum() * weight).backward()
         for parameter in model.parameters():
             if world_size > 1:

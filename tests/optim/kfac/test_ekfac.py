@@ -207,7 +207,7 @@ def test_parameters_outside_covered_layers_get_adamw():
         fused=True,
     )
     tokens, labels = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])
-    with optimizer.curvature.recording():
+    with optimizer.curvature.capture_stats():
         nn.functional.cross_entropy(model(tokens), labels).backward()
     nn.functional.cross_entropy(reference(tokens), labels).backward()
     optimizer.step()
@@ -247,7 +247,7 @@ def test_it_learns_a_badly_scaled_problem_that_adamw_is_slow_on():
         )
         for _ in range(200):
             optimizer.zero_grad()
-            with curvature.recording(token_weight=1 / 256):
+            with curvature.capture_stats(token_weight=1 / 256):
                 ((model(inputs) - labels).square().sum() / 256).backward()
             optimizer.step()
         losses[name] = (model(inputs) - labels).square().mean().item()

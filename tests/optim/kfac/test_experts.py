@@ -31,7 +31,7 @@ def batch(seed: int = 0):
 
 def forward_backward(model, curvature, ids, *, micro_batches: int = 1):
     model.zero_grad()
-    with curvature.recording(token_weight=1 / ids.numel()):
+    with curvature.capture_stats(token_weight=1 / ids.numel()):
         for part in ids.chunk(micro_batches):
             logits = model(input_ids=part).logits
             loss = nn.functional.cross_entropy(
@@ -120,7 +120,7 @@ def test_the_model_is_as_it_was_when_nothing_is_recorded():
     model = mixtral()
     experts = model.model.layers[0].mlp.experts
     curvature = Curvature(find_layers(model))
-    with curvature.recording():
+    with curvature.capture_stats():
         assert "forward" in vars(experts)
     assert "forward" not in vars(experts)
 
@@ -197,7 +197,7 @@ def on_ranks(strategy: KFACStrategy):
         ids = batch(step)
         own = ids.chunk(ranks)[rank]
         model.zero_grad()
-        with curvature.recording(token_weight=1 / ids.numel()):
+        with curvature.capture_stats(token_weight=1 / ids.numel()):
             logits = model(input_ids=own).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
             (loss / ids.numel()).backward()

@@ -53,7 +53,7 @@ def test_compat_is_the_arithmetic_of_kfac_pytorch(path):
     for step in range(3):
         model.zero_grad()
         x, y = torch.from_numpy(data["x"][step]), torch.from_numpy(data["y"][step])
-        with kfac.curvature.recording(token_weight=1 / y.numel()):
+        with kfac.curvature.capture_stats(token_weight=1 / y.numel()):
             for inputs, labels in zip(x, y, strict=True):
                 loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
                 (loss / len(x)).backward()
@@ -209,7 +209,7 @@ def test_layers_that_never_saw_a_token_keep_their_gradient():
     kfac = make(model, graft=True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with kfac.curvature.recording():
+    with kfac.curvature.capture_stats():
         pass
     kfac.precondition(learning_rate=0.1)
 

@@ -11,7 +11,7 @@ def test_the_parts_of_an_update_add_up_and_updates_are_averaged():
     times = UpdateTimes()
     for seconds in (0.02, 0.04):
         for _ in range(2):
-            with times.part_of("factor"):
+            with times.measure("factor"):
                 time.sleep(seconds / 2)
         times.end("factor")
     found = times.take()

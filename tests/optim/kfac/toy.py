@@ -53,7 +53,7 @@ def forward_backward(
     model.zero_grad()
     scale = loss_scale / labels.numel()
     weight = 1 / labels.numel()
-    with curvature.recording(token_weight=weight, loss_scale=loss_scale):
+    with curvature.capture_stats(token_weight=weight, loss_scale=loss_scale):
         for part in range(micro_batches):
             share = slice(part, None, micro_batches)
             (loss_sum(model, inputs[share].contiguous(), labels[share]) * scale).backward()

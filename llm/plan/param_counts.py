@@ -14,7 +14,7 @@ FP32 = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Census:
+class ParamCounts:
     """A model's parameters.
 
     Attributes:
@@ -37,13 +37,13 @@ class Census:
         return num_elements(itertools.chain(self.others, *self.blocks))
 
 
-def take_census(model: PreTrainedModel) -> Census:
+def count_parameters(model: PreTrainedModel) -> ParamCounts:
     """List the parameters of a model, which may be on the meta device."""
     blocks = [list(block.parameters()) for block in find_blocks(model)]
     inside = set(itertools.chain(*blocks))
     output = model.get_output_embeddings()
     head = set() if output is None else set(output.parameters())
-    return Census(
+    return ParamCounts(
         blocks=blocks,
         others=[p for p in model.parameters() if p not in inside],
         head=head,

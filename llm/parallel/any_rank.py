@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-class Votes:
+class FlagReducer:
     """Spreads flags in turns, as in a dissemination barrier (Hensgen, Finkel and Manber 1988).
 
     In turn k of log2(ranks), a rank tells the one 2^k further what it has heard of, and listens to
@@ -39,7 +39,7 @@ class Votes:
         self._incoming: torch.Tensor | None = None
         self._under_way: list[Any] = []
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags any rank had set until the vote began that ends now.
 
         Args:
