@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from llm.checkpoints import CheckpointOptions
+from llm.checkpoints import CheckpointsOptions
 from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
 from llm.data.prepare.__main__ import PrepareConfig
@@ -29,7 +29,7 @@ PACKAGE = DOCS.parent / "llm"
 PAGES = {
     "data-tools.md": (TrainTokenizerOptions, PrepareConfig, InspectOptions),
     "cli.md": (
-        CheckpointOptions,
+        CheckpointsOptions,
         ReportOptions,
         GenerateOptions,
         PreflightOptions,

@@ -27,7 +27,7 @@ _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointsOptions:
     """What to do with the checkpoints of which run."""
 
     run: str = option(
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     try:
         options = parse(
-            CheckpointOptions,
+            CheckpointsOptions,
             sys.argv[1:] if argv is None else argv,
             prog="python -m llm.checkpoints",
             description="Show a run's checkpoints, verify them, or export a model from one.",
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _places(options: CheckpointOptions) -> tuple[Path, Path]:
+def _places(options: CheckpointsOptions) -> tuple[Path, Path]:
     """The run's folder and that of its checkpoints, which need not be there yet."""
     if not options.run:
         raise ConfigError(

@@ -9,9 +9,11 @@ from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
+from llm.models.options import recomputation
+from llm.optim.kfac.options import kfac_method
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.rules import check, kfac_method, recomputation
+from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import read_config
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]

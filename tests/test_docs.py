@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm.checkpoints import CheckpointOptions
+from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.data.inspect import InspectOptions
@@ -95,7 +95,7 @@ FOREIGN = {
 }  # fmt: skip
 
 PROGRAMS = (
-    CheckpointOptions,
+    CheckpointsOptions,
     ReportOptions,
     GenerateOptions,
     PreflightOptions,
@@ -103,7 +103,7 @@ PROGRAMS = (
     TopologyOptions,
 )
 OTHER_PROGRAMS = {
-    "checkpoints": (CheckpointOptions, "run"),
+    "checkpoints": (CheckpointsOptions, "run"),
     "generate": (GenerateOptions, "run"),
     "parallel.topology": (TopologyOptions, None),
     "plan": (PlanOptions, None),

@@ -1,5 +1,6 @@
 """Which ways to divide a model go together: the table of the guide, cell by cell."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -49,8 +50,7 @@ def test_the_table_has_all_pairs():
 def test_what_the_table_refuses_is_refused_and_nothing_else(row, way, said):
     for options in OPTIONS[row]:
         config = GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options)
-        for name, value in OPTIONS[way][0].items():
-            setattr(config, name, value)
+        config = dataclasses.replace(config, **OPTIONS[way][0])
         if said == "yes":
             check(config)
             continue

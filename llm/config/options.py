@@ -7,6 +7,7 @@ A program declares its settings once, as a dataclass whose fields are made by
 
 import dataclasses
 import difflib
+import inspect
 import math
 import operator
 import os
@@ -128,11 +129,16 @@ class Field:
 
 
 def fields(cls: type) -> list[Field]:
-    """The options that a dataclass declares, in their order."""
+    """The options that a dataclass declares: its own first, then those of its bases in their order.
+
+    `dataclasses.fields` has the bases in reverse.
+    """
     hints = typing.get_type_hints(cls)
+    declared = {item.name: item for item in dataclasses.fields(cls)}
+    names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    items = [declared[name] for name in names if name in declared]
     return [
-        _field(item.name, hints[item.name], item.default, item.metadata["option"])
-        for item in dataclasses.fields(cls)
+        _field(item.name, hints[item.name], item.default, item.metadata["option"]) for item in items
     ]
 
 

@@ -11,7 +11,7 @@ from llm.trainers.gpt.rules import check_planned
 PLAN = "Plan"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(GPTConfig):
     """What is planned: any option of the trainer, and those of the plan."""
 

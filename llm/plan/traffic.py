@@ -2,10 +2,10 @@
 
 import dataclasses
 
+from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.plan.job import Job
 from llm.plan.param_counts import FP32, num_elements
-from llm.trainers.gpt.rules import recomputation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

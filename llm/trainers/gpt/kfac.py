@@ -13,11 +13,11 @@ from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
+from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.kfac.soap import make_soap
 from llm.optim.muon import make_muon
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.rules import kfac_method, preconditioner_options
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2

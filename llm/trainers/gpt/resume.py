@@ -11,9 +11,9 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
 from llm.models.configuration import has_weights
+from llm.models.options import shape_options
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.rules import shape_options
 
 NOT_READ = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")

@@ -15,12 +15,14 @@ from llm.checkpoint.state import TrainState
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.metrics.meter import Meter
+from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.models.build import build_model
 from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
+from llm.models.options import recomputation
 from llm.parallel.base import AcceleratedStrategy, make_accelerator
 from llm.parallel.context_attention import check_divisible
 from llm.parallel.pipeline.stage import check_cut
@@ -36,7 +38,7 @@ from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
-from llm.trainers.gpt.rules import profiled_steps, recomputation, ties_gradients
+from llm.trainers.gpt.rules import ties_gradients
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")

@@ -1,0 +1,253 @@
+"""Options of the data: its source, its order, batches, the length of a run."""
+
+from dataclasses import dataclass
+
+from llm.config.options import given, option
+
+DATA = "Data"
+BATCH = "Batch"
+LENGTH = "Length of training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What is trained and evaluated on."""
+
+    dataset_name: str | None = option(
+        None,
+        "Data set on the Hub, or a local folder that the datasets library can load.",
+        group=DATA,
+        path=True,
+        resume="fixed",
+    )
+    dataset_config_name: str | None = option(
+        None,
+        "Configuration (subset) of the data set.",
+        group=DATA,
+        requires=("dataset_name",),
+        resume="fixed",
+    )
+    train_file: str | None = option(
+        None,
+        "Training text: a txt, json, jsonl, csv or parquet file.",
+        group=DATA,
+        path=True,
+        resume="fixed",
+    )
+    validation_file: str | None = option(
+        None,
+        "Validation text: a txt, json, jsonl, csv or parquet file.",
+        group=DATA,
+        path=True,
+        resume="fixed",
+    )
+    data_path: tuple[float | str, ...] = option(
+        (),
+        "Token files to train and evaluate on: their paths without .bin and .idx (a flat nanoGPT "
+        "file with its .bin), alone or each after its weight. Without weights, each counts by its "
+        "tokens.",
+        group=DATA,
+        path=True,
+        resume="fixed",
+    )
+    train_data_path: tuple[float | str, ...] = option(
+        (),
+        "Token files to train on, taken whole, in place of data_path.",
+        group=DATA,
+        path=True,
+        resume="fixed",
+    )
+    valid_data_path: tuple[float | str, ...] = option(
+        (), "Token files to evaluate on, taken whole.", group=DATA, path=True, resume="fixed"
+    )
+    split: str | None = option(
+        None,
+        "How the documents of each file of data_path are shared out to training, validation and "
+        "testing (which is left aside), such as 980,10,10; 100,0,0 trains only. By default "
+        "969,30,1.",
+        group=DATA,
+        requires=("data_path",),
+        resume="fixed",
+    )
+    in_memory: bool = option(
+        False,
+        "Read the tokens into main memory at the start, once on each node, and pin them there if "
+        "the system allows it.",
+        group=DATA,
+    )
+    reset_position_ids: bool = option(
+        False,
+        "Start the positions anew after each end-of-text token in a sample.",
+        group=DATA,
+        resume="fixed",
+    )
+    reset_attention_mask: bool = option(
+        False,
+        "Let no attention cross an end-of-text token in a sample.",
+        group=DATA,
+        resume="fixed",
+    )
+    force: bool = option(False, "Train on token files that another tokenizer made.", group=DATA)
+    validation_split_percentage: float = option(
+        5,
+        "Percentage of the training rows, from the start, that validate when there is no "
+        "validation split or file; 0 trains without validation.",
+        group=DATA,
+        at_least=0,
+        below=100,
+        resume="fixed",
+    )
+    text_column: str | None = option(
+        None,
+        "Column or JSON key that holds the text; by default `text`, else the only one of text.",
+        group=DATA,
+        aliases=("json_key",),
+        resume="fixed",
+    )
+    no_keep_linebreaks: bool = option(
+        False,
+        "Drop the line breaks (and blank lines) of txt files.",
+        group=DATA,
+        resume="fixed",
+    )
+    append_eos: bool = option(
+        True,
+        "End every document with the tokenizer's end-of-text token.",
+        group=DATA,
+        aliases=("append_eod",),
+        resume="fixed",
+    )
+    block_size: int | None = option(
+        None,
+        "Tokens a sample; by default the model's positions, 1024 at most.",
+        group=DATA,
+        at_least=1,
+        resume="fixed",
+    )
+    preprocessing_num_workers: int | None = option(
+        None, "Threads that tokenise; by default all cores.", group=DATA, at_least=1
+    )
+    overwrite_cache: bool = option(
+        False, "Tokenise again even when the cache holds the result.", group=DATA, one_shot=True
+    )
+    data_cache_dir: str | None = option(
+        None,
+        "Folder for tokenised data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
+        group=DATA,
+        path=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Samples of a step, and steps of a run."""
+
+    per_device_train_batch_size: int = option(
+        8, "Samples of one micro-batch on one device.", group=BATCH, resume="logged", at_least=1
+    )
+    per_device_eval_batch_size: int = option(
+        8,
+        "Samples of one evaluation batch on one device.",
+        group=BATCH,
+        resume="logged",
+        at_least=1,
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1
+    )
+    global_batch_size: int | None = option(
+        None,
+        "Samples of one optimizer step over all devices; gradient accumulation follows from it.",
+        group=BATCH,
+        at_least=1,
+    )
+    num_train_epochs: int = option(
+        3,
+        "Passes over the data, unless max_train_steps or max_train_samples is given.",
+        group=LENGTH,
+        at_least=1,
+        resume="fixed",
+    )
+    max_train_steps: int | None = option(
+        None, "Optimizer steps to train.", group=LENGTH, at_least=1, resume="fixed"
+    )
+    max_train_samples: int | None = option(
+        None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
+    )
+
+
+SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
+"""Options that name the training data."""
+
+
+def data_problems(options: DataOptions) -> list[str]:
+    """What cannot work about the data, a sentence each."""
+    return [
+        *_source_problems(options),
+        *_token_file_problems(options),
+        *_document_problems(options),
+    ]
+
+
+def _source_problems(options: DataOptions) -> list[str]:
+    problems = []
+    sources = [name for name in SOURCES if getattr(options, name)]
+    if len(sources) > 1:
+        problems.append(
+            f"{' and '.join(f'--{name}' for name in sources)} are "
+            f"{('two', 'three', 'four')[len(sources) - 2]} sources of data; give one of them."
+        )
+    if options.dataset_name is not None and options.validation_file:
+        problems.append(
+            "--dataset_name and --validation_file are two sources of data; give one of them."
+        )
+    return problems
+
+
+def _token_file_problems(options: DataOptions) -> list[str]:
+    problems = []
+    token_files = options.data_path or options.train_data_path or options.valid_data_path
+    text = options.dataset_name or options.train_file or options.validation_file
+    if options.valid_data_path and (options.data_path or text):
+        problems.append(
+            "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
+            "is cut by --split, and text has options of its own."
+        )
+    if options.validation_file and (options.data_path or options.train_data_path):
+        problems.append(
+            "--validation_file is text and does not go with token files; name token files to "
+            "evaluate on with --valid_data_path."
+        )
+    if options.force and not token_files:
+        problems.append("--force is for token files, and none are given.")
+    if token_files:
+        problems += [
+            f"--{name} is for text, and token files are ready; leave it out."
+            for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
+            if getattr(options, name)
+        ]
+    if token_files and "validation_split_percentage" in given(options):
+        problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
+    return problems
+
+
+def _document_problems(options: DataOptions) -> list[str]:
+    text = options.dataset_name or options.train_file or options.validation_file
+    return [
+        f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos out."
+        for name in ("reset_position_ids", "reset_attention_mask")
+        if getattr(options, name) and text and not options.append_eos
+    ]
+
+
+def batch_problems(options: BatchOptions) -> list[str]:
+    """What cannot work about batches and the length of the run, a sentence each."""
+    problems = []
+    if options.max_train_steps is not None and options.max_train_samples is not None:
+        problems.append("--max_train_steps and --max_train_samples exclude each other.")
+    if options.global_batch_size is not None and options.gradient_accumulation_steps != 1:
+        problems.append(
+            "--global_batch_size decides gradient accumulation; leave out "
+            "--gradient_accumulation_steps."
+        )
+    return problems

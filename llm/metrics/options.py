@@ -1,0 +1,66 @@
+"""Options of what a run measures and reports."""
+
+from dataclasses import dataclass
+
+from llm.config.options import option
+from llm.errors import ConfigError
+
+LOGGING = "Logging"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingOptions:
+    """What is logged, how often and where."""
+
+    logging_steps: int = option(
+        10, "Steps between two lines of the log.", group=LOGGING, at_least=1
+    )
+    report_to: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
+        group=LOGGING,
+    )
+    device_peak_tflops: float | None = option(
+        None,
+        "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
+        "default the maker's figure for half precision, or the best rate that matrix products and "
+        "steps have reached so far.",
+        group=LOGGING,
+        above=0,
+    )
+    profile: str | None = option(
+        None,
+        "START:STOP profiles these steps: a trace and a table of where their time went in the "
+        "run's folder.",
+        group=LOGGING,
+        one_shot=True,
+    )
+
+
+def logging_problems(options: LoggingOptions) -> list[str]:
+    """What cannot work about the log, a sentence each."""
+    problems = []
+    if "none" in options.report_to and len(options.report_to) > 1:
+        problems.append("--report_to none stands alone.")
+    try:
+        profiled_steps(options)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def profiled_steps(options: LoggingOptions) -> tuple[int, int] | None:
+    """The steps to profile: after the first number, up to the second; None for none.
+
+    Raises:
+        ConfigError: The option is not two growing numbers.
+    """
+    if options.profile is None:
+        return None
+    start, colon, stop = options.profile.partition(":")
+    if not (colon and start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise ConfigError(
+            f"--profile {options.profile} is not START:STOP, two growing numbers of steps such as "
+            "10:13, which profiles steps 11 to 13."
+        )
+    return int(start), int(stop)

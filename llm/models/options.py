@@ -1,0 +1,210 @@
+"""Options of the model: what is built, and how it computes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llm.config.options import option
+
+MODEL = "Model"
+SPEED = "Speed and memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is trained, and how it computes."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Hub name or local folder that gives the model's configuration, tokenizer and weights. "
+        "A folder without weights is trained from scratch.",
+        group=MODEL,
+        path=True,
+        resume="fixed",
+    )
+    config_name: str | None = option(
+        None,
+        "Hub name, folder or config.json of the model's configuration, if it differs from "
+        "model_name_or_path. Without model_name_or_path the model is trained from scratch.",
+        group=MODEL,
+        path=True,
+        resume="fixed",
+    )
+    model_type: str | None = option(
+        None,
+        "Architecture to train from scratch with its default configuration, such as gpt2 or llama.",
+        group=MODEL,
+        resume="fixed",
+    )
+    config_overrides: str | None = option(
+        None,
+        "Changes to the model's configuration, such as n_layer=4,n_embd=128.",
+        group=MODEL,
+        resume="fixed",
+    )
+    model_size: (
+        Literal[
+            "124M",
+            "355M",
+            "774M",
+            "1.5B",
+            "1.7B",
+            "3.6B",
+            "7.5B",
+            "18.4B",
+            "39.1B",
+            "76.1B",
+            "145.6B",
+            "310.1B",
+        ]
+        | None
+    ) = option(
+        None,
+        "Layers, width and heads of a GPT-2- or Llama-shaped model by name, trained from scratch: "
+        "GPT-2's four sizes and those of Narayanan et al. 2021. Without a model's name it is a "
+        "GPT-2 with vocabulary and positions of that table (51,200 and 2,048 from 1.7B on).",
+        group=MODEL,
+        resume="fixed",
+    )
+    num_layers: int | None = option(
+        None,
+        "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name it "
+        "is a GPT-2, and hidden_size and num_attention_heads are needed too.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    hidden_size: int | None = option(
+        None,
+        "Width of such a model; the width of its MLP keeps its proportion.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    num_attention_heads: int | None = option(
+        None,
+        "Heads of such a model; as many of them share a key as before.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    low_cpu_mem_usage: bool = option(
+        False,
+        "Take only configuration and tokenizer from model_name_or_path and initialise the weights "
+        "from scratch, directly on the device, without a copy in host memory.",
+        group=MODEL,
+        resume="fixed",
+    )
+    attention_implementation: str | None = option(
+        None,
+        "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
+        "the best that the model supports.",
+        group=MODEL,
+        resume="logged",
+    )
+    pad_vocab_to_multiple_of: int | None = option(
+        None,
+        "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding takes "
+        "no part in the loss and is cut off on export.",
+        group=MODEL,
+        at_least=1,
+        resume="fixed",
+    )
+    no_bias: bool = option(False, "Hold all biases at zero.", group=MODEL, resume="fixed")
+    trust_remote_code: bool = option(
+        False,
+        "Run model, tokenizer or data set code that comes with a Hub repository.",
+        group=MODEL,
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] | None = option(
+        None,
+        "Activations that the backward pass computes once more, to save memory: none, if not "
+        "given; all of a block (full); or all but its matrix products and attention (selective).",
+        group=SPEED,
+    )
+    gradient_checkpointing: bool = option(
+        False, "The older name of activation_checkpointing full.", group=SPEED
+    )
+    torch_compile: bool = option(
+        False, "Compile the model with torch.compile.", group=SPEED, resume="logged"
+    )
+    fused_gelu: bool = option(
+        True,
+        "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; the same function.",
+        group=SPEED,
+        resume="logged",
+    )
+    chunked_loss: bool = option(
+        True,
+        "Compute the loss a few hundred tokens at a time, where the model's output head allows it; "
+        "the full logits are never built.",
+        group=SPEED,
+        resume="logged",
+    )
+    tied_gradients: bool = option(
+        True,
+        "Where the embedding is also the output head, make one gradient of its two; not with "
+        "torch_compile.",
+        group=SPEED,
+        resume="logged",
+    )
+
+
+def model_problems(options: ModelOptions) -> list[str]:
+    """What cannot work about the model, a sentence each."""
+    return [*_named_problems(options), *_shape_problems(options), *_memory_problems(options)]
+
+
+def _named_problems(options: ModelOptions) -> list[str]:
+    named = options.model_name_or_path or options.config_name or options.model_type
+    if not named and not shape_options(options):
+        return [
+            "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
+        ]
+    if options.model_name_or_path is not None and options.model_type is not None:
+        return [
+            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
+            "model; give one of them."
+        ]
+    return []
+
+
+def _shape_problems(options: ModelOptions) -> list[str]:
+    changed = [name for name in SHAPE[1:] if getattr(options, name) is not None]
+    named = options.model_name_or_path or options.config_name or options.model_type
+    if options.model_size is not None and changed:
+        return [
+            f"--model_size {options.model_size} sets --{changed[0]} already; leave one of them out."
+        ]
+    if changed and not named and len(changed) < 3:
+        missing = " and ".join(f"--{name}" for name in SHAPE[1:] if name not in changed)
+        return [
+            f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
+            f"or --model_type; without one, give {missing} too."
+        ]
+    return []
+
+
+def _memory_problems(options: ModelOptions) -> list[str]:
+    chosen = options.activation_checkpointing
+    if options.gradient_checkpointing and chosen not in (None, "full"):
+        return [
+            "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
+            f"{chosen}; leave one of them out."
+        ]
+    return []
+
+
+SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")
+"""Options that set a model's layers, width and heads."""
+
+
+def shape_options(options: ModelOptions) -> list[str]:
+    """The options given that set a model's layers, width and heads."""
+    return [name for name in SHAPE if getattr(options, name) is not None]
+
+
+def recomputation(options: ModelOptions) -> Literal["none", "full", "selective"]:
+    """The activations to compute once more, by either of the option's two names."""
+    return options.activation_checkpointing or (
+        "full" if options.gradient_checkpointing else "none"
+    )

@@ -1,0 +1,51 @@
+"""Options of the tokenizer."""
+
+from dataclasses import dataclass
+
+from llm.config.options import option
+
+TOKENIZER = "Tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    """Which tokenizer turns text into ids."""
+
+    tokenizer_name: str | None = option(
+        None,
+        "Hub name, folder or tokenizer.json of the tokenizer, if it differs from "
+        "model_name_or_path.",
+        group=TOKENIZER,
+        path=True,
+        resume="fixed",
+    )
+    vocab_file: str | None = option(
+        None,
+        "GPT-2 style vocab.json; goes with merges_file.",
+        group=TOKENIZER,
+        requires=("merges_file",),
+        path=True,
+        resume="fixed",
+    )
+    merges_file: str | None = option(
+        None,
+        "GPT-2 style merges.txt; goes with vocab_file.",
+        group=TOKENIZER,
+        requires=("vocab_file",),
+        path=True,
+        aliases=("merge_file",),
+        resume="fixed",
+    )
+    use_slow_tokenizer: bool = option(
+        False,
+        "Use the tokenizer's Python implementation where there is one.",
+        group=TOKENIZER,
+        resume="fixed",
+    )
+
+
+def tokenizer_problems(options: TokenizerOptions) -> list[str]:
+    """What cannot work about the tokenizer, a sentence each."""
+    if options.vocab_file is not None and options.tokenizer_name is not None:
+        return ["--tokenizer_name and --vocab_file name two tokenizers; give one."]
+    return []
