@@ -15,7 +15,7 @@ from pathlib import Path
 from llm.checkpoints import CheckpointsOptions
 from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
-from llm.data.prepare.__main__ import PrepareConfig
+from llm.data.prepare import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions

@@ -17,7 +17,7 @@ FLOORS = [
     {"plan", "report", "jobs", "checkpoints", "generate", "preflight"},
 ]
 # Programs that lie in the folder of their subject stand on the top floor like the others.
-PROGRAMS = {"data.inspect", "data.prepare.__main__", "data.train_tokenizer", "parallel.topology"}
+PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}
 
 READ_CONFIG = {
     "plan.options",

@@ -19,8 +19,8 @@ from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.data.inspect import InspectOptions
-from llm.data.prepare.__main__ import PrepareConfig
-from llm.data.prepare.__main__ import check as check_prepare
+from llm.data.prepare import PrepareConfig
+from llm.data.prepare import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.generate import GenerateOptions

@@ -10,7 +10,7 @@ from llm.data.documents import check_document_ends
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, open_token_file
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
-from llm.data.prepare.output_files import read_row_bytes
+from llm.data.preparation.output_files import read_row_bytes
 from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
 from llm.errors import DataError
 

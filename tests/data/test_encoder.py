@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from llm.data.prepare import encoder
-from llm.data.prepare.encoder import Encoding, FastEncoder, OtherIds, ReferenceEncoder, make_encoder
+from llm.data.preparation import encoder
+from llm.data.preparation.encoder import (
+    Encoding,
+    FastEncoder,
+    OtherIds,
+    ReferenceEncoder,
+    make_encoder,
+)
 from llm.errors import ConfigError
 from llm.tokenizers.fast import TextTokenizer, from_transformers
 from tests.support.corpora import byte_tokenizer

@@ -4,9 +4,9 @@ import json
 import numpy as np
 import pytest
 
-from llm.data.prepare import parts
-from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.parts import (
+from llm.data.preparation import parts
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.parts import (
     Progress,
     each_row,
     read_array,

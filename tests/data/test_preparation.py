@@ -7,7 +7,7 @@ import pytest
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import checksums, read_sidecar, verify
-from llm.data.prepare.output_files import Output
+from llm.data.preparation.output_files import Output
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import ListSource, error_on_a_full_disk, write

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from llm.data.prepare import progress as preparation_log
-from llm.data.prepare.tokenize_parts import Totals
+from llm.data.preparation import progress as preparation_log
+from llm.data.preparation.tokenize_parts import Totals
 
 
 @pytest.fixture(autouse=True)

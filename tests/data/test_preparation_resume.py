@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from llm.data.formats.sidecar import verify
-from llm.data.prepare import preparation
-from llm.data.prepare.output_files import Output
+from llm.data.preparation import prepare_files as preparation
+from llm.data.preparation.output_files import Output
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 from tests.support.preparation import (

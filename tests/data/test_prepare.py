@@ -17,8 +17,8 @@ from transformers import ByT5Tokenizer
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar, verify
-from llm.data.prepare import preparation
-from llm.data.prepare.__main__ import main
+from llm.data.preparation import prepare_files as preparation
+from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair
 from tests.support.tokenizers import tiny_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llm.data.formats.sidecar import verify
-from llm.data.prepare.__main__ import main
+from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from llm.data.prepare.__main__ import main
+from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import json_lines
 

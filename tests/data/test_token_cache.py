@@ -15,8 +15,8 @@ import pytest
 
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import verify
-from llm.data.prepare import cache as token_cache
-from llm.data.prepare.output_files import read_row_bytes
+from llm.data.preparation import cache as token_cache
+from llm.data.preparation.output_files import read_row_bytes
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import (

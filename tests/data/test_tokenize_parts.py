@@ -5,10 +5,10 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 
-from llm.data.prepare import tokenize_parts as module
-from llm.data.prepare.encoder import Encoding, OtherIds, end_token
-from llm.data.prepare.parts import read_array, write_part
-from llm.data.prepare.tokenize_parts import tokenize_parts
+from llm.data.preparation import tokenize_parts as module
+from llm.data.preparation.encoder import Encoding, OtherIds, end_token
+from llm.data.preparation.parts import read_array, write_part
+from llm.data.preparation.tokenize_parts import tokenize_parts
 from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.tokenizers.fast import load_text_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.prepare import workers
-from llm.data.prepare.workers import bounded_workers, run_in_processes
+from llm.data.preparation import workers
+from llm.data.preparation.workers import bounded_workers, run_in_processes
 from llm.errors import DataError
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -35,9 +35,9 @@ IN_A_SAVE = [
 ]
 IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 WHILE_TOKENISING = [
-    ("llm.data.prepare.tokenize_parts:write_part", (1, 1), None),
-    ("llm.data.prepare.output_files:assemble", (1, 1), None),
-    ("llm.data.prepare.output_files:sync_folder", (1, 1), None),
+    ("llm.data.preparation.tokenize_parts:write_part", (1, 1), None),
+    ("llm.data.preparation.output_files:assemble", (1, 1), None),
+    ("llm.data.preparation.output_files:sync_folder", (1, 1), None),
 ]
 AT_THE_EDGES = [
     ("llm.trainers.gpt.reporting:make_tracker", (1, 1), None),

@@ -25,7 +25,7 @@ OPTIONS = {
 }
 BEFORE_TRAINING = {
     "start-up": ("llm.trainers.gpt.setup:make_strategy", 1),
-    "tokenising": ("llm.data.prepare.output_files:assemble", 1),
+    "tokenising": ("llm.data.preparation.output_files:assemble", 1),
 }
 IN_TRAINING = {
     "step": ("llm.parallel.base:AcceleratedStrategy.forward_backward", 6),

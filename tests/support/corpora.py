@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llm.data.prepare.cache import TokenCache
-from llm.data.prepare.encoder import Encoding
+from llm.data.preparation.cache import TokenCache
+from llm.data.preparation.encoder import Encoding
 from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
-from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.output_files import Output
-from llm.data.prepare.preparation import prepare_files
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import Output
+from llm.data.preparation.prepare_files import prepare_files
 from llm.data.text.readers import BadRecordPolicy
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer

@@ -10,9 +10,9 @@ from llm.data.corpus import Corpus
 from llm.data.documents import DocumentEnds
 from llm.data.formats.megatron import token_dtype
 from llm.data.in_memory import hold_in_memory
-from llm.data.prepare.cache import TokenCache
-from llm.data.prepare.encoder import Encoding, end_token
-from llm.data.prepare.workers import bounded_workers
+from llm.data.preparation.cache import TokenCache
+from llm.data.preparation.encoder import Encoding, end_token
+from llm.data.preparation.workers import bounded_workers
 from llm.data.text.hub import dataset_sources
 from llm.data.text.sources import Source, file_source
 from llm.data.token_corpus import TokenFileChecks, open_text_corpus, open_token_corpus

@@ -24,9 +24,9 @@ from typing import Any
 
 from llm import errors
 from llm.data.formats.paths import beside
-from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.output_files import Output, damage
-from llm.data.prepare.preparation import plan_digest, prepare_files
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import Output, damage
+from llm.data.preparation.prepare_files import plan_digest, prepare_files
 from llm.data.text.sources import Source
 from llm.errors import DataError, LLMError
 from llm.runtime.files import sync_folder, try_lock, write_whole

@@ -20,8 +20,8 @@ from typing import Any
 
 import xxhash
 
-from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.output_files import (
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import (
     SUFFIXES,
     Output,
     assemble_output,
@@ -30,9 +30,9 @@ from llm.data.prepare.output_files import (
     is_of_plan,
     publish,
 )
-from llm.data.prepare.parts import PartStats
-from llm.data.prepare.progress import log_summary, progress_log
-from llm.data.prepare.tokenize_parts import tokenize_parts
+from llm.data.preparation.parts import PartStats
+from llm.data.preparation.progress import log_summary, progress_log
+from llm.data.preparation.tokenize_parts import tokenize_parts
 from llm.data.text.sources import Source, check_unchanged
 from llm.errors import DataError
 from llm.runtime.files import try_lock, write_whole

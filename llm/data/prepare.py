@@ -14,7 +14,7 @@ from llm.errors import ConfigError, LLMError
 from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
-    from llm.data.prepare.output_files import Output
+    from llm.data.preparation.output_files import Output
     from llm.data.text.sources import Source
 
 INPUT = "Input"
@@ -170,9 +170,9 @@ def prepare(config: PrepareConfig) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option need none of it.
     from llm.data.formats.megatron import token_dtype
-    from llm.data.prepare.encoder import Encoding, end_token
-    from llm.data.prepare.preparation import prepare_files
-    from llm.data.prepare.workers import bounded_workers
+    from llm.data.preparation.encoder import Encoding, end_token
+    from llm.data.preparation.prepare_files import prepare_files
+    from llm.data.preparation.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
 
     outputs = _outputs(config)
@@ -205,7 +205,7 @@ def prepare(config: PrepareConfig) -> None:
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """What is read for each file that is written."""
-    from llm.data.prepare.output_files import Output
+    from llm.data.preparation.output_files import Output
     from llm.data.text.sources import text_sources
 
     def output(prefix: Path) -> Output:

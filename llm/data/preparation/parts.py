@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.prepare.encoder import Encoder, Encoding, make_encoder
+from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
 from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError

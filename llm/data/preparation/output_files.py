@@ -12,9 +12,9 @@ from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.paths import beside
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
-from llm.data.prepare.assembly import assemble, assemble_shuffled
-from llm.data.prepare.encoder import Encoding
-from llm.data.prepare.parts import PartStats, each_row
+from llm.data.preparation.assembly import assemble, assemble_shuffled
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.parts import PartStats, each_row
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 

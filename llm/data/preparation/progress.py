@@ -4,8 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from llm.data.prepare.parts import PartStats
-from llm.data.prepare.tokenize_parts import Totals
+from llm.data.preparation.parts import PartStats
+from llm.data.preparation.tokenize_parts import Totals
 
 log = logging.getLogger("llm.data")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llm.data.prepare.encoder import Encoding, OtherIds, make_encoder
-from llm.data.prepare.parts import PartStats, Progress, read_part, remove_part, write_part
-from llm.data.prepare.workers import run_in_processes
+from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
+from llm.data.preparation.parts import PartStats, Progress, read_part, remove_part, write_part
+from llm.data.preparation.workers import run_in_processes
 from llm.data.text.sources import Source
 from llm.errors import DataError
 

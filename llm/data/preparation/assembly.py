@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import write_index
-from llm.data.prepare.parts import PartStats, each_row, read_array
+from llm.data.preparation.parts import PartStats, each_row, read_array
 from llm.data.sampler import permute
 from llm.runtime.files import sync
 
