@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -338,6 +339,31 @@ def test_every_option_is_read_somewhere():
     source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
     unread = [field.name for field in fields(GPTConfig) if f"config.{field.name}" not in source]
     assert unread == []
+
+
+def help_of(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(GPTConfig, words, prog="gpt", description="")
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_what_most_runs_set_and_help_all_every_option(capsys):
+    names = {field.name for field in fields(GPTConfig)}
+    shown, everything = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
+    listed = re.compile(r"^  (?:.*, )?--(\w+)", re.MULTILINE)
+    assert names & {*listed.findall(everything)} == names
+    assert names & {*listed.findall(shown)} == set(GPTConfig.COMMON)
+    assert len(GPTConfig.COMMON) == 30
+    assert shown.index("--model_name_or_path") < shown.index("--learning_rate")
+
+
+def test_help_on_a_subject_shows_its_options_and_names_the_other_subjects(capsys):
+    shown = help_of(capsys, "--help=kfac")
+    assert "--kfac_damping" in shown
+    assert "--train_file" not in shown
+    with pytest.raises(ConfigError, match=r"--help pizza: .* model, speed, tokenizer"):
+        parse(GPTConfig, ["--help", "pizza"], prog="gpt", description="")
 
 
 def test_help_and_refusals_import_no_torch():

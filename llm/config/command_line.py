@@ -7,6 +7,7 @@ word `none` unsets an optional value and empties a list.
 
 import argparse
 import re
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from llm.config.options import (
     Field,
     after_unknown,
     check_ranges,
+    common,
     fields,
     is_too_long,
     paths,
@@ -62,8 +64,15 @@ def parse(
         SystemExit: After `--help`.
     """
     declared = fields(cls)
+    words = [_underscored(word) for word in argv]
+    topic = _help_topic(words)
+    if topic is not None:
+        parser = _parser(_on_topic(topic, cls), prog=prog, description=description)
+        parser.epilog = _other_topics(cls) if common(cls) else None
+        sys.stdout.write(parser.format_help())
+        raise SystemExit(0)
     parser = _parser(declared, prog=prog, description=description)
-    known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    known, unknown = parser.parse_known_args(words)
     given = vars(known)
     if positional is not None and positional not in given:
         # What follows an unknown option is likelier its value.
@@ -116,11 +125,52 @@ def _underscored(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
+def _help_topic(words: Sequence[str]) -> str | None:
+    """What follows `--help`, "" for nothing; None where nobody asks for help."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word in ("-h", "--help"):
+            return "" if after.startswith("-") else after.lower()
+        if word.startswith("--help="):
+            return word.partition("=")[2].lower()
+    return None
+
+
+def _on_topic(topic: str, cls: type) -> list[Field]:
+    """The options of which `--help TOPIC` tells.
+
+    Raises:
+        ConfigError: There is no such topic.
+    """
+    declared = fields(cls)
+    if topic == "all" or not common(cls):
+        return declared
+    if not topic:
+        by_name = {field.name: field for field in declared}
+        return [by_name[name] for name in common(cls)]
+    found = [field for field in declared if topic in _topics(field.option.group)]
+    if not found:
+        raise ConfigError(f"--help {topic}: there is no such topic. {_other_topics(cls)}")
+    return found
+
+
+def _topics(group: str) -> list[str]:
+    """The words of a heading by which it can be asked for: ["kfac"] for "K-FAC"."""
+    return [word for word in re.sub(r"[^a-z ]", "", group.lower()).split() if len(word) > 2]
+
+
+def _other_topics(cls: type) -> str:
+    headings = dict.fromkeys(field.option.group for field in fields(cls))
+    topics = ", ".join(_topics(heading)[0] for heading in headings)
+    return f"--help all shows every option; --help TOPIC those of {topics}."
+
+
 def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
     parser = _Parser(
         prog=prog,
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
         description=description,
         allow_abbrev=False,
+        add_help=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
@@ -129,6 +179,7 @@ def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
         metavar="FILE",
         help="TOML file with any of these options; the command line overrides it.",
     )
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options and end.")
     groups: dict[str, Any] = {}
     for field in declared:
         if field.option.group not in groups:

@@ -167,6 +167,11 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
     )
 
 
+def common(cls: type) -> tuple[str, ...]:
+    """What `--help` shows: the class variable COMMON of a program with many options, else all."""
+    return getattr(cls, "COMMON", ())
+
+
 @dataclasses.dataclass(frozen=True)
 class Removed:
     """An option of an earlier version; a program lists its own in a class variable REMOVED.

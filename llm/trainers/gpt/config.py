@@ -142,6 +142,19 @@ class GPTConfig(
 ):
     """Options of `python -m llm.trainers.gpt`: those of every room, and its own."""
 
+    # What most runs set, in the order in which one thinks of it.
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("model_name_or_path", "model_size", "config_overrides", "tokenizer_name"),
+        *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+        *("num_train_epochs", "max_train_steps"),
+        *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps", "weight_decay"),
+        *("kfac", "mixed_precision", "torch_compile"),
+        *("output_dir", "overwrite_output_dir", "checkpointing_steps", "resume_from_checkpoint"),
+        *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
+        "pipeline_parallel_size",
+    )
+
     REMOVED: ClassVar[dict[str, Removed]] = {
         "hub_private": Removed(
             False,
