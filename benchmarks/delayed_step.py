@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.groups import make_adamw
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
 from llm.parallel.gossip.diloco import OuterOptimizer

@@ -35,7 +35,8 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.optim.groups import make_adamw
-    from llm.parallel.base import AcceleratedStrategy, make_accelerator
+    from llm.parallel.accelerator import make_accelerator
+    from llm.parallel.base import AcceleratedStrategy
     from tests.support.models import tiny_config
 
     config = tiny_config(family)

@@ -15,7 +15,8 @@ from llm.config.command_line import parse
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job

@@ -221,7 +221,7 @@ class RunFolder:
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
         """Write `status.json`, since launchers hide the exit codes; an end is an event too."""
-        status = {
+        content = {
             "status": status,
             "reason": reason,
             "step": step,
@@ -229,7 +229,7 @@ class RunFolder:
             "pid": os.getpid(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        write_whole(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+        write_whole(self.path / "status.json", json.dumps(content, indent=1) + "\n")
         if status != "running":
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 

@@ -127,7 +127,7 @@ def _underscored(word: str) -> str:
 
 def _help_topic(words: Sequence[str]) -> str | None:
     """What follows `--help`, "" for nothing; None where nobody asks for help."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
             return "" if after.startswith("-") else after.lower()
         if word.startswith("--help="):

@@ -12,7 +12,8 @@ from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.groups import make_adamw
-from llm.parallel.base import AcceleratedStrategy, check_precision, make_accelerator
+from llm.parallel.accelerator import check_precision, make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

@@ -11,7 +11,8 @@ from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
 from llm.parallel import context_attention as context
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import ContextPart
 from llm.parallel.context_attention import divide_attention
 from llm.parallel.dims import ParallelDims, parallel_dims

@@ -8,7 +8,8 @@ import torch
 from llm.data.micro_batch import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds

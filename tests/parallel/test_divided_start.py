@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.base import make_accelerator
+from llm.parallel.accelerator import make_accelerator
 from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy

@@ -13,7 +13,8 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.groups import make_adamw
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from tests.support.models import tiny_config

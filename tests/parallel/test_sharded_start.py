@@ -14,7 +14,8 @@ from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.optim.groups import make_adamw
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model

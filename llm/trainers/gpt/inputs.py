@@ -21,7 +21,7 @@ from llm.data.samples import Samples
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
-from llm.parallel.base import check_precision
+from llm.parallel.accelerator import check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth

@@ -186,9 +186,9 @@ def _size_problems(config: GPTConfig) -> list[str]:
 
 
 def _pipeline_problems(config: GPTConfig) -> list[str]:
-    problems = []
     if config.pipeline_parallel_size == 1:
-        return problems
+        return []
+    problems = []
     if config.torch_compile:
         problems.append(
             "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "

@@ -23,7 +23,8 @@ from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.models.options import recomputation
-from llm.parallel.base import AcceleratedStrategy, make_accelerator
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context_attention import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.strategy import Strategy
