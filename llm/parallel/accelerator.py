@@ -1,5 +1,6 @@
 """Accelerate's process groups, in a precision that the device has."""
 
+import logging
 import os
 from datetime import timedelta
 
@@ -9,7 +10,8 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
-from llm.parallel.base import logger
+
+logger = logging.getLogger("llm.parallel")
 
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:
