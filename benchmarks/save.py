@@ -68,19 +68,19 @@ class State:
 
 def measure(options: SaveBenchmarkOptions, folder: Path) -> Section:
     """Time the three ways of saving, turn by turn."""
+    from llm.checkpoint.options import CheckpointOptions
     from llm.checkpoint.save import Saver
 
     state = State(options)
     size = sum(file_bytes(state.state_dict()[kind]) for kind in ("model", "optimizer"))
     savers = {
         name: Saver(
+            CheckpointOptions(async_checkpoint=name == "background", keep_checkpoints=1),
             folder / name,
             parts={"strategy": state},
-            facts={},
+            metadata={},
             rank=0,
             world_size=1,
-            background=name == "background",
-            keep_newest=1,
         )
         for name in ("background", "blocking")
     }

@@ -5,6 +5,7 @@
       DataError              text or token files that are missing, broken or too small
       CheckpointError        a checkpoint that is absent, damaged or does not fit
       ParallelError          ranks, devices or precisions that the machine does not offer
+      PeerLostError          another rank that has died or hangs
 
 Each message is a full sentence that names the option, its value and what to do.
 """
@@ -50,3 +51,7 @@ class DivergedError(LLMError):
 
 class ParallelError(LLMError):
     """Ranks, devices or precisions that the machine does not offer."""
+
+
+class PeerLostError(LLMError):
+    """Another rank has died or hangs, which the watchdog has logged."""

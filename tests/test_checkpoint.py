@@ -9,12 +9,12 @@ import shutil
 import pytest
 import torch
 
-from llm.checkpoint import load as loading
 from llm.checkpoint import snapshot
 from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, add_checksum, read_manifest
 from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
 from llm.checkpoint.retention import mark_superseded, prune
 from llm.errors import CheckpointError
+from llm.runtime.files import checksum
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -147,10 +147,9 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
     def fail(file):
         if file.parent == path:
             raise OSError(5, "Input/output error")
-        return original(file)
+        return checksum(file)
 
-    original = loading.checksum
-    monkeypatch.setattr(loading, "checksum", fail)
+    monkeypatch.setattr("llm.checkpoint.format.checksum", fail)
 
     assert newest_valid(tmp_path).step == 1
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
@@ -296,7 +295,7 @@ def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_the
     # Of the right size, so that only reading shows it: training went on from step 3.
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    saver_of(tmp_path, filled(5.0), keep_newest=1).save(step=5, eval_loss=None)
+    saver_of(tmp_path, filled(5.0), keep_checkpoints=1).save(step=5, eval_loss=None)
 
     assert steps(tmp_path) == [5, 10]
     assert newest_valid(tmp_path).step == 5

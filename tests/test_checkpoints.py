@@ -20,7 +20,7 @@ SHARD = "shard-00001-model-00001-of-00001.safetensors"
 def run(tmp_path):
     """A run with the checkpoints of steps 10, 20 and 30, of which step 20 is the best."""
     folder = tmp_path / "run"
-    saver = saver_of(folder / "checkpoints", filled(1.0), keep_newest=3, keep_best=1)
+    saver = saver_of(folder / "checkpoints", filled(1.0), keep_checkpoints=3, save_top_k=1)
     for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5)):
         saver.save(step=step, eval_loss=loss)
     return folder

@@ -313,7 +313,7 @@ def test_the_end_of_a_finished_run_is_no_mark_and_that_of_a_failed_one_may_have_
 
 def test_checkpoints_are_events_in_runs_that_are_older_than_events_jsonl(run):
     (run / "events.jsonl").unlink()
-    saver = saver_of(run / "checkpoints", filled(1.0), keep_newest=2)
+    saver = saver_of(run / "checkpoints", filled(1.0), keep_checkpoints=2)
     for step in (30, 50):
         saver.save(step=step, eval_loss=None)
     saver.finish()

@@ -99,7 +99,7 @@ def test_what_the_user_says_of_threads_holds(monkeypatch):
 
 SIGNALLED = """
 import os, signal
-from llm.runtime import Interruption
+from llm.runtime.signals import Interruption
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a script
 interruption = Interruption()
 interruption.watch()
@@ -122,7 +122,7 @@ def test_a_background_job_ignores_ctrl_c_unless_torchrun_passes_it_on(launched, 
 # The first process starts a second one and ends. The second prints why it shall stop, if ever.
 ORPHANED = """
 import os, sys, time
-from llm.runtime import Interruption, watch_launcher
+from llm.runtime.signals import Interruption, watch_launcher
 is_watched, tell = os.pipe()
 if os.fork():
     os.read(is_watched, 1)

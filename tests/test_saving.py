@@ -26,6 +26,7 @@ from llm.checkpoint import (
 )
 from llm.checkpoint.format import checkpoint_folders, split_state
 from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
+from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import NotFiniteError, Saver
 from llm.errors import CheckpointError
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
@@ -78,7 +79,14 @@ def write_on_ranks(folder: Path) -> dict[str, object]:
     """Saves on all ranks of a run; what each has held and written."""
     rank, world_size = join()
     part = every_kind(1)
-    saver = Saver(folder, parts={"part": part}, metadata={"a": 1}, rank=rank, world_size=world_size)
+    saver = Saver(
+        CheckpointOptions(),
+        folder,
+        parts={"part": part},
+        metadata={"a": 1},
+        rank=rank,
+        world_size=world_size,
+    )
     saver.save(step=1, eval_loss=2.5)
     # Training goes on: what was saved is what was there when `save` returned.
     for tensor in split_state(part.state)[0].values():
@@ -168,7 +176,7 @@ def test_training_goes_on_and_changes_its_tensors_while_a_checkpoint_is_written(
 ):
     held = Held(monkeypatch)
     part = filled(1.0)
-    saver = saver_of(tmp_path, part, background=True)
+    saver = saver_of(tmp_path, part, async_checkpoint=True)
 
     saver.save(step=1, eval_loss=None)
     part.state["weight"].fill_(2.0)
@@ -184,7 +192,7 @@ def test_training_goes_on_and_changes_its_tensors_while_a_checkpoint_is_written(
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     held = Held(monkeypatch)
     part = filled(1.0)
-    saver = saver_of(tmp_path, part, background=True)
+    saver = saver_of(tmp_path, part, async_checkpoint=True)
     saver.save(step=1, eval_loss=None)
     part.load_state_dict(filled(2.0).state)
     threading.Timer(0.3, held.may_write.set).start()
@@ -239,7 +247,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(
     tmp_path, monkeypatch, caplog, no_pauses, background
 ):
     save(tmp_path, 1)
-    saver = saver_of(tmp_path, filled(2.0), background=background)
+    saver = saver_of(tmp_path, filled(2.0), async_checkpoint=background)
     monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
     saver.save(step=2, eval_loss=None)
     saver.finish()
@@ -275,7 +283,7 @@ def test_training_stops_after_too_many_failures_in_a_row(tmp_path, monkeypatch, 
 
 def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch, no_pauses):
     monkeypatch.setattr(os, "fsync", FailsAt(*range(100)))
-    saver = saver_of(tmp_path, filled(1.0), background=True)
+    saver = saver_of(tmp_path, filled(1.0), async_checkpoint=True)
     saver.save(step=1, eval_loss=None)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
         saver.finish(last=True)
@@ -288,7 +296,7 @@ def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypa
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(checkpoint_folder, "remove", refuse)
-    saver_of(tmp_path, filled(2.0), keep_newest=1).save(step=2, eval_loss=None)
+    saver_of(tmp_path, filled(2.0), keep_checkpoints=1).save(step=2, eval_loss=None)
 
     assert steps(tmp_path) == [1, 2]
     assert "Old checkpoints in" in caplog.text
@@ -318,7 +326,7 @@ def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch
         rmtree(path)
 
     monkeypatch.setattr(shutil, "rmtree", note_and_remove)
-    saver = saver_of(tmp_path, filled(2.0), keep_newest=1)
+    saver = saver_of(tmp_path, filled(2.0), keep_checkpoints=1)
     saver.save(step=2, eval_loss=None)
     saver.save(step=3, eval_loss=None)
 
@@ -343,7 +351,7 @@ def test_the_best_is_kept_and_its_link_moves_by_a_rename(tmp_path, monkeypatch):
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", note_and_replace)
-    saver = saver_of(tmp_path, filled(1.0), keep_newest=1, keep_best=1)
+    saver = saver_of(tmp_path, filled(1.0), keep_checkpoints=1, save_top_k=1)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         saver.save(step=step, eval_loss=loss)
 
@@ -418,7 +426,7 @@ def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:
     for moment in itertools.count():
         run = folder / str(moment)
         shutil.copytree(before, run, symlinks=True)
-        saver = saver_of(run, filled(9.0), background=True, keep_newest=2, keep_best=1)
+        saver = saver_of(run, filled(9.0), async_checkpoint=True, keep_checkpoints=2, save_top_k=1)
         child = os.fork()
         if child == 0:
             die_at(moment)
@@ -448,7 +456,7 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
             wrong.append("another state is loaded than was saved")
     if 2 not in steps(run):
         wrong.append("the best was lost")
-    saver_of(run, filled(5.0), keep_newest=2, keep_best=1).save(step=5, eval_loss=0.5)
+    saver_of(run, filled(5.0), keep_checkpoints=2, save_top_k=1).save(step=5, eval_loss=0.5)
     if not is_filled(load(newest_valid(run)), 5.0):
         wrong.append("the next save is not right")
     # Nothing hidden, and of what is named as a checkpoint nothing that is none.
@@ -476,6 +484,7 @@ def refuse_on_one_rank(folder: Path) -> list[str]:
     logging.getLogger("llm").setLevel(logging.INFO)
     part = Part({f"layer.{i}": torch.ones(500) for i in range(8)})
     saver = Saver(
+        CheckpointOptions(),
         folder,
         parts={"part": part},
         metadata={},
@@ -542,7 +551,12 @@ def test_what_one_rank_cannot_write_all_ranks_report_and_survive(tmp_path):
 def lose_a_rank(folder: Path) -> str:
     rank, world_size = join()
     saver = Saver(
-        folder, parts={"part": filled(2.0)}, metadata={}, rank=rank, world_size=world_size
+        CheckpointOptions(),
+        folder,
+        parts={"part": filled(2.0)},
+        metadata={},
+        rank=rank,
+        world_size=world_size,
     )
     if rank == 1:
         die_at(1)

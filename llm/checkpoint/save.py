@@ -31,6 +31,7 @@ from llm.checkpoint.format import (
     split_state,
 )
 from llm.checkpoint.load import cause
+from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune, sync_file
 from llm.checkpoint.snapshot import HostCopies, OwnerRanks, assign_writers
 from llm.errors import CheckpointError, NotFiniteError
@@ -70,40 +71,34 @@ class Saver:
         held_up: Seconds for which the last save kept training waiting.
 
     Args:
+        options: Whether to write in the background, and which checkpoints to keep.
         folder: The run's `checkpoints` folder.
         parts: What to save, by name.
         metadata: Plain values to keep in every manifest.
         rank: Rank of this process.
         world_size: Number of processes.
-        background: Write while training goes on.
-        keep_newest: How many of the newest to keep; None keeps all.
-        keep_best: How many of the lowest validation loss to keep besides.
         owner_ranks: Which ranks hold a tensor; all of them unless given.
     """
 
     def __init__(
         self,
+        options: CheckpointOptions,
         folder: Path,
         *,
         parts: Mapping[str, Stateful],
         metadata: Mapping[str, Any],
         rank: int,
         world_size: int,
-        background: bool = True,
-        keep_newest: int | None = None,
-        keep_best: int = 0,
         owner_ranks: OwnerRanks | None = None,
     ) -> None:
         self.held_up = 0.0
+        self._options = options
         self._folder = folder
         self._parts = parts
         self._metadata = metadata
         self._rank = rank
         self._world_size = world_size
-        self._background = background
-        self._keep_newest = keep_newest
-        self._keep_best = keep_best
-        self._holders = owner_ranks or (lambda path: range(world_size))
+        self._owner_ranks = owner_ranks or (lambda path: range(world_size))
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -126,7 +121,7 @@ class Saver:
         self.finish()
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
         own, file_of = assign_writers(
-            state, rank=self._rank, world_size=self._world_size, owner_ranks=self._holders
+            state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
         )
         snapshot = Snapshot(
             step=step,
@@ -136,7 +131,7 @@ class Saver:
             metadata={**self._metadata, "eval_loss": eval_loss},
         )
         self.held_up = time.perf_counter() - began
-        if not self._background:
+        if not self._options.async_checkpoint:
             self._save(snapshot)
             self.finish()
             return
@@ -247,8 +242,8 @@ class Saver:
             prune(
                 self._folder,
                 saved=snapshot.step,
-                keep_newest=self._keep_newest,
-                keep_best=self._keep_best,
+                keep_newest=self._options.keep_checkpoints,
+                keep_best=self._options.save_top_k,
             )
         except OSError as error:
             logger.warning(f"Old checkpoints in {self._folder} stay: {error.strerror}.")

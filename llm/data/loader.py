@@ -65,7 +65,7 @@ class TrainLoader:
     ) -> None:
         self._samples = samples
         self._ends = ends
-        self._plan = plan
+        self.plan = plan
         self._rank = rank
         self._device = device
 
@@ -78,7 +78,7 @@ class TrainLoader:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending: deque[Future[StepBatch]] = deque()
         try:
-            todo = iter(range(start, self._plan.total_steps))
+            todo = iter(range(start, self.plan.total_steps))
             for step in itertools.islice(todo, _STEPS_AHEAD):
                 pending.append(pool.submit(self._read, step))
             while pending:
@@ -92,8 +92,8 @@ class TrainLoader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> StepBatch:
-        first, stop = self._plan.step_samples(step)
-        samples = self._plan.rank_samples(step, self._rank)
+        first, stop = self.plan.step_samples(step)
+        samples = self.plan.rank_samples(step, self._rank)
         present = samples >= 0
         block_size = self._samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.

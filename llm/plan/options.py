@@ -1,7 +1,7 @@
 """Options of `python -m llm.plan`: the trainer's, and where the run is to be."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llm.config.options import option
 from llm.errors import ConfigError
@@ -14,6 +14,15 @@ PLAN = "Plan"
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(GPTConfig):
     """What is planned: any option of the trainer, and those of the plan."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("nodes", "gpus_per_node", "device", "memory_gib", "efficiency", "num_tokens"),
+        *("search", "top", "json", "plot"),
+        *("model_name_or_path", "model_size", "config_overrides", "block_size"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+        *("optimizer", "kfac", "mixed_precision", "activation_checkpointing"),
+        *("data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"),
+    )
 
     nodes: int = option(1, "Nodes.", group=PLAN, at_least=1)
     gpus_per_node: int = option(8, "Devices, and so ranks, of a node.", group=PLAN, at_least=1)

@@ -41,8 +41,8 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
     code = f"""
 from pathlib import Path
 from llm.data.corpus import whole
-from llm.data.memory import hold_in_memory
-from llm.data.token_file import open_token_file
+from llm.data.in_memory import hold_in_memory
+from llm.data.formats.megatron import open_token_file
 stream = whole(open_token_file(Path({str(prefix)!r})), None)
 assert hold_in_memory(stream)
 """

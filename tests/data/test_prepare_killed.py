@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("at_home")
 # Each part of the work takes some time, and leaves a line in a file.
 SLOW = """
 import os, sys, time
-from llm.data import preparation, tokenize_parts
+from llm.data.preparation import prepare_files, tokenize_parts
 from llm.data.prepare import main
-preparation.PART_BYTES = 200
+prepare_files.PART_BYTES = 200
 write_part = tokenize_parts.write_part
 def slow(source, stem, *how, **options):
     with open("begun", "a") as file:

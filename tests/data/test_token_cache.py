@@ -267,7 +267,7 @@ def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch
 
 
 def test_a_process_knows_when_it_started(tmp_path):
-    code = "from llm.data import token_cache; print(token_cache._STARTED)"
+    code = "from llm.data.preparation import cache; print(cache._STARTED)"
     before = time.time()
     started = float(subprocess.check_output([sys.executable, "-c", code], text=True))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llm.checkpoint.load import load_model, load_state, newest_valid, read_tensors
+from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from tests.parallel.test_decentralized_state import DILOCO, NODES, RING
 from tests.support.decentralized import Case, Model, finish, make_strategy, train, trained
@@ -13,6 +14,7 @@ from tests.support.ranks import run_ranks, values
 def trained_and_saved(case: Case, folder):
     strategy = make_strategy(case)
     saver = Saver(
+        CheckpointOptions(),
         folder,
         parts={"strategy": strategy},
         metadata={},

@@ -7,6 +7,7 @@ import torch
 
 from llm.checkpoint.format import Checkpoint, name_of
 from llm.checkpoint.load import list_checkpoints, load_state
+from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 
 
@@ -50,8 +51,8 @@ def is_filled(part: Part, fill: float) -> bool:
 
 def saver_of(folder: Path, part: Part, **options: Any) -> Saver:
     """A saver on one rank that writes before it returns, unless asked otherwise."""
-    defaults = {"facts": {}, "rank": 0, "world_size": 1, "background": False}
-    return Saver(folder, parts={"part": part}, **{**defaults, **options})
+    given = CheckpointOptions(**{"async_checkpoint": False, **options})
+    return Saver(given, folder, parts={"part": part}, metadata={}, rank=0, world_size=1)
 
 
 def save(

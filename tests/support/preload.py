@@ -16,9 +16,9 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import llm.trainers.gpt.evaluate
 import llm.trainers.gpt.main
-import llm.trainers.gpt.results
-import llm.trainers.gpt.setup
+import llm.trainers.gpt.train
 
 # Compiles a thousand patterns, which every export would do again.
 get_checkpoint_conversion_mapping("gpt2")

@@ -177,7 +177,7 @@ def test_resume_without_a_checkpoint_starts_afresh_and_says_so(plain):
 
 def refusal_of_different_starts() -> str:
     strategy = make_strategy()
-    inputs = SimpleNamespace(resume_from=None, init_from=None, seed=strategy.rank, samples=None)
+    inputs = SimpleNamespace(resume_from=None, init_from=None, seed=strategy.rank)
     try:
         check_same_start(inputs, strategy)
     except ParallelError as error:

@@ -11,7 +11,7 @@ from llm.data.sampler import WindowSampler
 from llm.runtime.world import World
 from llm.tokenizers.load import fingerprint
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import read_inputs
+from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
@@ -169,7 +169,7 @@ def test_token_files_alone_can_be_evaluated(bench, blended):
 
 def read(bench: Bench, **options):
     config = parse_args(bench.command("unused", train_file=None, **options))
-    return read_inputs(config, World(rank=0, local_rank=0, world_size=1))
+    return read_training(config, World(rank=0, local_rank=0, world_size=1))
 
 
 def test_an_epoch_of_a_blend_is_as_many_samples_as_its_sources_hold(bench):

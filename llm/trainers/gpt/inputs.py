@@ -45,12 +45,12 @@ logger = logging.getLogger("llm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a run reads before it starts.
+class RunSetup:
+    """What is read before a model is trained or evaluated.
 
     Attributes:
         run: The run's folder.
-        resume_from: The checkpoint to go on from, or None for a fresh start.
+        resume_from: The checkpoint to go on from or to evaluate, or None.
         init_from: The checkpoint whose weights a fresh start takes, or None.
         seed: The run's seed, drawn if nobody chose one.
         tokenizer: The tokenizer.
@@ -58,11 +58,7 @@ class Inputs:
         weights_from: Where pretrained weights come from, or None to start from scratch.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        data_digest: Tells the training tokens from others; None when only evaluating.
-        samples: The training samples; None when only evaluating.
         ends: How to keep the documents of a sample apart; None lets samples run over them.
-        plan: Batch arithmetic; None when only evaluating.
-        schedule: Learning rate by step; None when only evaluating.
         metrics: Metrics of the evaluate library by name.
         layout: How the ranks divide one model and its data.
         replicas: The models that train side by side.
@@ -77,17 +73,32 @@ class Inputs:
     weights_from: str | None
     block_size: int
     corpus: Corpus
-    data_digest: str | None
-    samples: Samples | None
     ends: DocumentEnds | None
-    plan: BatchPlan | None
-    schedule: Schedule | None
     metrics: dict[str, Any]
     layout: ParallelDims
     replicas: Replicas
 
 
-def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = None) -> Inputs:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSetup(RunSetup):
+    """What is read besides before a model is trained.
+
+    Attributes:
+        data_digest: Tells the training tokens from others.
+        samples: The training samples.
+        plan: Batch arithmetic.
+        schedule: Learning rate by step.
+    """
+
+    data_digest: str
+    samples: Samples
+    plan: BatchPlan
+    schedule: Schedule
+
+
+def read_training(
+    config: GPTConfig, world: World, *, config_file: Path | None = None
+) -> TrainSetup:
     """Read everything that a run needs, and refuse what cannot work; writes only the data cache.
 
     Args:
@@ -98,12 +109,58 @@ def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = N
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
-    check_precision(config.mixed_precision, device_of(world))
-    _check_trackers(config)
     run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
     resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
-    if not config.eval_only:
-        check_folder(config, run, resume_from, config_file=config_file)
+    check_folder(config, run, resume_from, config_file=config_file)
+    setup = _read(config, world, run, resume_from)
+    if not setup.corpus.train:
+        raise DataError(f"--split {config.split} leaves nothing to train on.")
+    if config.save_top_k and not setup.corpus.validation:
+        raise DataError(_nothing_to_evaluate_on("save_top_k"))
+    data_digest = digest_of(setup.corpus.train)
+    check_same_data(config, resume_from, data_digest)
+    samples = Samples(setup.corpus.train, block_size=setup.block_size, seed=setup.seed)
+    plan = _plan(config, samples.num_windows, setup.layout.data_ranks, resume_from)
+    check_micro_batches(
+        config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=plan.accumulation
+    )
+    if config.in_memory and world.local_rank == 0:
+        hold_corpus_in_memory(setup.corpus, training=True)
+    return TrainSetup(
+        **vars(setup),
+        data_digest=data_digest,
+        samples=samples,
+        plan=plan,
+        schedule=_schedule(config, plan),
+    )
+
+
+def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
+    """Read everything that an evaluation needs, and refuse what cannot work.
+
+    Raises:
+        LLMError: In one sentence, what is wrong with an option or with the data.
+    """
+    run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
+    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
+    setup = _read(config, world, run, resume_from)
+    if not (setup.weights_from or resume_from):
+        raise ConfigError(
+            "--eval_only has no trained weights to evaluate: name a model with weights by "
+            "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
+        )
+    if not setup.corpus.validation:
+        raise DataError(_nothing_to_evaluate_on("eval_only"))
+    if config.in_memory and world.local_rank == 0:
+        hold_corpus_in_memory(setup.corpus, training=False)
+    return setup
+
+
+def _read(
+    config: GPTConfig, world: World, run: RunFolder, resume_from: Checkpoint | None
+) -> RunSetup:
+    check_precision(config.mixed_precision, device_of(world))
+    _check_trackers(config)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = open_model_config(config)
@@ -111,43 +168,29 @@ def read_inputs(config: GPTConfig, world: World, *, config_file: Path | None = N
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
     ends = document_ends(config, tokenizer)
-    corpus = open_corpus_of(config, model_config, tokenizer, ends)
-    seed = choose_seed(config, resume_from)
     init_from = find_init(config) if resume_from is None else None
-    weights_from = find_weights(config, resume_from or init_from)
-    samples = plan = schedule = data_digest = None
-    if not config.eval_only:
-        if not corpus.train:
-            raise DataError(f"--split {config.split} leaves nothing to train on.")
-        data_digest = digest_of(corpus.train)
-        check_same_data(config, resume_from, data_digest)
-        samples = Samples(corpus.train, block_size=block_size, seed=seed)
-        plan = _plan(config, samples.num_windows, layout.data_ranks, resume_from)
-        check_micro_batches(
-            config.pipeline_schedule, ranks=layout.pipeline, micro_batches=plan.accumulation
-        )
-        schedule = _schedule(config, plan)
-    _check_evaluation(config, corpus, has_weights=bool(weights_from or resume_from or init_from))
-    if config.in_memory and world.local_rank == 0:
-        hold_corpus_in_memory(corpus, training=not config.eval_only)
-    return Inputs(
+    return RunSetup(
         run=run,
         resume_from=resume_from,
         init_from=init_from,
-        seed=seed,
+        seed=choose_seed(config, resume_from),
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=weights_from,
+        weights_from=find_weights(config, resume_from or init_from),
         block_size=block_size,
-        corpus=corpus,
-        data_digest=data_digest,
-        samples=samples,
+        corpus=open_corpus_of(config, model_config, tokenizer, ends),
         ends=ends,
-        plan=plan,
-        schedule=schedule,
         metrics=metrics,
         layout=layout,
         replicas=replicas,
+    )
+
+
+def _nothing_to_evaluate_on(option: str) -> str:
+    return (
+        f"--{option} has nothing to evaluate on; give --validation_file or a "
+        "--validation_split_percentage above 0, or with token files --valid_data_path or a "
+        "--split that has a second part."
     )
 
 
@@ -201,21 +244,6 @@ def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
         use_fast=not config.use_slow_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
-
-
-def _check_evaluation(config: GPTConfig, corpus: Corpus, *, has_weights: bool) -> None:
-    if config.eval_only and not has_weights:
-        raise ConfigError(
-            "--eval_only has no trained weights to evaluate: name a model with weights by "
-            "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
-        )
-    for option, given in (("eval_only", config.eval_only), ("save_top_k", config.save_top_k)):
-        if given and not corpus.validation:
-            raise DataError(
-                f"--{option} has nothing to evaluate on; give --validation_file or a "
-                "--validation_split_percentage above 0, or with token files --valid_data_path or "
-                "a --split that has a second part."
-            )
 
 
 def _check_trackers(config: GPTConfig) -> None:

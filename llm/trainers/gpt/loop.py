@@ -2,16 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Literal
+from typing import Any, Literal
 
+from llm.checkpoint.format import Stateful
+from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.save import Saver
 from llm.checkpoint.state import TrainState
-from llm.data.batch_plan import BatchPlan
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
+from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.optim.schedule import Schedule
@@ -20,6 +22,7 @@ from llm.runtime.events import event
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
+from llm.trainers.gpt.config import GPTConfig
 
 logger = logging.getLogger("llm")
 
@@ -28,86 +31,88 @@ Every = int | Literal["epoch"] | None
 
 
 class Trainer:
-    """Trains a prepared model from `state.step` to the end of the plan.
+    """Train a prepared model to the end of the plan.
 
     Args:
+        config: The options; `seed` is the run's.
+        run: The run's folder.
+        metadata: What every checkpoint says of the run.
         strategy: Does a step's forward, backward and update, on any layout.
         loader: Yields the batch of each step.
-        plan: The arithmetic of the run.
         schedule: Learning rate by step.
-        state: How far training has come.
-        meter: Sums of the logging interval.
-        tracker: Console, metrics file, trackers.
-        interruption: Remembers a request to stop.
-        evaluate: Evaluates on all ranks; None without validation data.
-        saver: Writes checkpoints.
         health: Is told of all progress.
-        profiler: Watches some of the steps, if asked to.
-        seed: Seed of the run.
-        max_grad_norm: Where to clip the gradient; 0 is off.
-        logging_steps: Steps between two reports.
-        eval_every: When to evaluate.
-        save_every: When to save.
-        save_minutes: When to save besides, in minutes since the last time.
-        max_skipped_steps: Skipped steps in a row after which to stop.
-        evaluate_before_save: Whether every checkpoint needs its validation loss.
-        sample: Lets the model write something after a step, if asked to.
-        sample_every: Steps between two samples.
+        evaluate: Evaluates on all ranks; None without validation data.
+        sample: Lets the model write something after a step; None if nobody asked.
+
+    Attributes:
+        tracker: Console, metrics file, trackers; set before `fit`.
+        state: How far training has come; counted from 0 until a checkpoint is loaded into `parts`.
+        results: The last evaluation.
     """
+
+    tracker: Tracker
 
     def __init__(
         self,
+        config: GPTConfig,
+        run: RunFolder,
+        metadata: Mapping[str, Any],
         *,
         strategy: Strategy,
         loader: TrainLoader,
-        plan: BatchPlan,
         schedule: Schedule,
-        state: TrainState,
-        meter: Meter,
-        tracker: Tracker,
-        interruption: Interruption,
-        evaluate: Callable[[], dict[str, float]] | None,
-        saver: Saver,
         health: Health,
-        profiler: StepProfiler,
-        seed: int,
-        max_grad_norm: float,
-        logging_steps: int,
-        eval_every: Every,
-        save_every: Every,
-        save_minutes: float | None,
-        max_skipped_steps: int,
-        evaluate_before_save: bool,
+        evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int], None] | None,
-        sample_every: int | None,
     ) -> None:
+        assert config.seed is not None
+        self.config, self.seed = config, config.seed
         self.strategy = strategy
-        self.loader = loader
-        self.plan = plan
+        self.loader, self.plan = loader, loader.plan
         self.schedule = schedule
-        self.state = state
-        self.meter = meter
-        self.tracker = tracker
-        self.interruption = interruption
-        self.evaluate = evaluate
-        self.saver = saver
         self.health = health
-        self.profiler = profiler
-        self.seed = seed
-        self.max_grad_norm = max_grad_norm
-        self.logging_steps = logging_steps
-        self.eval_every = eval_every
-        self.save_every = save_every
-        self.saves = save_every is not None or save_minutes is not None
-        self.save_timer = SaveTimer(save_minutes if strategy.rank == 0 else None)
-        self.max_skipped_steps = max_skipped_steps
-        self.evaluate_before_save = evaluate_before_save
+        self.evaluate = evaluate
         self.sample = sample
-        self.sample_every = sample_every
+        self.state = TrainState()
+        self.meter = Meter(strategy.device, rank=strategy.rank)
+        self.saver = Saver(
+            config,
+            run.checkpoints,
+            parts=self.parts,
+            metadata=metadata,
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            owner_ranks=strategy.owner_ranks,
+        )
+        self.profiler = StepProfiler(
+            profiled_steps(config),
+            folder=run.path / "profile",
+            rank=strategy.rank,
+            device=strategy.device,
+        )
+        self.interruption = Interruption(
+            after=None if config.exit_after is None else 60 * config.exit_after
+        )
+        minutes = config.checkpointing_minutes
+        self.saves = config.checkpointing_steps is not None or minutes is not None
+        self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
+        self.saved_at: int | None = None
+        self.eval_every: Every = "epoch" if config.eval_steps is None else config.eval_steps
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
-        self.saved_at: int | None = None
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """All that a checkpoint holds, by name."""
+        parts: dict[str, Stateful] = {
+            "strategy": self.strategy,
+            "train": self.state,
+            "meter": self.meter,
+        }
+        if self.strategy.second_order is not None:
+            parts["kfac"] = self.strategy.second_order
+        return parts
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train; returns early, with everything saved, when asked to stop."""
@@ -117,7 +122,7 @@ class Trainer:
         if state.step:
             self.evaluate_on_resume()
         waiting_since = time.perf_counter()
-        with closing(self.loader.steps(self.state.step)) as batches:
+        with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
                 self.profiler.begin_step(state.step)
@@ -134,7 +139,7 @@ class Trainer:
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
     def evaluate_on_resume(self) -> None:
-        """Go on from a step, with the evaluation that a stop at this very step had no time for."""
+        """Evaluate where a stop at this very step left no time for it."""
         self.report_skipped()  # a run that gave up does not get on by being started again
         step = self.state.step
         due = self.is_due(self.eval_every, or_last=True) and self.state.evaluated_at != step
@@ -147,44 +152,53 @@ class Trainer:
                 self.health.heartbeat(step=step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
-        """One optimizer step; nothing in it waits for the device."""
-        step = self.state.step
-        seed_step(seed=self.seed, step=step, rank=self.strategy.rng_rank)
+        """Take one optimizer step. Nothing here reads from the device, so the host runs ahead."""
+        strategy, step = self.strategy, self.state.step
+        # Dropout depends on (seed, step, rank) alone: a resumed step draws what it would have.
+        seed_step(seed=self.seed, step=step, rank=strategy.rng_rank)
         learning_rate = self.schedule(step)
-        self.strategy.set_learning_rate(learning_rate)
-        loss_sum = self.strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
-        if self.strategy.second_order is not None:
-            self.strategy.second_order.precondition(learning_rate=learning_rate)
-        grad_norm, skipped = self.strategy.optimizer_step(self.max_grad_norm)
+        strategy.set_learning_rate(learning_rate)
+        # Divided by the tokens of the whole step: micro-batches, ranks and ragged ends cannot
+        # change the mean.
+        loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        if strategy.second_order is not None:
+            strategy.second_order.precondition(learning_rate=learning_rate)
+        # Skipped on all ranks if the gradient of any is not finite; neither result is read here.
+        grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save what is due after a step, and hear a request to stop."""
-        step = self.state.step
+        config, step = self.config, self.state.step
         last = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
+        # A signal may reach one rank only, and clocks differ: all ranks act on the same answer. It
+        # comes a call later, since waiting for it would stop the step.
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.any_rank(asked)
         stop = stop and not last
         if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
             overdue = False  # it was asked before that save
-        if last or step % self.logging_steps == 0:
+        if last or step % config.logging_steps == 0:
             self.log()
         at_end = last and self.saves
-        saving = stop or overdue or at_end or self.is_due(self.save_every, or_last=False)
+        saving = stop or overdue or at_end
+        saving = saving or self.is_due(config.checkpointing_steps, or_last=False)
+        # After a signal there may be seconds left: the evaluation waits for the next start.
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
             loss = None
-            if self.evaluate and (evaluating or (saving and self.evaluate_before_save)):
+            if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()
-            if self.sample is not None and self.is_due(self.sample_every, or_last=False):
+            if self.sample is not None and self.is_due(config.sample_every, or_last=False):
                 self.sample(step)
             self.tracker.commit(step)
             if saving:
                 self.health.heartbeat(step=step, phase="save")
+                # Before the state is copied, so that any number of ranks can go on from the sums.
                 self.meter.all_reduce(self.strategy.reduce_sum)
                 self.report_skipped()  # what is saved is not reported again after a resume
                 self.save_timer.restart()
@@ -238,7 +252,7 @@ class Trainer:
                 f"{stop - 1:,})",
                 extra=event("skip", step=step + 1, first_sample=first, last_sample=stop - 1),
             )
-        if state.skipped_in_a_row >= self.max_skipped_steps:
+        if state.skipped_in_a_row >= self.config.max_skipped_steps:
             self.saver.finish()  # the one under way is sound, and may be the one to go on from
             raise DivergedError(
                 f"The last {state.skipped_in_a_row} steps were skipped since loss or gradient "

@@ -18,7 +18,7 @@ from llm.models.build import sample_text
 from llm.models.flops import flops_per_token
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.inputs import TrainSetup
 
 SAMPLE_TOKENS = 120
 
@@ -26,17 +26,16 @@ logger = logging.getLogger("llm")
 
 
 def make_tracker(
-    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
+    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
     """Open metrics.jsonl and the trackers, cut back to where training goes on."""
-    assert inputs.plan is not None
     accelerator = strategy.accelerator
-    step = inputs.resume_from.step if inputs.resume_from else 0
+    step = setup.resume_from.step if setup.resume_from else 0
     if strategy.rank == 0:
-        inputs.run.cut_metrics(step=step)
-        if inputs.resume_from is not None:
-            mark_superseded(inputs.run.checkpoints, after=step)
-    _open_trackers(config, inputs, accelerator, step=step)
+        setup.run.cut_metrics(step=step)
+        if setup.resume_from is not None:
+            mark_superseded(setup.run.checkpoints, after=step)
+    _open_trackers(config, setup, accelerator, step=step)
 
     def find_peak_flops() -> float:
         if config.device_peak_tflops is not None:
@@ -44,25 +43,25 @@ def make_tracker(
         return device_peak_flops(strategy.device, config.mixed_precision) * strategy.world_size
 
     return Tracker(
-        metrics_path=inputs.run.metrics if strategy.rank == 0 else None,
+        metrics_path=setup.run.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: accelerator.log(values, step=step),
-        total_steps=inputs.plan.total_steps,
-        flops_per_token=flops_per_token(model, block_size=inputs.block_size),
+        total_steps=setup.plan.total_steps,
+        flops_per_token=flops_per_token(model, block_size=setup.block_size),
         find_peak_flops=find_peak_flops,
         memory_in_use=lambda: memory_in_use(strategy.device),
     )
 
 
 def _open_trackers(
-    config: GPTConfig, inputs: Inputs, accelerator: Accelerator, *, step: int
+    config: GPTConfig, setup: TrainSetup, accelerator: Accelerator, *, step: int
 ) -> None:
     names: list[Any] = [name for name in config.report_to if name != "none"]
     if "tensorboard" in names:
         # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
         # The checkpoint's own step is told again by Tracker.resume.
-        board = TensorBoardTracker("tensorboard", inputs.run.path, purge_step=step)
+        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step)
         names[names.index("tensorboard")] = board
-    accelerator.project_configuration.set_directories(str(inputs.run.path))
+    accelerator.project_configuration.set_directories(str(setup.run.path))
     accelerator.log_with = names
     if names:
         accelerator.init_trackers("llm")
@@ -88,15 +87,15 @@ def _tell_hyperparameters(writer: Any, config: GPTConfig) -> None:
         writer.file_writer.add_summary(summary)
 
 
-def write_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> str | None:
+def write_sample(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> str | None:
     """What the model writes behind `sample_prompt`; None, with a warning, where it has diverged."""
     try:
         return sample_text(
             model,
-            inputs.tokenizer,
+            setup.tokenizer,
             prompt=config.sample_prompt or "",
             max_new_tokens=SAMPLE_TOKENS,
-            seed=inputs.seed,
+            seed=setup.seed,
         )
     except DivergedError as error:
         logger.warning(f"There is no sample. {error}")
@@ -104,7 +103,7 @@ def write_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> s
 
 
 def make_sample(
-    config: GPTConfig, inputs: Inputs, strategy: AcceleratedStrategy, model: PreTrainedModel
+    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Callable[[int], None] | None:
     """A function that lets the model write after a step; None if nobody asked.
 
@@ -117,7 +116,7 @@ def make_sample(
         with strategy.averaged():
             if strategy.rank != 0:
                 return
-            text = write_sample(config, inputs, model)
+            text = write_sample(config, setup, model)
         if text is None:
             return
         logger.info(f"a sample at step {step}:\n\n{text}\n")

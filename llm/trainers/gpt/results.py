@@ -22,7 +22,7 @@ from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import write_sample
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("llm")
 
 
 def log_beginning(
-    config: GPTConfig, inputs: Inputs, strategy: Strategy, model: PreTrainedModel
+    config: GPTConfig, setup: RunSetup, strategy: Strategy, model: PreTrainedModel
 ) -> None:
     """State model, data, batch arithmetic, world, precision and versions."""
     import accelerate
@@ -38,37 +38,38 @@ def log_beginning(
 
     counts = parameter_counts(model)
     logger.info(
-        f"model: {inputs.model_config.model_type}, {counts['total']:,} parameters "
+        f"model: {setup.model_config.model_type}, {counts['total']:,} parameters "
         f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
         f"{counts['frozen']:,} frozen)"
     )
-    _log_data("training", inputs.corpus.train, inputs, partial=False)
+    _log_data("training", setup.corpus.train, setup, partial=False)
     # The last window of a validation text may be a partial one.
-    _log_data("validation", inputs.corpus.validation, inputs, partial=True)
-    plan = inputs.plan
-    if plan is not None:
+    _log_data("validation", setup.corpus.validation, setup, partial=True)
+    total_steps = None
+    if isinstance(setup, TrainSetup):
+        plan, total_steps = setup.plan, setup.plan.total_steps
         logger.info(
             f"batch: {plan.micro_batch_size} samples a device x {plan.world_size} ranks x "
             f"{plan.accumulation} micro-batches = {plan.global_batch_size} samples "
-            f"({plan.global_batch_size * inputs.block_size:,} tokens) a step"
+            f"({plan.global_batch_size * setup.block_size:,} tokens) a step"
         )
         logger.info(
             f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
             f"{plan.epochs:.4g} epochs"
         )
-        if len(inputs.corpus.train) > 1:
-            _log_sources(inputs, plan.total_samples, "will serve")
+        if len(setup.corpus.train) > 1:
+            _log_sources(setup, plan.total_samples, "will serve")
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
     logger.info(
-        f"world: {strategy.world_size} ranks, {inputs.layout.describe()}, {strategy.device.type}, "
-        f"mixed precision {config.mixed_precision}, seed {inputs.seed}",
+        f"world: {strategy.world_size} ranks, {setup.layout.describe()}, {strategy.device.type}, "
+        f"mixed precision {config.mixed_precision}, seed {setup.seed}",
         extra=event(
             "start",
-            step=inputs.resume_from.step if inputs.resume_from else 0,
-            total_steps=None if plan is None else plan.total_steps,
-            architecture=inputs.model_config.model_type,
+            step=setup.resume_from.step if setup.resume_from else 0,
+            total_steps=total_steps,
+            architecture=setup.model_config.model_type,
             parameters=counts["total"],
             ranks=strategy.world_size,
             device=strategy.device.type,
@@ -82,27 +83,26 @@ def log_beginning(
     )
 
 
-def _log_data(name: str, parts: Sequence[CorpusPart], inputs: Inputs, *, partial: bool) -> None:
+def _log_data(name: str, parts: Sequence[CorpusPart], setup: RunSetup, *, partial: bool) -> None:
     read = [part for part in parts if part.weight > 0]
     for part in read:
         stream = part.stream
         tokens = stream.num_tokens
-        windows = math.ceil((tokens - 1) / inputs.block_size) if partial else None
+        windows = math.ceil((tokens - 1) / setup.block_size) if partial else None
         which = f" {part.name} ({part.weight:.2%})" if len(parts) > 1 else ""
         documents = f"{stream.num_documents:,} documents, " if stream.num_documents else ""
         logger.info(
             f"{name} data{which}: {documents}{tokens:,} tokens, "
-            f"{tokens // inputs.block_size if windows is None else windows:,} windows of "
-            f"{inputs.block_size}"
+            f"{tokens // setup.block_size if windows is None else windows:,} windows of "
+            f"{setup.block_size}"
         )
 
 
-def _log_sources(inputs: Inputs, num_samples: int, verb: str) -> None:
+def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
     """Say what each source of a blend gives to so many samples."""
-    assert inputs.samples is not None
-    served = inputs.samples.served(num_samples)
-    for number, (part, samples) in enumerate(zip(inputs.corpus.train, served, strict=True)):
-        windows = inputs.samples.windows_of(number)
+    served = setup.samples.served(num_samples)
+    for number, (part, samples) in enumerate(zip(setup.corpus.train, served, strict=True)):
+        windows = setup.samples.windows_of(number)
         if windows:
             logger.info(
                 f"source {part.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
@@ -111,24 +111,24 @@ def _log_sources(inputs: Inputs, num_samples: int, verb: str) -> None:
 
 
 def write_results(
-    config: GPTConfig, inputs: Inputs, trainer: Trainer, model: PreTrainedModel
+    config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel
 ) -> None:
     """Export the model and write card and results; every rank calls it."""
     state_dict = trainer.strategy.full_state_dict()
     if trainer.strategy.rank != 0:
         return
     results = collect_results(trainer)
-    folder = inputs.run.path
+    folder = setup.run.path
     export_model(
         config=model.config,
         state_dict=state_dict,
         folder=folder,
-        tokenizer=inputs.tokenizer,
+        tokenizer=setup.tokenizer,
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
     )
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
-    write_model_card(folder, _card(config, inputs, results, model))
+    write_model_card(folder, _card(config, setup, results, model))
 
 
 def collect_results(trainer: Trainer) -> dict[str, float | None]:
@@ -152,7 +152,7 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
 
 def _card(
     config: GPTConfig,
-    inputs: Inputs,
+    setup: TrainSetup,
     results: dict[str, float | None],
     model: PreTrainedModel,
 ) -> dict[str, object]:
@@ -161,45 +161,44 @@ def _card(
         data = " ".join(map(str, config.data_path or config.train_data_path))
     if config.dataset_config_name:
         data = f"{data} ({config.dataset_config_name})"
-    assert inputs.plan is not None
     return {
-        "name": inputs.run.path.name,
-        "architecture": inputs.model_config.model_type,
+        "name": setup.run.path.name,
+        "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
-        "weights started from": inputs.weights_from or "scratch",
+        "weights started from": setup.weights_from or "scratch",
         "data": data,
-        "block size": inputs.block_size,
-        "global batch size": inputs.plan.global_batch_size,
+        "block size": setup.block_size,
+        "global batch size": setup.plan.global_batch_size,
         "learning rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}",
         "weight decay": config.weight_decay,
         "mixed precision": config.mixed_precision,
-        "seed": inputs.seed,
+        "seed": setup.seed,
         **{name.replace("_", " "): value for name, value in results.items()},
         "software": f"llm-trainers {__version__}, torch {torch.__version__}",
     }
 
 
-def log_sample(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
+def log_sample(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
     """Let the model continue `sample_prompt`."""
     if config.sample_prompt is None:
         return
-    if not inputs.layout.is_replicated:
+    if not setup.layout.is_replicated:
         logger.info(
             "No rank has the whole model, so --sample_prompt is left to "
-            + shlex.join([_python(), "-m", "llm.generate", str(inputs.run.path)])
+            + shlex.join([_python(), "-m", "llm.generate", str(setup.run.path)])
         )
         return
-    text = write_sample(config, inputs, model)
+    text = write_sample(config, setup, model)
     if text is None:
         return
     logger.info(f"a sample that the model wrote:\n\n{text}\n")
 
 
-def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
+def log_ending(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
     """Say what was read, where everything lies and how to go on."""
-    if len(inputs.corpus.train) > 1 and trainer.state.samples:
-        _log_sources(inputs, trainer.state.samples, "served")
-    folder = inputs.run.path
+    if len(setup.corpus.train) > 1 and trainer.state.samples:
+        _log_sources(setup, trainer.state.samples, "served")
+    folder = setup.run.path
     loss = trainer.results.get("loss")
     if loss is not None:
         logger.info(
@@ -210,14 +209,14 @@ def log_ending(config: GPTConfig, inputs: Inputs, trainer: Trainer) -> None:
     if loss is not None and not math.isfinite(loss):
         logger.warning("The validation loss is not finite: the run has diverged.")
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
-    logger.info(f"results: {folder / 'all_results.json'}, metrics: {inputs.run.metrics}")
-    if inputs.run.checkpoints.is_dir():
-        logger.info(f"checkpoints: {inputs.run.checkpoints}")
+    logger.info(f"results: {folder / 'all_results.json'}, metrics: {setup.run.metrics}")
+    if setup.run.checkpoints.is_dir():
+        logger.info(f"checkpoints: {setup.run.checkpoints}")
     if "tensorboard" in config.report_to:
         found = shutil.which("tensorboard") is not None
         board = ["tensorboard"] if found else [_python(), "-m", "tensorboard.main"]
         logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
-    world_size = inputs.layout.world_size
+    world_size = setup.layout.world_size
     again = start_command(world_size, "--config", str(folder / "config.toml"))
     logger.info(f"again with other settings: {again} --output_dir NEW")
     trust = ["--trust_remote_code"] if config.trust_remote_code else []

@@ -1,6 +1,5 @@
 """From the configuration and what was read to the objects of a run."""
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +7,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llm.checkpoint.format import Stateful
+from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state
-from llm.checkpoint.save import Saver
-from llm.checkpoint.state import TrainState
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
-from llm.metrics.meter import Meter
-from llm.metrics.options import profiled_steps
-from llm.metrics.profiler import StepProfiler
-from llm.metrics.tracker import Tracker
 from llm.models.build import build_model
 from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
@@ -30,11 +23,10 @@ from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.health import Health
-from llm.runtime.signals import Interruption
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
-from llm.trainers.gpt.inputs import Inputs
+from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import make_sample
@@ -45,7 +37,7 @@ from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 logger = logging.getLogger("llm")
 
 
-def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedModel:
+def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedModel:
     """Build the model on this process' device, or without memory if it will be divided there.
 
     Raises:
@@ -55,27 +47,27 @@ def make_model(config: GPTConfig, inputs: Inputs, world: World) -> PreTrainedMod
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
-    later = inputs.weights_from is None and not inputs.layout.is_replicated
+    later = setup.weights_from is None and not setup.layout.is_replicated
     model = model_of(
         config,
-        inputs.model_config,
-        weights_from=inputs.weights_from,
-        seed=inputs.seed,
+        setup.model_config,
+        weights_from=setup.weights_from,
+        seed=setup.seed,
         device=torch.device("meta") if later else device,
-        vocab_size=len(inputs.tokenizer),
+        vocab_size=len(setup.tokenizer),
     )
     with dummy_weights(model, device):
-        _check_use(config, inputs, model)
+        _check_use(config, setup, model)
     return model
 
 
-def _check_use(config: GPTConfig, inputs: Inputs, model: PreTrainedModel) -> None:
+def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model that would compute something else as the options use it."""
-    ends, layout = inputs.ends, inputs.layout
+    ends, layout = setup.ends, setup.layout
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
     if layout.context > 1:
-        check_divisible(model, ranks=layout.context, block_size=inputs.block_size)
+        check_divisible(model, ranks=layout.context, block_size=setup.block_size)
     if layout.pipeline > 1:
         check_cut(model, layout.pipeline * config.virtual_stages)
 
@@ -107,14 +99,14 @@ def model_of(
 
 
 def make_strategy(
-    config: GPTConfig, inputs: Inputs, model: PreTrainedModel, world: World
+    config: GPTConfig, setup: RunSetup, model: PreTrainedModel, world: World
 ) -> AcceleratedStrategy:
     """Form the process groups and hand the model and its optimizer to them."""
     accelerator = make_accelerator(
         config.mixed_precision, device=device_of(world), timeout=config.timeout
     )
     strategy = choose_strategy(
-        config, inputs.replicas, inputs.layout, accelerator, model, seed=inputs.seed
+        config, setup.replicas, setup.layout, accelerator, model, seed=setup.seed
     )
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
@@ -126,23 +118,23 @@ def make_strategy(
             kfac = make_kfac(config, model)
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_optimizer_of(config, model, accum_steps=inputs.replicas.accum_steps)
+        return make_optimizer_of(config, model, accum_steps=setup.replicas.accum_steps)
 
     strategy.prepare(loss, make_optimizer)
     return strategy
 
 
-def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
+def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
     """Refuse to train where ranks have found different checkpoints, seeds or data.
 
     Raises:
         ParallelError: On all ranks, with what two of them have found.
     """
-    start = inputs.resume_from or inputs.init_from
+    start = setup.resume_from or setup.init_from
     own = {
         "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
-        "seed": inputs.seed,
-        "windows": None if inputs.samples is None else inputs.samples.num_windows,
+        "seed": setup.seed,
+        "windows": setup.samples.num_windows if isinstance(setup, TrainSetup) else None,
     }
     found = strategy.gather_objects(own)
     for rank, other in enumerate(found):
@@ -154,22 +146,15 @@ def check_same_start(inputs: Inputs, strategy: AcceleratedStrategy) -> None:
             )
 
 
-def load_init(inputs: Inputs, strategy: Strategy) -> None:
-    """Take the weights of the checkpoint that `init_from` names, if any; writes nothing.
+def load_weights(checkpoint: Checkpoint | None, strategy: Strategy) -> None:
+    """Take the weights of a checkpoint, if there is one, and nothing else.
 
     Raises:
         CheckpointError: They are of another model.
     """
-    if inputs.init_from is not None:
-        load_state(inputs.init_from, {"strategy": _Weights(strategy)})
-        logger.info(f"Weights of {inputs.init_from.path}.")
-
-
-def load_weights(inputs: Inputs, strategy: Strategy) -> None:
-    """Take the weights of the checkpoint that `resume_from_checkpoint` names, if any."""
-    if inputs.resume_from is not None:
-        load_state(inputs.resume_from, {"strategy": _Weights(strategy)})
-        logger.info(f"Weights of {inputs.resume_from.path}.")
+    if checkpoint is not None:
+        load_state(checkpoint, {"strategy": _Weights(strategy)})
+        logger.info(f"Weights of {checkpoint.path}.")
 
 
 class _Weights:
@@ -187,13 +172,13 @@ class _Weights:
 
 def make_evaluate(
     config: GPTConfig,
-    inputs: Inputs,
+    setup: RunSetup,
     strategy: Strategy,
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A function that evaluates on all ranks, or None without validation data."""
-    validation = inputs.corpus.validation
+    validation = setup.corpus.validation
     if not validation:
         return None
     shares: list[int | None] = [None] * len(validation)
@@ -204,111 +189,71 @@ def make_evaluate(
         stream = part.stream
         batches = EvalLoader(
             stream=stream,
-            block_size=inputs.block_size,
+            block_size=setup.block_size,
             micro_batch_size=config.per_device_eval_batch_size,
             rank=strategy.data_rank,
             world_size=strategy.data_ranks,
             device=strategy.device,
             max_batches=max_batches,
-            ends=inputs.ends,
+            ends=setup.ends,
             name="The validation text" if len(validation) == 1 else f"The source {part.name}",
         )
         bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
         parts.append(EvaluatedPart(part.name, part.weight, batches, bytes_per_token))
 
     def evaluate() -> dict[str, float]:
-        return evaluate_parts(strategy, parts, metrics=inputs.metrics, on_batch=on_batch)
+        return evaluate_parts(strategy, parts, metrics=setup.metrics, on_batch=on_batch)
 
     return evaluate
 
 
 def make_trainer(
     config: GPTConfig,
-    inputs: Inputs,
+    setup: TrainSetup,
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
-    tracker: Tracker,
-    interruption: Interruption,
     health: Health,
 ) -> Trainer:
-    """Put the trainer together, at the state of the checkpoint if there is one."""
-    assert inputs.plan is not None
-    assert inputs.samples is not None
-    assert inputs.schedule is not None
-    plan = inputs.plan
-    state = TrainState()
-    meter = Meter(strategy.device, rank=strategy.rank)
-    parts: dict[str, Stateful] = {"strategy": strategy, "train": state, "meter": meter}
-    if strategy.second_order is not None:
-        parts["kfac"] = strategy.second_order
-    if inputs.resume_from is not None:
-        load_checkpoint(inputs.resume_from, parts)
-        logger.info(
-            f"Resumed from {inputs.resume_from.path} at step {state.step}.",
-            extra=event("resume", step=state.step, checkpoint=inputs.resume_from.path.name),
-        )
-        log_changes(config, inputs.resume_from, ranks=strategy.world_size)
+    """Put the trainer together, at step 0 and without its tracker."""
     loader = TrainLoader(
-        samples=inputs.samples,
-        plan=plan,
+        samples=setup.samples,
+        plan=setup.plan,
         rank=strategy.data_rank,
         device=strategy.device,
-        ends=inputs.ends,
+        ends=setup.ends,
     )
+    metadata = {
+        "fixed": fixed_options(config),
+        "logged": logged_options(config),
+        "global_batch_size": setup.plan.global_batch_size,
+        "data": setup.data_digest,
+        **setup.replicas.metadata(),
+    }
     return Trainer(
+        config,
+        setup.run,
+        metadata,
         strategy=strategy,
         loader=loader,
-        plan=plan,
-        schedule=inputs.schedule,
-        state=state,
-        meter=meter,
-        tracker=tracker,
-        interruption=interruption,
-        evaluate=make_evaluate(config, inputs, strategy, on_batch=health.keep_alive),
-        saver=_make_saver(config, inputs, strategy, parts),
+        schedule=setup.schedule,
         health=health,
-        profiler=StepProfiler(
-            profiled_steps(config),
-            folder=inputs.run.path / "profile",
-            rank=strategy.rank,
-            device=strategy.device,
-        ),
-        seed=inputs.seed,
-        max_grad_norm=config.max_grad_norm,
-        logging_steps=config.logging_steps,
-        eval_every="epoch" if config.eval_steps is None else config.eval_steps,
-        save_every=config.checkpointing_steps,
-        save_minutes=config.checkpointing_minutes,
-        max_skipped_steps=config.max_skipped_steps,
-        evaluate_before_save=config.save_top_k > 0,
-        sample=make_sample(config, inputs, strategy, model),
-        sample_every=config.sample_every,
+        evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
+        sample=make_sample(config, setup, strategy, model),
     )
 
 
-def _metadata_of(config: GPTConfig, inputs: Inputs) -> dict[str, Any]:
-    """What every checkpoint of a run says, for the one that goes on from it."""
-    assert inputs.plan is not None
-    return {
-        "fixed": fixed_options(dataclasses.replace(config, seed=inputs.seed)),
-        "logged": logged_options(config),
-        "global_batch_size": inputs.plan.global_batch_size,
-        "data": inputs.data_digest,
-        **inputs.replicas.metadata(),
-    }
+def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+    """Bring the trainer to the state of the checkpoint that the run goes on from, if there is one.
 
-
-def _make_saver(
-    config: GPTConfig, inputs: Inputs, strategy: Strategy, parts: dict[str, Stateful]
-) -> Saver:
-    return Saver(
-        inputs.run.checkpoints,
-        parts=parts,
-        metadata=_metadata_of(config, inputs),
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        background=config.async_checkpoint,
-        keep_newest=config.keep_checkpoints,
-        keep_best=config.save_top_k,
-        owner_ranks=strategy.owner_ranks,
+    Raises:
+        CheckpointError: It is that of another model or optimizer.
+    """
+    if setup.resume_from is None:
+        return
+    load_checkpoint(setup.resume_from, trainer.parts)
+    step = trainer.state.step
+    logger.info(
+        f"Resumed from {setup.resume_from.path} at step {step}.",
+        extra=event("resume", step=step, checkpoint=setup.resume_from.path.name),
     )
+    log_changes(config, setup.resume_from, ranks=trainer.strategy.world_size)
