@@ -98,6 +98,8 @@ def trace(
             marks.mark("loss")
             objective.backward()
             del objective  # its graph holds what checkpointing has recomputed
+            while gc.collect():  # in cycles, the last of which take several rounds
+                pass
             marks.mark("end")
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
