@@ -68,6 +68,13 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def task_launcher(environ: Mapping[str, str]) -> str | None:
+    """The program that started this process as one of several tasks: "srun", "mpiexec" or None."""
+    if not ranks_of(environ):
+        return None
+    return "mpiexec" if _ranks_of_mpi(environ) else "srun"
+
+
 def hosts_of(environ: Mapping[str, str]) -> list[str]:
     """The hosts on which a scheduler runs this job's processes; empty without a scheduler."""
     nodes = environ.get("SLURM_STEP_NODELIST") if _ranks_of_slurm(environ) else None

@@ -72,6 +72,14 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
     assert results.start_command(8, *words) == f"{nodes} {trainer}"
+    # Tasks of srun or mpiexec are ranks themselves.
+    for name, value in {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "8"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert results.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    for name in ("PMI_RANK", "MPI_LOCALRANKID"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("PMI_SIZE", "8")
+    assert results.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
 def test_a_run_that_is_stopped_is_still_pushed_by_the_command_that_goes_on_with_it(monkeypatch):

@@ -21,6 +21,7 @@ from llm.models.export import export_model, write_model_card
 from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.files import write_whole
+from llm.runtime.launcher import task_launcher
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
@@ -244,6 +245,9 @@ def start_command(world_size: int, *words: str) -> str:
     module = ["-m", "llm.trainers.gpt", *words]
     if world_size == 1:
         return shlex.join([python, *module])
+    launcher = task_launcher(os.environ)
+    if launcher is not None:
+        return shlex.join([launcher, "-n", str(world_size), python, *module])
     torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     where = ["--standalone"]
