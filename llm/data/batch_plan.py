@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llm.data.options import BatchOptions
 from llm.errors import ConfigError
 
 
@@ -71,40 +72,42 @@ class BatchPlan:
 
 
 def plan_batches(
+    options: BatchOptions,
     *,
     num_windows: int,
     world_size: int,
-    per_device_train_batch_size: int,
-    gradient_accumulation_steps: int,
-    global_batch_size: int | None,
-    num_train_epochs: int,
-    max_train_steps: int | None,
-    max_train_samples: int | None,
+    global_batch_size: int | None = None,
 ) -> BatchPlan:
     """Work out batches and length; `max_train_*` come before epochs.
 
+    Args:
+        options: Sizes of batches, and length of the run.
+        num_windows: Samples of one epoch.
+        world_size: Data-parallel ranks.
+        global_batch_size: That of a run that is resumed; it replaces the option.
+
     Raises:
-        ConfigError: The global batch cannot be shared out evenly.
+        ConfigError: The global batch cannot be divided evenly.
     """
-    together = per_device_train_batch_size * world_size
-    batch = together * gradient_accumulation_steps
-    if global_batch_size is not None:
-        batch = global_batch_size
-        if batch % together:
-            raise ConfigError(
-                f"--global_batch_size {global_batch_size} is no multiple of "
-                f"--per_device_train_batch_size {per_device_train_batch_size} times {world_size} "
-                f"ranks = {together}; change one of them."
-            )
-    if max_train_steps is not None:
-        total_samples = max_train_steps * batch
-    elif max_train_samples is not None:
-        total_samples = max_train_samples
+    micro_batch_size = options.per_device_train_batch_size
+    together = micro_batch_size * world_size
+    batch = global_batch_size or options.global_batch_size
+    if batch is None:
+        batch = together * options.gradient_accumulation_steps
+    elif batch % together:
+        raise ConfigError(
+            f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
+            f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
+        )
+    if options.max_train_steps is not None:
+        total_samples = options.max_train_steps * batch
+    elif options.max_train_samples is not None:
+        total_samples = options.max_train_samples
     else:
-        total_samples = num_train_epochs * num_windows
+        total_samples = options.num_train_epochs * num_windows
     return BatchPlan(
         num_windows=num_windows,
-        micro_batch_size=per_device_train_batch_size,
+        micro_batch_size=micro_batch_size,
         world_size=world_size,
         global_batch_size=batch,
         total_samples=total_samples,

@@ -81,16 +81,7 @@ class Job:
             ConfigError: The global batch cannot be divided, or the pipeline needs more of them.
         """
         options = self.options
-        batches = plan_batches(
-            num_windows=1,
-            world_size=layout.data_ranks,
-            per_device_train_batch_size=options.per_device_train_batch_size,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            global_batch_size=options.global_batch_size,
-            num_train_epochs=1,
-            max_train_steps=options.max_train_steps,
-            max_train_samples=options.max_train_samples,
-        )
+        batches = plan_batches(options, num_windows=1, world_size=layout.data_ranks)
         check_micro_batches(
             options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
         )

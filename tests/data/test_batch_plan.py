@@ -2,21 +2,16 @@ import numpy as np
 import pytest
 
 from llm.data.batch_plan import plan_batches
+from llm.data.options import BatchOptions
 from llm.errors import ConfigError
 
 
-def plan(**changes):
-    settings = {
-        "num_windows": 10,
-        "world_size": 1,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "global_batch_size": None,
-        "num_train_epochs": 3,
-        "max_train_steps": None,
-        "max_train_samples": None,
-    }
-    return plan_batches(**{**settings, **changes})
+def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **options):
+    return plan_batches(
+        BatchOptions(per_device_train_batch_size=per_device_train_batch_size, **options),
+        num_windows=num_windows,
+        world_size=world_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,6 +50,16 @@ def test_steps_samples_and_batch_follow_from_the_options(changes, batch, steps, 
 def test_a_global_batch_that_cannot_be_shared_out_is_refused():
     with pytest.raises(ConfigError, match=r"--global_batch_size 10 .* times 2 ranks = 4"):
         plan(global_batch_size=10, world_size=2)
+
+
+def test_a_resumed_run_keeps_its_global_batch():
+    options = BatchOptions(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+
+    made = plan_batches(options, num_windows=10, world_size=1, global_batch_size=8)
+
+    assert (made.global_batch_size, made.accumulation) == (8, 4)
+    with pytest.raises(ConfigError, match="--global_batch_size 5 "):
+        plan_batches(options, num_windows=10, world_size=1, global_batch_size=5)
 
 
 def test_an_epoch_ends_with_the_step_that_uses_up_its_samples():

@@ -298,25 +298,17 @@ def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
 def _plan(
     config: GPTConfig, num_windows: int, data_ranks: int, resume_from: Checkpoint | None
 ) -> BatchPlan:
-    global_batch_size = config.global_batch_size
+    saved: int | None = None
     if resume_from is not None and "global_batch_size" not in config.change_on_resume:
         # The order of samples rests on it: on other ranks, accumulation gives way.
         saved = int(resume_from.metadata["global_batch_size"])
         check_unchanged(
             {"global_batch_size": saved},
-            {"global_batch_size": global_batch_size or saved},
+            {"global_batch_size": config.global_batch_size or saved},
             allowed=(),
         )
-        global_batch_size = saved
     return plan_batches(
-        num_windows=num_windows,
-        world_size=data_ranks,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        global_batch_size=global_batch_size,
-        num_train_epochs=config.num_train_epochs,
-        max_train_steps=config.max_train_steps,
-        max_train_samples=config.max_train_samples,
+        config, num_windows=num_windows, world_size=data_ranks, global_batch_size=saved
     )
 
 
