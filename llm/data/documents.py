@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
-from llm.errors import DataError
+from llm.data.options import DataOptions
+from llm.errors import ConfigError, DataError
 
 _DOCUMENTS_LOOKED_AT = 100
 _TOKENS_LOOKED_AT = 1 << 20
@@ -52,6 +53,30 @@ class DocumentEnds:
         if self.attention:
             documents = np.cumsum(begins, axis=1, dtype=np.int64)
         return positions, documents
+
+
+def document_ends(options: DataOptions, *, eos_token_id: int | None) -> DocumentEnds | None:
+    """Return how to keep the documents of a window apart, or None where they need not be.
+
+    Args:
+        options: Whether positions or attention begin anew with each document.
+        eos_token_id: The token of the tokenizer that ends a text.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if not (options.reset_position_ids or options.reset_attention_mask):
+        return None
+    if eos_token_id is None:
+        raise ConfigError(
+            "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
+            "documents, and the tokenizer has none; use one that has."
+        )
+    return DocumentEnds(
+        eos_token_id,
+        positions=options.reset_position_ids,
+        attention=options.reset_attention_mask,
+    )
 
 
 def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> None:

@@ -8,12 +8,24 @@ import ctypes
 import logging
 import os
 
-from llm.data.corpus import TokenStream
+from llm.data.corpus import Corpus, TokenStream
 from llm.data.formats.paths import beside
 
 _CHUNK_BYTES = 32 * 2**20
 
 log = logging.getLogger("llm.data")
+
+
+def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:
+    """Keep what a run reads of its token files in main memory; one process of a node calls it.
+
+    Args:
+        corpus: The splits of the run.
+        training: Whether the training split is read, and not the validation split alone.
+    """
+    for part in (*(corpus.train if training else ()), *corpus.validation):
+        if part.weight > 0:
+            hold_in_memory(part.stream)
 
 
 def hold_in_memory(stream: TokenStream) -> bool:

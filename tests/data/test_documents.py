@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from llm.data.documents import DocumentEnds, check_document_ends
+from llm.data.documents import DocumentEnds, check_document_ends, document_ends
 from llm.data.formats.megatron import open_token_file
-from llm.errors import DataError
+from llm.data.options import DataOptions
+from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 
 BOTH = DocumentEnds(0, positions=True, attention=True)
@@ -64,3 +65,11 @@ def test_a_flat_file_must_hold_the_token_somewhere(tmp_path):
     check_document_ends(file, 9)
     with pytest.raises(DataError, match="the id 0 is not among its first 4 tokens"):
         check_document_ends(file, 0)
+
+
+def test_documents_are_kept_apart_where_an_option_asks_for_it():
+    assert document_ends(DataOptions(), eos_token_id=None) is None
+    ends = document_ends(DataOptions(reset_attention_mask=True), eos_token_id=0)
+    assert ends == DocumentEnds(0, positions=False, attention=True)
+    with pytest.raises(ConfigError, match="the tokenizer has none"):
+        document_ends(DataOptions(reset_position_ids=True), eos_token_id=None)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llm.data import in_memory as memory
+from llm.data import in_memory
 from llm.data.corpus import TokenStream
 from llm.data.formats.megatron import open_token_file
 from tests.support.token_files import write_pair
@@ -27,7 +27,7 @@ def test_the_size_is_said_and_the_tokens_stay_the_same(stream, caplog):
     before = stream.tokens.tolist()
 
     with caplog.at_level("INFO", logger="llm.data"):
-        memory.hold_in_memory(stream)
+        in_memory.hold_in_memory(stream)
 
     assert "in memory: 6e-05 GB of" in caplog.text
     assert stream.tokens.tolist() == before
@@ -50,26 +50,26 @@ assert hold_in_memory(stream)
 
 
 def test_where_pinning_is_refused_the_log_says_so(stream, caplog, monkeypatch):
-    monkeypatch.setattr(memory, "_pin", lambda address, num_bytes: "Cannot allocate memory")
+    monkeypatch.setattr(in_memory, "_pin", lambda address, num_bytes: "Cannot allocate memory")
 
     with caplog.at_level("INFO", logger="llm.data"):
-        assert memory.hold_in_memory(stream) is False
+        assert in_memory.hold_in_memory(stream) is False
 
     assert "read ahead but not pinned (Cannot allocate memory; see `ulimit -l`)" in caplog.text
 
 
 def test_a_refusal_of_the_system_is_put_into_words(stream):
-    assert memory._pin(16, 4096) is not None  # no page lies there
+    assert in_memory._pin(16, 4096) is not None  # no page lies there
 
 
 def test_a_system_without_mlock_reads_ahead_only(monkeypatch):
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(in_memory.ctypes, "CDLL", lambda *_, **__: object())
 
-    assert memory._pin(0, 4096) == "this system has no mlock"
+    assert in_memory._pin(0, 4096) == "this system has no mlock"
 
 
 def test_only_the_range_is_read_and_once(stream, monkeypatch):
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", 7000)
+    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", 7000)
     reads = []
 
     class Counted:
@@ -87,8 +87,8 @@ def test_only_the_range_is_read_and_once(stream, monkeypatch):
         def __exit__(self, *_):
             self.file.close()
 
-    monkeypatch.setattr(memory, "open", Counted, raising=False)
-    memory.hold_in_memory(stream)
+    monkeypatch.setattr(in_memory, "open", Counted, raising=False)
+    in_memory.hold_in_memory(stream)
 
     assert reads[0][0] == 20_000
     assert sum(size for _, size in reads) == 60_000

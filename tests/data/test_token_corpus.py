@@ -1,20 +1,27 @@
 import numpy as np
 import pytest
 
-from llm.data.token_corpus import TokenFileChecks, open_token_corpus
+from llm.data.documents import DocumentEnds
+from llm.data.open_corpus import open_corpus
+from llm.data.options import DataOptions
 from llm.errors import DataError
+from llm.tokenizers.load import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
+from tests.support.tokenizers import tiny_tokenizer
 
 
-def opened(*, eos_token_id=None, force=False, vocab_size=300, **changes):
-    settings = {"data_path": (), "train_data_path": (), "valid_data_path": (), "split": None}
-    checks = TokenFileChecks(
-        tokenizer_fingerprint="ours",
-        force=force,
+TOKENIZER = tiny_tokenizer()
+FINGERPRINT = fingerprint(TOKENIZER)
+
+
+def opened(*, ends=None, vocab_size=300, **options):
+    return open_corpus(
+        DataOptions(**options),
+        tokenizer=TOKENIZER,
         vocab_size=vocab_size,
-        eos_token_id=eos_token_id,
+        ends=ends,
+        trust_remote_code=False,
     )
-    return open_token_corpus(**{**settings, **changes}, checks=checks)
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def paths_as_words(paths):
 
 
 def test_separate_files_are_taken_whole(wiki, code):
-    describe(code, fingerprint="ours", largest_token=100, text_bytes=12_345)
+    describe(code, fingerprint=FINGERPRINT, largest_token=100, text_bytes=12_345)
 
     corpus = opened(train_data_path=(str(wiki),), valid_data_path=(str(code),))
 
@@ -108,7 +115,7 @@ def test_files_of_another_tokenizer_are_refused_unless_forced(wiki, caplog):
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
-    describe(wiki, fingerprint="ours", largest_token=100)
+    describe(wiki, fingerprint=FINGERPRINT, largest_token=100)
 
     assert opened(data_path=(str(wiki),), vocab_size=101).train
     with pytest.raises(
@@ -128,8 +135,9 @@ def test_documents_without_ends_are_refused_where_ends_matter(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1, 2, 3]] * 100)
 
     assert opened(data_path=(str(prefix),)).train
+    ends = DocumentEnds(0, positions=False, attention=True)
     with pytest.raises(DataError, match="--reset_attention_mask need documents that end"):
-        opened(data_path=(str(prefix),), eos_token_id=0)
+        opened(data_path=(str(prefix),), ends=ends)
 
 
 def test_a_file_without_tokens_is_refused(tmp_path):

@@ -16,7 +16,9 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, digest_of
-from llm.data.documents import DocumentEnds
+from llm.data.documents import DocumentEnds, document_ends
+from llm.data.in_memory import hold_corpus_in_memory
+from llm.data.open_corpus import open_corpus
 from llm.data.samples import Samples
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import load_config, max_positions
@@ -29,7 +31,6 @@ from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
 from llm.tokenizers.load import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.corpora import document_ends, hold_corpus_in_memory, open_corpus_of
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
     check_folder,
@@ -167,7 +168,7 @@ def _read(
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
-    ends = document_ends(config, tokenizer)
+    ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = find_init(config) if resume_from is None else None
     return RunSetup(
         run=run,
@@ -178,7 +179,13 @@ def _read(
         model_config=model_config,
         weights_from=find_weights(config, resume_from or init_from),
         block_size=block_size,
-        corpus=open_corpus_of(config, model_config, tokenizer, ends),
+        corpus=open_corpus(
+            config,
+            tokenizer=tokenizer,
+            vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
+            ends=ends,
+            trust_remote_code=config.trust_remote_code,
+        ),
         ends=ends,
         metrics=metrics,
         layout=layout,

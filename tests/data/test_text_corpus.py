@@ -4,11 +4,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from llm.data.open_corpus import open_corpus
+from llm.data.options import DataOptions
 from llm.errors import DataError
-from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.corpora import open_corpus_of
 from tests.support.corpora import write
-from tests.support.models import tiny_config
 from tests.support.tokenizers import tiny_tokenizer
 
 
@@ -16,8 +15,13 @@ def opened(folder, *, tokenizer=None, **options):
     """The corpus of a run with these options."""
     paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
     settings = {"data_cache_dir": str(folder / "cache"), "validation_split_percentage": 50.0}
-    config = GPTConfig(**{**settings, **options, **paths})
-    return open_corpus_of(config, tiny_config("gpt2"), tokenizer or tiny_tokenizer(), None)
+    return open_corpus(
+        DataOptions(**{**settings, **options, **paths}),
+        tokenizer=tokenizer or tiny_tokenizer(),
+        vocab_size=300,
+        ends=None,
+        trust_remote_code=False,
+    )
 
 
 def text(parts):

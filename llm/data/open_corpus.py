@@ -1,0 +1,238 @@
+"""From the options of the data to a corpus: token files that are ready, or text made into some."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.data.corpus import Corpus, CorpusPart, whole
+from llm.data.documents import DocumentEnds, check_document_ends
+from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.megatron import TokenFile, open_token_file, token_dtype
+from llm.data.formats.sidecar import check_tokenizer, read_sidecar
+from llm.data.options import DataOptions
+from llm.data.preparation.cache import TokenCache
+from llm.data.preparation.encoder import Encoding, end_token
+from llm.data.preparation.output_files import read_row_bytes
+from llm.data.preparation.workers import bounded_workers
+from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
+from llm.data.text.hub import dataset_sources
+from llm.data.text.sources import Source, file_source
+from llm.errors import DataError
+from llm.runtime.world import launch_id
+from llm.tokenizers.fast import from_transformers
+from llm.tokenizers.load import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Words = Sequence[float | str]
+
+log = logging.getLogger("llm.data")
+
+
+def open_corpus(
+    options: DataOptions,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    ends: DocumentEnds | None,
+    trust_remote_code: bool,
+) -> Corpus:
+    """Open training and validation tokens; text is made into token files in the cache first.
+
+    Args:
+        options: Which tokens or texts, and how they are split.
+        tokenizer: Makes tokens of texts; ready token files must be of the same one.
+        vocab_size: Of tokenizer and model, whichever is larger.
+        ends: How to keep documents apart; then they must end with its token.
+        trust_remote_code: Whether a data set may bring code of its own.
+
+    Raises:
+        ConfigError: The options make no blend or no split.
+        DataError: The data is missing, damaged, of another tokenizer, or too small for the split.
+    """
+    opener = _Opener(options, fingerprint(tokenizer), vocab_size, ends)
+    if options.data_path:
+        return opener.open_split()
+    if options.train_data_path or options.valid_data_path:
+        return opener.open_whole(options.train_data_path, options.valid_data_path)
+    cache = _token_cache(options, tokenizer, vocab_size)
+    prepared = {
+        split: cache.token_files(source, optional=split == "validation")
+        for split, source in _text_sources(options, trust_remote_code).items()
+    }
+    train, validation = prepared.get("train"), prepared.get("validation")
+    if train is not None and validation is None and options.validation_split_percentage > 0:
+        return opener.open_split_rows(train)
+    return opener.open_whole(
+        () if train is None else (str(train),), () if validation is None else (str(validation),)
+    )
+
+
+def _token_cache(
+    options: DataOptions, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
+) -> TokenCache:
+    text_tokenizer = from_transformers(tokenizer, tokenizer.name_or_path)
+    folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
+    return TokenCache(
+        folder=Path(folder).expanduser(),
+        encoding=Encoding(
+            tokenizer=text_tokenizer,
+            end_token=end_token(text_tokenizer, options.append_eos),
+            dtype=token_dtype(max(vocab_size, text_tokenizer.size)),
+        ),
+        workers=bounded_workers(options.preprocessing_num_workers),
+        overwrite=options.overwrite_cache,
+        launch=launch_id(),
+    )
+
+
+def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, Source]:
+    """The texts to train and to evaluate on, by the name of their split."""
+    sources: dict[str, Source] = {}
+    if options.dataset_name is not None:
+        sources = dataset_sources(
+            options.dataset_name,
+            options.dataset_config_name,
+            text_column=options.text_column,
+            trust_remote_code=trust_remote_code,
+        )
+    for split, name in (("train", options.train_file), ("validation", options.validation_file)):
+        if name is None:
+            continue
+        if options.text_column is not None and ".txt" in Path(name).suffixes:
+            log.warning(
+                f"--text_column {options.text_column} has no effect on {name}: "
+                "a text has no columns"
+            )
+        sources[split] = file_source(
+            Path(name),
+            text_column=options.text_column,
+            keep_linebreaks=not options.no_keep_linebreaks,
+            option=f"--{split}_file",
+        )
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    """A source of a blend: its file, its weight, normalised, and its text's bytes if known."""
+
+    file: TokenFile | FlatTokenFile
+    name: str
+    weight: float
+    text_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """Opens token files that fit a run.
+
+    Attributes:
+        options: Of the data.
+        tokenizer_fingerprint: Of the tokenizer that the run uses.
+        vocab_size: Of tokenizer and model, whichever is larger.
+        ends: How to keep documents apart.
+    """
+
+    options: DataOptions
+    tokenizer_fingerprint: str
+    vocab_size: int
+    ends: DocumentEnds | None
+
+    def open_split(self) -> Corpus:
+        """Open the files of `data_path` and cut each of them by `split`."""
+        if self.options.split is None:
+            split, text = parse_split(DEFAULT_SPLIT), f"{DEFAULT_SPLIT} (the default)"
+        else:
+            split, text = parse_split(self.options.split), self.options.split
+        train: list[CorpusPart] = []
+        validation: list[CorpusPart] = []
+        for source in self._open(self.options.data_path, "--data_path"):
+            if source.weight == 0:
+                # It keeps its number in the blend, so that the order of the others stays.
+                train.append(self._whole(source))
+                continue
+            streams = cut(source.file, split, text=text, vocab_size=self.vocab_size)
+            for stream, sources in zip(streams, (train, validation), strict=True):
+                if stream is not None:
+                    sources.append(CorpusPart(source.name, source.weight, stream))
+        return Corpus(train=tuple(train) if split[0] > 0 else (), validation=tuple(validation))
+
+    def open_whole(self, train: Words, validation: Words) -> Corpus:
+        """Open files to train on and others to evaluate on."""
+        train_files = self._open(train, "--train_data_path")
+        validation_files = self._open(validation, "--valid_data_path")
+        return Corpus(
+            train=tuple(self._whole(source) for source in train_files),
+            validation=tuple(self._whole(file) for file in validation_files if file.weight > 0),
+        )
+
+    def open_split_rows(self, prefix: Path) -> Corpus:
+        """Open a file of the cache and cut `validation_split_percentage` of its rows off."""
+        (source,) = self._open((str(prefix),), "--train_file")
+        assert isinstance(source.file, TokenFile)  # the cache holds no others
+        train, validation = cut_rows(
+            source.file,
+            read_row_bytes(prefix),
+            self.options.validation_split_percentage,
+            vocab_size=self.vocab_size,
+        )
+        return Corpus(
+            train=(CorpusPart(source.name, 1.0, train),),
+            validation=(CorpusPart(source.name, 1.0, validation),),
+        )
+
+    def _open(self, words: Words, option: str) -> list[_OpenFile]:
+        """Open the sources of one option, check them, and normalise their weights."""
+        if not words:
+            return []
+        paths = parse_blend(words, option=option)
+        files = [open_token_file(path.prefix) for path in paths]
+        text_bytes = [self._check(file) for file in files]
+        weights = [
+            float(file.num_tokens) if path.weight is None else path.weight
+            for path, file in zip(paths, files, strict=True)
+        ]
+        total = sum(weights)
+        return [
+            _OpenFile(file, name, weight / total, num_bytes)
+            for file, name, weight, num_bytes in zip(
+                files, _names(paths), weights, text_bytes, strict=True
+            )
+        ]
+
+    def _check(self, file: TokenFile | FlatTokenFile) -> int | None:
+        """Compare a file with the tokenizer and the model; return its text's bytes, if known."""
+        if file.num_tokens == 0:
+            raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it anew.")
+        sidecar = read_sidecar(file.prefix)
+        if sidecar is not None:
+            check_tokenizer(file.prefix, sidecar, self.tokenizer_fingerprint, self.options.force)
+            if sidecar.largest_token >= self.vocab_size:
+                raise DataError(
+                    f"{file.prefix}.bin holds the token id {sidecar.largest_token}, and the "
+                    f"vocabulary of tokenizer and model has {self.vocab_size:,} tokens; train "
+                    "with the tokenizer that made the file."
+                )
+        if self.ends is not None:
+            check_document_ends(file, self.ends.eos_token_id)
+        return None if sidecar is None else sidecar.text_bytes
+
+    def _whole(self, source: _OpenFile) -> CorpusPart:
+        stream = whole(source.file, source.text_bytes, vocab_size=self.vocab_size)
+        return CorpusPart(source.name, source.weight, stream)
+
+
+def _names(sources: Sequence[WeightedPath]) -> list[str]:
+    """The shortest ends of the paths that tell the sources apart."""
+    paths = [source.prefix for source in sources]
+    for length in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = [Path(*path.parts[-length:]).as_posix() for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    # The same file twice.
+    return [f"{number}-{path.name}" for number, path in enumerate(paths)]
