@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusPart, TokenStream, whole
+from llm.data.corpus import CorpusPart, Samples, TokenStream, whole
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
-from llm.data.samples import Samples
 
 if TYPE_CHECKING:
     from llm.data.loader import TrainLoader

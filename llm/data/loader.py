@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import TokenStream
+from llm.data.corpus import Samples, TokenStream
 from llm.data.documents import DocumentEnds
 from llm.data.micro_batch import MicroBatch
-from llm.data.samples import Samples
 from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out

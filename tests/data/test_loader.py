@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusPart, TokenStream
+from llm.data.corpus import CorpusPart, Samples, TokenStream
 from llm.data.documents import DocumentEnds
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.data.sampler import WindowSampler
-from llm.data.samples import Samples
 from llm.errors import DataError
 
 CPU = torch.device("cpu")

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import CorpusPart, whole
+from llm.data.corpus import CorpusPart, Samples, whole
 from llm.data.formats.megatron import open_token_file
 from llm.data.sampler import WindowSampler
-from llm.data.samples import Samples
 from llm.errors import DataError
 from tests.support.token_files import write_pair
 

@@ -9,7 +9,6 @@ from llm.tokenizers.load import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 
-
 TOKENIZER = tiny_tokenizer()
 FINGERPRINT = fingerprint(TOKENIZER)
 
