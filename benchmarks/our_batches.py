@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusPart, Samples, TokenStream, whole
+from llm.data.corpus import CorpusSource, Samples, TokenStream, whole
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def _stream(args: argparse.Namespace) -> TokenStream:
 
 
 def _samples(args: argparse.Namespace) -> Samples:
-    part = CorpusPart(name="tokens", weight=1.0, stream=_stream(args))
-    return Samples([part], block_size=args.block_size, seed=_SEED)
+    source = CorpusSource(name="tokens", weight=1.0, stream=_stream(args))
+    return Samples([source], block_size=args.block_size, seed=_SEED)
 
 
 def _loader(args: argparse.Namespace) -> "TrainLoader":

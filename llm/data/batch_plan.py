@@ -12,7 +12,7 @@ from llm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How many samples a run reads, and how a step's samples are shared out.
+    """How many samples a run reads, and how a step's samples are divided among ranks.
 
     Attributes:
         num_windows: Samples of one epoch.

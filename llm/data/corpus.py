@@ -61,7 +61,7 @@ class TokenStream:
         self._views: dict[int, NDArray[Any]] = {}
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
-        """Copies windows out of the ring.
+        """Copy windows out of the ring.
 
         Args:
             starts: Positions of the windows' first tokens [num_windows], taken modulo num_tokens.
@@ -105,12 +105,12 @@ class TokenStream:
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusPart:
-    """What one source brings to a split.
+class CorpusSource:
+    """A source of a split of the corpus.
 
     Attributes:
-        name: For logs and metrics, different from that of the split's other parts.
-        weight: Its share of the split; those of all parts sum to 1.
+        name: For logs and metrics, different from that of the split's other sources.
+        weight: Its fraction of the split; those of all sources sum to 1.
         stream: Its tokens.
     """
 
@@ -119,12 +119,12 @@ class CorpusPart:
     stream: TokenStream
 
 
-def digest_of(parts: Sequence[CorpusPart]) -> str:
-    """Tells a split from what it was before: sizes, and the tokens at both ends of each part."""
+def digest_of(sources: Sequence[CorpusSource]) -> str:
+    """Return a digest of a split: of sizes, and of the tokens at both ends of each source."""
     state = xxhash.xxh3_128()
-    for part in parts:
-        tokens = part.stream.tokens
-        state.update(str(part.stream.num_tokens).encode())
+    for source in sources:
+        tokens = source.stream.tokens
+        state.update(str(source.stream.num_tokens).encode())
         for end in (tokens[:_DIGEST_TOKENS], tokens[-_DIGEST_TOKENS:]):
             state.update(np.ascontiguousarray(end).tobytes())
     return str(state.hexdigest())
@@ -139,8 +139,8 @@ class Corpus:
         validation: Those to evaluate on; empty where there are none.
     """
 
-    train: tuple[CorpusPart, ...]
-    validation: tuple[CorpusPart, ...]
+    train: tuple[CorpusSource, ...]
+    validation: tuple[CorpusSource, ...]
 
 
 def whole(
@@ -185,17 +185,17 @@ class _Starts:
 
 
 class Samples:
-    """Turns numbers of samples into tokens.
+    """Read training samples by their numbers.
 
     Each source goes through its own windows in its own order, epoch after epoch, and the blend
-    says whose turn it is. An epoch of a blend is as many samples as all its sources hold.
+    chooses the source of each sample. An epoch of a blend has as many samples as all its sources.
 
     Attributes:
         block_size: Tokens a sample predicts.
         num_windows: Samples of one epoch.
 
     Args:
-        parts: The sources; those of weight 0 are never read.
+        sources: Of the training split; those of weight 0 are never read.
         block_size: Tokens a sample predicts.
         seed: Of the order.
 
@@ -203,23 +203,23 @@ class Samples:
         DataError: A source is too short for one sample.
     """
 
-    def __init__(self, parts: Sequence[CorpusPart], *, block_size: int, seed: int) -> None:
+    def __init__(self, sources: Sequence[CorpusSource], *, block_size: int, seed: int) -> None:
         self.block_size = block_size
-        self._streams = [part.stream for part in parts]
-        self._dtype = np.result_type(*(part.stream.tokens.dtype for part in parts))
-        self._blend = Blend([part.weight for part in parts])
+        self._streams = [source.stream for source in sources]
+        self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
+        self._blend = Blend([source.weight for source in sources])
         self._starts = {
-            source: _Starts(
+            number: _Starts(
                 WindowSampler(
-                    num_tokens=part.stream.num_tokens,
+                    num_tokens=source.stream.num_tokens,
                     block_size=block_size,
                     seed=seed,
-                    source=source,
-                    name="The training text" if len(parts) == 1 else f"The source {part.name}",
+                    source=number,
+                    name="The training text" if len(sources) == 1 else f"The source {source.name}",
                 )
             )
-            for source, part in enumerate(parts)
-            if part.weight > 0
+            for number, source in enumerate(sources)
+            if source.weight > 0
         }
         self.num_windows = sum(starts.num_windows for starts in self._starts.values())
 

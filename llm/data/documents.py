@@ -80,25 +80,25 @@ def document_ends(options: DataOptions, *, eos_token_id: int | None) -> Document
 
 
 def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> None:
-    """Refuses token files in which no document ends with the end-of-text token.
+    """Refuse token files in which no document ends with the end-of-text token.
 
     Args:
         file: The token file.
         eos_token_id: The token that should end documents.
 
     Raises:
-        DataError: None of the first documents ends with it; where the file does not say where
-            documents end, none of the first million tokens is it.
+        DataError: None of the first documents ends with it; where the document ends are
+            not known, none of the first million tokens is it.
     """
     number = min(_DOCUMENTS_LOOKED_AT, file.num_documents)
     if number:
         ends = np.array([file.document_start(document) for document in range(1, number + 1)])
-        found = file.tokens[ends[ends > 0] - 1]
+        tokens = file.tokens[ends[ends > 0] - 1]
         fault = f"none of its first {number} documents ends with the id {eos_token_id}"
     else:
-        found = file.tokens[:_TOKENS_LOOKED_AT]
-        fault = f"the id {eos_token_id} is not among its first {found.size:,} tokens"
-    if not (found == eos_token_id).any():
+        tokens = file.tokens[:_TOKENS_LOOKED_AT]
+        fault = f"the id {eos_token_id} is not among its first {tokens.size:,} tokens"
+    if not (tokens == eos_token_id).any():
         raise DataError(
             "--reset_position_ids and --reset_attention_mask need documents that end with the "
             f"tokenizer's end-of-text token, and those of {file.prefix} do not: {fault}. Prepare "

@@ -1,4 +1,4 @@
-"""Keeps a part of a token file in main memory.
+"""Keep the tokens of a stream in main memory.
 
 All processes of a node map the same file and so share the same pages: one of them reads and pins
 the pages, for all.
@@ -23,13 +23,13 @@ def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:
         corpus: The splits of the run.
         training: Whether the training split is read, and not the validation split alone.
     """
-    for part in (*(corpus.train if training else ()), *corpus.validation):
-        if part.weight > 0:
-            hold_in_memory(part.stream)
+    for source in (*(corpus.train if training else ()), *corpus.validation):
+        if source.weight > 0:
+            hold_in_memory(source.stream)
 
 
 def hold_in_memory(stream: TokenStream) -> bool:
-    """Reads a stream's bytes once, from first to last, and pins their pages if that is allowed.
+    """Read a stream's bytes once, from first to last, and pins their pages if that is allowed.
 
     The pin ends with the process.
 
@@ -48,7 +48,7 @@ def hold_in_memory(stream: TokenStream) -> bool:
 
 
 def _read(stream: TokenStream, num_bytes: int) -> None:
-    """Brings the bytes into the page cache; a file read is larger and faster than page faults."""
+    """Bring the bytes into the page cache; a file read is larger and faster than page faults."""
     buffer = bytearray(min(_CHUNK_BYTES, num_bytes))
     with open(beside(stream.prefix, ".bin"), "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
@@ -58,12 +58,12 @@ def _read(stream: TokenStream, num_bytes: int) -> None:
         while left > 0:
             read = file.readinto(memoryview(buffer)[: min(len(buffer), left)])
             if not read:
-                break  # cut short since it was mapped; the next access to the map will tell
+                break  # cut short since it was mapped; the next access to the map raises
             left -= read
 
 
 def _pin(address: int, num_bytes: int) -> str | None:
-    """Locks mapped pages; says in a word why not, where it cannot."""
+    """Lock mapped pages; return the reason where that fails."""
     if num_bytes == 0:
         return None
     try:

@@ -40,14 +40,14 @@ class StepBatch:
 
 
 class TrainLoader:
-    """One rank's share of every training step.
+    """The micro-batches of one rank in every training step.
 
     Every rank takes part in every micro-batch of every step and shapes never change: where the
     last step is smaller, the missing samples are windows whose labels are all ignored.
 
     Args:
         samples: The tokens of every sample.
-        plan: Which samples make a step, and how they are shared out.
+        plan: Which samples make a step, and how they are divided among ranks.
         rank: This data-parallel rank.
         device: Where the micro-batches shall lie.
         ends: How to keep the documents of a window apart; None lets windows run over them.
@@ -121,7 +121,7 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """One rank's share of a pass over a stream that predicts each of its tokens but the first once.
+    """One rank's batches of an evaluation, which predicts each token of a stream but the first.
 
     Windows lie side by side and the stream is no ring here. The last window is filled up with
     ignored labels, and every rank yields the same number of batches, some of them ignored as a

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.data.corpus import Corpus, CorpusPart, whole
+from llm.data.corpus import Corpus, CorpusSource, whole
 from llm.data.documents import DocumentEnds, check_document_ends
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, open_token_file, token_dtype
@@ -17,7 +17,14 @@ from llm.data.preparation.cache import TokenCache
 from llm.data.preparation.encoder import Encoding, end_token
 from llm.data.preparation.output_files import read_row_bytes
 from llm.data.preparation.workers import bounded_workers
-from llm.data.splits import DEFAULT_SPLIT, WeightedPath, cut, cut_rows, parse_blend, parse_split
+from llm.data.splits import (
+    DEFAULT_SPLIT,
+    WeightedPath,
+    parse_blend,
+    parse_split,
+    split_documents,
+    split_rows,
+)
 from llm.data.text.hub import dataset_sources
 from llm.data.text.sources import Source, file_source
 from llm.errors import DataError
@@ -119,7 +126,7 @@ def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, So
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile:
-    """A source of a blend: its file, its weight, normalised, and its text's bytes if known."""
+    """A source of a blend: its file, its normalised weight, and the bytes of its text if known."""
 
     file: TokenFile | FlatTokenFile
     name: str
@@ -144,22 +151,22 @@ class _Opener:
     ends: DocumentEnds | None
 
     def open_split(self) -> Corpus:
-        """Open the files of `data_path` and cut each of them by `split`."""
+        """Open the files of `data_path` and split each of them by `split`."""
         if self.options.split is None:
             split, text = parse_split(DEFAULT_SPLIT), f"{DEFAULT_SPLIT} (the default)"
         else:
             split, text = parse_split(self.options.split), self.options.split
-        train: list[CorpusPart] = []
-        validation: list[CorpusPart] = []
+        train: list[CorpusSource] = []
+        validation: list[CorpusSource] = []
         for source in self._open(self.options.data_path, "--data_path"):
             if source.weight == 0:
                 # It keeps its number in the blend, so that the order of the others stays.
                 train.append(self._whole(source))
                 continue
-            streams = cut(source.file, split, text=text, vocab_size=self.vocab_size)
+            streams = split_documents(source.file, split, text=text, vocab_size=self.vocab_size)
             for stream, sources in zip(streams, (train, validation), strict=True):
                 if stream is not None:
-                    sources.append(CorpusPart(source.name, source.weight, stream))
+                    sources.append(CorpusSource(source.name, source.weight, stream))
         return Corpus(train=tuple(train) if split[0] > 0 else (), validation=tuple(validation))
 
     def open_whole(self, train: Words, validation: Words) -> Corpus:
@@ -172,18 +179,18 @@ class _Opener:
         )
 
     def open_split_rows(self, prefix: Path) -> Corpus:
-        """Open a file of the cache and cut `validation_split_percentage` of its rows off."""
+        """Open a file of the cache and split `validation_split_percentage` of its rows off."""
         (source,) = self._open((str(prefix),), "--train_file")
         assert isinstance(source.file, TokenFile)  # the cache holds no others
-        train, validation = cut_rows(
+        train, validation = split_rows(
             source.file,
             read_row_bytes(prefix),
             self.options.validation_split_percentage,
             vocab_size=self.vocab_size,
         )
         return Corpus(
-            train=(CorpusPart(source.name, 1.0, train),),
-            validation=(CorpusPart(source.name, 1.0, validation),),
+            train=(CorpusSource(source.name, 1.0, train),),
+            validation=(CorpusSource(source.name, 1.0, validation),),
         )
 
     def _open(self, words: Words, option: str) -> list[_OpenFile]:
@@ -222,13 +229,13 @@ class _Opener:
             check_document_ends(file, self.ends.eos_token_id)
         return None if sidecar is None else sidecar.text_bytes
 
-    def _whole(self, source: _OpenFile) -> CorpusPart:
+    def _whole(self, source: _OpenFile) -> CorpusSource:
         stream = whole(source.file, source.text_bytes, vocab_size=self.vocab_size)
-        return CorpusPart(source.name, source.weight, stream)
+        return CorpusSource(source.name, source.weight, stream)
 
 
 def _names(sources: Sequence[WeightedPath]) -> list[str]:
-    """The shortest ends of the paths that tell the sources apart."""
+    """Return the shortest ends of the paths that differ."""
     paths = [source.prefix for source in sources]
     for length in range(1, 1 + max(len(path.parts) for path in paths)):
         names = [Path(*path.parts[-length:]).as_posix() for path in paths]

@@ -1,4 +1,4 @@
-"""Parts of token files: blends by `--data_path`, cuts by `--split` or a percentage of rows."""
+"""Blends by `--data_path`; splits of token files by `--split` or a percentage of rows."""
 
 import itertools
 import logging
@@ -16,7 +16,7 @@ from llm.data.formats.megatron import TokenFile
 from llm.errors import ConfigError, DataError
 
 DEFAULT_SPLIT = "969,30,1"
-_PARTS = ("training", "validation", "testing")
+_SPLITS = ("training", "validation", "testing")
 
 log = logging.getLogger("llm.data")
 
@@ -35,7 +35,7 @@ class WeightedPath:
 
 
 def parse_blend(words: Sequence[float | str], *, option: str) -> list[WeightedPath]:
-    """Reads prefixes, alone or each after its weight.
+    """Read prefixes, alone or each after its weight.
 
     Args:
         words: Numbers are weights.
@@ -83,10 +83,10 @@ def _misplaced(word: float | str, option: str, *, weighted: bool) -> ConfigError
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Reads `training,validation,testing`; what is left out at the end is 0.
+    """Read `training,validation,testing`; what is left out at the end is 0.
 
     Returns:
-        The three parts, with the sum 1.
+        The three fractions, with the sum 1.
 
     Raises:
         ConfigError: These are no such numbers.
@@ -106,21 +106,21 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train / total, validation / total, test / total
 
 
-def cut(
+def split_documents(
     file: TokenFile | FlatTokenFile,
     split: tuple[float, float, float],
     *,
     text: str,
     vocab_size: int | None,
 ) -> tuple[TokenStream | None, TokenStream | None]:
-    """Cuts a token file by its documents, as Megatron-LM does; the third part is left aside.
+    """Split a token file by its documents, as Megatron-LM does; the third split is left aside.
 
-    Bounds are the cumulative parts times the number of documents, rounded to the nearest, halves
-    to the even. A file that does not know its documents is cut by tokens.
+    Bounds are the cumulative fractions times the number of documents, rounded to the nearest,
+    halves to the even. A file that does not know its documents is split by tokens.
 
     Args:
         file: The token file.
-        split: The parts, with the sum 1.
+        split: The fractions, with the sum 1.
         text: The split as the user wrote it, for messages.
         vocab_size: Ids from here on are refused when they are read; None where there are none.
 
@@ -128,7 +128,7 @@ def cut(
         (training, validation); None where the split asks for none.
 
     Raises:
-        DataError: A part that is asked for gets no document.
+        DataError: A split that is asked for gets no document.
     """
     by_tokens = file.num_documents == 0
     units, unit = (file.num_tokens, "tokens") if by_tokens else (file.num_documents, "documents")
@@ -143,8 +143,8 @@ def cut(
             continue
         if first >= stop:
             raise DataError(
-                f"--split {text} leaves no {unit} for {_PARTS[number]} of {file.prefix}, which has "
-                f"{units:,} {unit}; change the split, or give more text."
+                f"--split {text} leaves no {unit} for {_SPLITS[number]} of {file.prefix}, which "
+                f"has {units:,} {unit}; change the split, or give more text."
             )
         start, end = (first, stop) if by_tokens else _token_range(file, first, stop)
         streams.append(
@@ -165,10 +165,10 @@ def _token_range(file: TokenFile | FlatTokenFile, first: int, stop: int) -> tupl
     return file.document_start(first), file.document_start(stop)
 
 
-def cut_rows(
+def split_rows(
     file: TokenFile, row_bytes: NDArray[np.uint32], percentage: float, *, vocab_size: int | None
 ) -> tuple[TokenStream, TokenStream]:
-    """Cuts the first `percentage` of the rows off for validation.
+    """Split the first `percentage` of the rows off for validation.
 
     Rows are rounded as in `train[:5%]` of the `datasets` library (its rounding 'closest').
 
@@ -176,7 +176,7 @@ def cut_rows(
         file: The token file.
         row_bytes: UTF-8 bytes of the text of each sequence.
         percentage: Above 0, to 100.
-        vocab_size: As for `cut`.
+        vocab_size: As for `split_documents`.
 
     Returns:
         (training, validation).
@@ -185,23 +185,23 @@ def cut_rows(
         DataError: One of the two would be empty.
     """
     rows = file.num_sequences
-    cut_row = round(percentage * rows / 100)
-    end = file.sequence_end(cut_row)
+    split_row = round(percentage * rows / 100)
+    end = file.sequence_end(split_row)
     if end == 0 or end == file.num_tokens:
-        part = "validation" if end == 0 else "training"
+        split = "validation" if end == 0 else "training"
         raise DataError(
             f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
-            f"for {part}; change the percentage, or give a --validation_file."
+            f"for {split}; change the percentage, or give a --validation_file."
         )
-    # The document that is cut in two counts on both sides.
-    begun = int(np.searchsorted(file.documents[:-1], cut_row, side="left"))
-    ended = int(np.searchsorted(file.documents[1:], cut_row, side="right"))
+    # A document that is split in two counts on both sides.
+    begun = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
+    ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
         start=0,
         stop=end,
         num_documents=begun,
-        num_bytes=int(row_bytes[:cut_row].sum(dtype=np.int64)),
+        num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )
     training = TokenStream(
@@ -209,7 +209,7 @@ def cut_rows(
         start=end,
         stop=file.num_tokens,
         num_documents=file.num_documents - ended,
-        num_bytes=int(row_bytes[cut_row:].sum(dtype=np.int64)),
+        num_bytes=int(row_bytes[split_row:].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )
     return training, validation

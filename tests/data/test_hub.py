@@ -212,7 +212,7 @@ def test_a_link_to_nothing_in_a_folder_is_refused(folder):
 
 @pytest.mark.parametrize("rows", [1, 7, 10, 100])
 def test_the_parts_of_a_data_set_are_its_rows_in_their_order(shards, monkeypatch, rows):
-    monkeypatch.setattr("llm.data.text.hub._PART_ROWS", rows)
+    monkeypatch.setattr("llm.data.text.hub._CHUNK_ROWS", rows)
 
     parts = splits(shards)["train"].split(1)
 
@@ -227,7 +227,7 @@ def test_the_parts_of_a_stream_are_its_files_in_their_order(shards):
 
 
 def test_a_wrong_row_is_counted_from_the_beginning_of_the_data_set(shards, monkeypatch):
-    monkeypatch.setattr("llm.data.text.hub._PART_ROWS", 20)
+    monkeypatch.setattr("llm.data.text.hub._CHUNK_ROWS", 20)
     parts = splits(shards, text_column="id")["train"].split(1)
 
     with pytest.raises(DataError, match=r"\[train\], row 21: the text is a value of type int"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusPart, Samples, TokenStream
+from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.documents import DocumentEnds
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.loader import EvalLoader, TrainLoader
@@ -39,7 +39,7 @@ def make_stream(folder, num_tokens):
 
 
 def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21, ends=None):
-    by_number = Samples([CorpusPart("text", 1.0, stream)], block_size=BLOCK_SIZE, seed=1)
+    by_number = Samples([CorpusSource("text", 1.0, stream)], block_size=BLOCK_SIZE, seed=1)
     plan = BatchPlan(
         num_windows=by_number.num_windows,
         micro_batch_size=micro_batch_size,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import CorpusPart, Samples, whole
+from llm.data.corpus import CorpusSource, Samples, whole
 from llm.data.formats.megatron import open_token_file
 from llm.data.sampler import WindowSampler
 from llm.errors import DataError
@@ -23,7 +23,7 @@ def streams(tmp_path):
 
 def blend(streams, weights, seed=3):
     parts = [
-        CorpusPart(str(number), weight, stream)
+        CorpusSource(str(number), weight, stream)
         for number, (weight, stream) in enumerate(zip(weights, streams, strict=True))
     ]
     return Samples(parts, block_size=10, seed=seed)
@@ -72,7 +72,9 @@ def test_an_epoch_is_as_many_samples_as_all_sources_hold(streams):
 
 def test_a_source_of_weight_0_is_never_read_and_may_be_too_short(streams):
     samples = Samples(
-        [CorpusPart("a", 0.0, streams[2]), CorpusPart("b", 1.0, streams[1])], block_size=50, seed=3
+        [CorpusSource("a", 0.0, streams[2]), CorpusSource("b", 1.0, streams[1])],
+        block_size=50,
+        seed=3,
     )
 
     assert set(source_of(samples.read(np.arange(50)))) == {1}
@@ -97,7 +99,7 @@ def test_any_sample_can_be_read_alone(streams):
 def test_a_source_too_short_for_one_sample_is_named(streams):
     with pytest.raises(DataError, match="The source 2 has 40 tokens, too few for one window"):
         Samples(
-            [CorpusPart(str(n), 1 / 3, stream) for n, stream in enumerate(streams)],
+            [CorpusSource(str(n), 1 / 3, stream) for n, stream in enumerate(streams)],
             block_size=50,
             seed=3,
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
-from llm.data.splits import WeightedPath, cut, cut_rows, parse_blend, parse_split
+from llm.data.splits import WeightedPath, parse_blend, parse_split, split_documents, split_rows
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 
@@ -19,7 +19,7 @@ def numbered(folder, num_documents):
 
 
 def parts(file, text):
-    return cut(file, parse_split(text), text=text, vocab_size=None)
+    return split_documents(file, parse_split(text), text=text, vocab_size=None)
 
 
 def test_prefixes_stand_alone_or_each_after_its_weight():
@@ -136,7 +136,7 @@ def rows_file(folder, *, rows, rows_per_document=1):
 
 def cut_by(percentage, file):
     sizes = np.arange(1, file.num_sequences + 1, dtype=np.uint32)
-    return cut_rows(file, sizes, percentage, vocab_size=None)
+    return split_rows(file, sizes, percentage, vocab_size=None)
 
 
 @pytest.mark.parametrize(

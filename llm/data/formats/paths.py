@@ -1,4 +1,4 @@
-"""Token files on the disk: found by the name that a user gives, mapped into memory."""
+"""Token files on the disk: located by the name that a user gives, mapped into memory."""
 
 import heapq
 import mmap
@@ -47,14 +47,14 @@ def _missing(path: Path, prefix: Path) -> DataError:
         )
     folder = path if os.path.isdir(path) else path.parent
     try:
-        found = [name[:-4] for name in os.listdir(folder) if name.endswith(".idx")]
+        prefixes = [name[:-4] for name in os.listdir(folder) if name.endswith(".idx")]
     except (OSError, ValueError):
-        found = []
+        prefixes = []
         hint = f"the folder {folder} cannot be read"
     else:
         hint = f"the folder {folder} holds no .idx at all"
-    if found:
-        near = heapq.nlargest(5, sorted(found), lambda name: _likeness(name, prefix.name))
+    if prefixes:
+        near = heapq.nlargest(5, sorted(prefixes), lambda name: _likeness(name, prefix.name))
         hint = "near it there are " + ", ".join(str(folder / name) for name in near)
     looked_for = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)
     return DataError(f"There is no token file {path}: looked for {looked_for}; {hint}.")

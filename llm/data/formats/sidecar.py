@@ -217,19 +217,19 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
                 faults.append(f"{prefix}.json has no checksums of {path}.")
             continue
         try:
-            found = checksums(path)
+            actual = checksums(path)
         except DataError as error:
             faults.append(str(error))
             continue
         size = path.stat().st_size
-        for number in range(len(found)):
-            if number >= len(expected) or found[number] != expected[number]:
+        for number in range(len(actual)):
+            if number >= len(expected) or actual[number] != expected[number]:
                 start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
                 faults.append(
                     f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it is not as it "
                     "was written."
                 )
-        if len(found) < len(expected):
+        if len(actual) < len(expected):
             faults.append(f"{path} ends after {size:,} bytes; it was written longer.")
     return faults
 
@@ -237,17 +237,17 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
 def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
     ids = id_range(token_file)
     faults = id_faults(token_file, sidecar.vocab_size, ids)
-    facts: list[tuple[str, object, object]] = [
+    fields: list[tuple[str, object, object]] = [
         ("dtype", sidecar.dtype, token_file.tokens.dtype.name),
         ("tokens", sidecar.tokens, token_file.num_tokens),
         ("largest_token", sidecar.largest_token, ids[1]),
     ]
     if isinstance(token_file, TokenFile):
-        facts.append(("documents", sidecar.documents, token_file.num_documents))
+        fields.append(("documents", sidecar.documents, token_file.num_documents))
     faults += [
-        f"{token_file.prefix}.json says {name} {said}, but it is {is_so}."
-        for name, said, is_so in facts
-        if said != is_so
+        f"{token_file.prefix}.json says {name} {recorded}, but it is {actual}."
+        for name, recorded, actual in fields
+        if recorded != actual
     ]
     return faults
 

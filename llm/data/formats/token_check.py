@@ -22,8 +22,8 @@ def check(token_file: TokenFile | FlatTokenFile, vocab_size: int | None = None) 
     if isinstance(token_file, TokenFile):
         index = beside(token_file.prefix, ".idx")
         tables = (token_file.lengths, token_file.offsets, token_file.documents)
-        found = index_faults(*tables, token_file.tokens, sample=False)
-        faults += [f"{index} {fault}." for fault in found]
+        for fault in index_faults(*tables, token_file.tokens, sample=False):
+            faults.append(f"{index} {fault}.")
     if vocab_size is not None:
         faults += id_faults(token_file, vocab_size, id_range(token_file))
     return faults

@@ -234,8 +234,8 @@ class FastEncoder:
             arrays = [self._fast.encode(text) for text in texts]
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
             # One copy that also narrows: at this speed a second one would be seen.
-            pairs = [part for array in arrays if array.size for part in (array, self._end)]
-            ids = np.concatenate([self._end[:0], *pairs], dtype=self._dtype, casting="unsafe")
+            arrays = [ids for array in arrays if array.size for ids in (array, self._end)]
+            ids = np.concatenate([self._end[:0], *arrays], dtype=self._dtype, casting="unsafe")
             return ids, counts + (counts > 0) * self._end.size
         parallel = self._threads > 1 and _may_use_threads()
         batch = self._fast.encode_batch(list(texts), parallel=parallel)
@@ -254,17 +254,17 @@ class FastEncoder:
             self._compare([text[start : start + _SAMPLE_CHARACTERS]])
             return
         end = int(counts[: number + 1].sum())
-        found = ids[end - int(counts[number]) : end]
-        if not np.array_equal(found, self._reference.encode([text])[0]):
+        sample = ids[end - int(counts[number]) : end]
+        if not np.array_equal(sample, self._reference.encode([text])[0]):
             raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
     def _compare(self, texts: Sequence[str]) -> None:
         for text in texts:
             try:
-                found = self._encode([text])[0]
+                ids = self._encode([text])[0]
             except BaseException as error:
                 raise _refusal(error, "gigatoken failed") from error
-            if not np.array_equal(found, self._reference.encode([text])[0]):
+            if not np.array_equal(ids, self._reference.encode([text])[0]):
                 raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
 

@@ -203,7 +203,7 @@ def _read_plan(folder: Path) -> Any:
 @contextmanager
 def _locked(output: Output) -> Iterator[None]:
     folder = output.folder
-    # Beside the folder, which can then be removed while it is held, on any file system.
+    # Beside the folder, which can then be removed while it is locked, on any file system.
     lock = folder.with_name(f"{folder.name}.lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -217,7 +217,7 @@ def _locked(output: Output) -> Iterator[None]:
             ) from error
         if not locked:
             log.warning(f"{lock} cannot be locked on this file system: start no second program")
-        # Whoever held it may have removed it in between.
+        # Another process may have removed it in between.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
         os.close(descriptor)
@@ -242,12 +242,12 @@ def _begin(output: Output, plan: dict[str, Any], num_parts: int) -> int:
                 f"{path} is in a folder for unfinished work, and not of it; move it away, or "
                 f"choose another {output.option}."
             )
-    found = _read_plan(folder)
-    if found == plan:
+    earlier_plan = _read_plan(folder)
+    if earlier_plan == plan:
         done = len(list(folder.glob("[0-9]*.json")))
         log.info(f"going on in {folder}: {done:,} of {num_parts:,} parts are there")
         return done
-    if found is not None:
+    if earlier_plan is not None:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")
     for path in folder.iterdir():
         path.unlink()

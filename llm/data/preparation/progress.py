@@ -1,4 +1,4 @@
-"""What is said while text is prepared, and when it is done."""
+"""The lines of the log while text is prepared, and when it is done."""
 
 import logging
 import time
@@ -12,14 +12,14 @@ log = logging.getLogger("llm.data")
 
 def progress_log(log_seconds: float) -> Callable[[Totals], None]:
     """Makes a function that logs how far the work has come, with this many seconds between."""
-    began = told = time.monotonic()
+    began = last_report = time.monotonic()
 
     def report(totals: Totals) -> None:
-        nonlocal told
+        nonlocal last_report
         now = time.monotonic()
-        if now - told < log_seconds:
+        if now - last_report < log_seconds:
             return
-        told = now
+        last_report = now
         seconds = now - began
         line = (
             f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
@@ -28,9 +28,9 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
             f"{totals.tokens / seconds:,.0f} tokens/s"
         )
         if totals.num_bytes:
-            share = min(1.0, totals.consumed / totals.num_bytes)  # a part reads a little beyond
-            left = seconds / share - seconds if share else 0.0
-            line += f" | {share:.1%} done | {_clock(left)} left"
+            fraction = min(1.0, totals.consumed / totals.num_bytes)  # a part reads a little beyond
+            left = seconds / fraction - seconds if fraction else 0.0
+            line += f" | {fraction:.1%} done | {_clock(left)} left"
         else:
             line += f" | {totals.parts_done:,} of {totals.num_parts:,} parts done"
         log.info(line)

@@ -12,7 +12,7 @@ from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
 from llm.errors import DataError
 
 _BATCH_ROWS = 1000
-_PART_ROWS = 100_000
+_CHUNK_ROWS = 100_000
 _STRINGS = ("string", "large_string", "string_view")
 
 log = logging.getLogger("llm.data")
@@ -152,7 +152,7 @@ class _DatasetLoader:
 
 
 class _DatasetSplit:
-    """One split, or a part of it: a range of rows, or some shards of a streamed one."""
+    """One split, or a chunk of it: a range of rows, or some shards of a streamed one."""
 
     one_document = False
     consumed = 0
@@ -165,7 +165,7 @@ class _DatasetSplit:
         self.name = f"{loader.name}{config} [{split}]"
         self.num_bytes: int | None = None
         self.files = loader.files
-        self._part: tuple[int, int] | None = None  # rows start:stop, or shard i of n
+        self._range: tuple[int, int] | None = None  # rows start:stop, or shard i of n
 
     def identity(self) -> dict[str, Json]:
         identity: dict[str, Json] = {
@@ -190,16 +190,16 @@ class _DatasetSplit:
         data = self._data()
         if self._loader.streaming:
             count = data.num_shards
-            cuts = [(index, count) for index in range(count)]
+            ranges = [(index, count) for index in range(count)]
         else:
-            starts = range(0, data.num_rows, _PART_ROWS)
-            cuts = [(start, min(start + _PART_ROWS, data.num_rows)) for start in starts]
-        parts: list[Source] = []
-        for cut in cuts:
-            part = copy.copy(self)
-            part._part = cut
-            parts.append(part)
-        return parts
+            starts = range(0, data.num_rows, _CHUNK_ROWS)
+            ranges = [(start, min(start + _CHUNK_ROWS, data.num_rows)) for start in starts]
+        chunks: list[Source] = []
+        for chunk_range in ranges:
+            chunk = copy.copy(self)
+            chunk._range = chunk_range
+            chunks.append(chunk)
+        return chunks
 
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         return batched(self._texts(faults or BadRecordPolicy()))
@@ -221,15 +221,15 @@ class _DatasetSplit:
             self._text_column,
             self.name,
             texts=[name for name, strings in columns.items() if strings],
-            tell=self._part is None or self._part[0] == 0,
+            log_choice=self._range is None or self._range[0] == 0,
         )
         number, where = 0, self.name
-        if self._part is not None and self._loader.streaming:
-            data = data.shard(num_shards=self._part[1], index=self._part[0])
-            where = f"{where}, shard {self._part[0] + 1}"
-        elif self._part is not None:
-            number = self._part[0]
-            data = data.select(range(*self._part))
+        if self._range is not None and self._loader.streaming:
+            data = data.shard(num_shards=self._range[1], index=self._range[0])
+            where = f"{where}, shard {self._range[0] + 1}"
+        elif self._range is not None:
+            number = self._range[0]
+            data = data.select(range(*self._range))
         for batch in self._loader.read(data.select_columns(column)):
             for value in batch[column]:
                 number += 1

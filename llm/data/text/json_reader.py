@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from llm.data.text.readers import Part, batched, check_text, choose_column, not_utf8
+from llm.data.text.readers import FileChunk, batched, check_text, choose_column, not_utf8
 from llm.data.text.text_blocks import TextBlocks
 from llm.errors import DataError
 
@@ -18,20 +18,20 @@ _FIRST_RECORDS = 100
 """Records at the beginning of a file from which its column is chosen."""
 
 
-def json_lines(part: Part) -> Iterator[list[str]]:
+def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
     """The texts of a file with one JSON object a line."""
-    column = part.text_column
-    if column is None:  # the same in all parts of the file
-        column = _column_of(_first_records(part.path), part.path, tell=part.start == 0)
+    column = chunk.text_column
+    if column is None:  # the same in all chunks of the file
+        column = _column_of(_first_records(chunk.path), chunk.path, log_choice=chunk.start == 0)
     line = 0
-    for block in part.blocks.line_blocks():
+    for block in chunk.blocks.line_blocks():
         texts: list[str] = []
         view, start = memoryview(block), 0
         while start < len(block):
             stop = block.find(b"\n", start)
             stop = len(block) if stop < 0 else stop
             line += 1
-            # The way of nearly all lines, uncopied; what is odd about one is found out below.
+            # The way of nearly all lines, uncopied; the others are examined below.
             try:
                 text = orjson.loads(view[start:stop])[column]
             except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -39,11 +39,11 @@ def json_lines(part: Part) -> Iterator[list[str]]:
             if type(text) is str:
                 texts.append(text)
             elif raw := block[start:stop].strip():
-                where = part.where(line)
+                where = chunk.where(line)
                 try:
                     texts.append(_text_of(_parse_line(raw, where), column, where))
                 except DataError as fault:
-                    part.faults(fault)
+                    chunk.faults(fault)
             start = stop + 1
         if texts:
             yield texts
@@ -57,21 +57,21 @@ def _first_records(path: Path) -> Iterator[Any]:
                 yield _parse_line(raw, path)
 
 
-def _column_of(records: Iterable[Any], path: Path, *, tell: bool = True) -> str:
+def _column_of(records: Iterable[Any], path: Path, *, log_choice: bool = True) -> str:
     """The column with the text of a file, by its first records, where the user names none.
 
     Raises:
         DataError: There is no `text`, and not exactly one column of strings.
     """
-    strings: dict[str, bool] = {}  # of each column, whether it has held one
+    strings: dict[str, bool] = {}  # whether a column has had a string
     for record in itertools.islice(records, _FIRST_RECORDS):
         if isinstance(record, dict):
             for name, value in record.items():
                 strings[name] = strings.get(name, False) or isinstance(value, str)
-    if not strings:  # what is wrong is said where the records are read
+    if not strings:  # reading the records reports what is wrong
         return "text"
-    texts = [name for name, held in strings.items() if held]
-    return choose_column(list(strings), None, path, texts=texts, tell=tell)
+    texts = [name for name, has_strings in strings.items() if has_strings]
+    return choose_column(list(strings), None, path, texts=texts, log_choice=log_choice)
 
 
 def _text_of(record: Any, column: str, where: object) -> str:
@@ -107,37 +107,37 @@ def _parse_json(text: str, where: Callable[[int], object]) -> Any:
         raise DataError(f"{where(1)}: the brackets are nested too deep for JSON.") from error
 
 
-def json_records(part: Part) -> Iterator[list[str]]:
+def json_records(chunk: FileChunk) -> Iterator[list[str]]:
     """The texts of a file with a JSON array of objects, or with one object a line.
 
     An array is read as a whole.
     """
-    if not _starts_array(part):
-        yield from json_lines(part)
+    if not _starts_array(chunk):
+        yield from json_lines(chunk)
         return
-    whole = b"".join(TextBlocks(part.path).line_blocks())
+    whole = b"".join(TextBlocks(chunk.path).line_blocks())
     try:
-        records = _parse_json(whole.decode(), lambda line: f"{part.path}, line {line}")
+        records = _parse_json(whole.decode(), lambda line: f"{chunk.path}, line {line}")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{part.path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
+            f"{chunk.path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
         ) from error
-    yield from batched(_array_texts(part, records))
+    yield from batched(_array_texts(chunk, records))
 
 
-def _array_texts(part: Part, records: list[Any]) -> Iterator[str]:
-    column = _column_of(records, part.path) if part.text_column is None else part.text_column
+def _array_texts(chunk: FileChunk, records: list[Any]) -> Iterator[str]:
+    column = _column_of(records, chunk.path) if chunk.text_column is None else chunk.text_column
     for number, record in enumerate(records, 1):
         try:
-            text = _text_of(record, column, f"{part.path}, record {number}")
+            text = _text_of(record, column, f"{chunk.path}, record {number}")
         except DataError as fault:
-            part.faults(fault)
+            chunk.faults(fault)
         else:
             yield text
 
 
-def _starts_array(part: Part) -> bool:
-    for block in TextBlocks(part.path).line_blocks():
+def _starts_array(chunk: FileChunk) -> bool:
+    for block in TextBlocks(chunk.path).line_blocks():
         if start := block.lstrip()[:1]:
             return start == b"["
     return False

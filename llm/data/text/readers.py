@@ -50,15 +50,15 @@ class BadRecordPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A file or a part of it, and where its texts stand in it.
+class FileChunk:
+    """A chunk of a file, or all of it, and where its texts stand in it.
 
     Attributes:
         path: The file.
         text_column: The field with the text; None takes `text`, else the only field of strings.
         faults: What becomes of records that cannot be used.
-        blocks: The bytes of this part of a file of lines.
-        start: Where the part begins: a byte of a file of lines, a row group of a Parquet file.
+        blocks: The bytes of this chunk of a file of lines.
+        start: Where the chunk begins: a byte of a file of lines, a row group of a Parquet file.
         stop: Where it ends; None is the end of the file.
     """
 
@@ -70,29 +70,29 @@ class Part:
     stop: int | None = None
 
     def where(self, line: int) -> "Place":
-        """The place of a line of this part, counted from 1, for messages."""
+        """Return the place of a line of this chunk, counted from 1, for messages."""
         return Place(self, line)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a part; its number in the file is found out when it is shown.
+    """A line of a chunk; its number in the file is computed when it is shown.
 
     Attributes:
-        part: The part.
-        line: Counted from 1, the first line that begins in the part.
+        chunk: The chunk.
+        line: Counted from 1, the first line that begins in the chunk.
     """
 
-    part: Part
+    chunk: FileChunk
     line: int
 
     def __str__(self) -> str:
-        path, start = self.part.path, self.part.start
+        path, start = self.chunk.path, self.chunk.start
         if start == 0:
             return f"{path}, line {self.line}"
-        if self.part.faults.on_error == "skip":  # there may be many, and counting reads the file
+        if self.chunk.faults.on_error == "skip":  # there may be many, and counting reads the file
             return f"{path}, line {self.line} of those from byte {start:,} on"
-        before, rest = 1, start - 1  # lines that begin before the part: one, and after line feeds
+        before, rest = 1, start - 1  # lines that begin before the chunk: one, and after line feeds
         for block in TextBlocks(path).blocks():
             before += block[:rest].count(b"\n")
             rest -= len(block)
@@ -101,7 +101,7 @@ class Place:
         return f"{path}, line {before + self.line}"
 
 
-Reader = Callable[[Part], Iterator[list[str]]]
+Reader = Callable[[FileChunk], Iterator[list[str]]]
 
 
 def check_text(value: object, where: object) -> str:
@@ -133,7 +133,7 @@ def choose_column(
     where: object,
     *,
     texts: Sequence[str],
-    tell: bool = True,
+    log_choice: bool = True,
 ) -> str:
     """The column with the text: the one asked for, else `text`, else the only one of strings.
 
@@ -142,7 +142,7 @@ def choose_column(
         wanted: The one asked for; or None.
         where: File and line, for messages.
         texts: Those that hold strings.
-        tell: Whether to log that it is another one than `text`.
+        log_choice: Whether to log that it is another one than `text`.
 
     Raises:
         DataError: There is no such column, or more than one; the message lists those that there
@@ -150,7 +150,7 @@ def choose_column(
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
-        if wanted != "text" and tell:
+        if wanted != "text" and log_choice:
             log.info(f"{where}: there is no column 'text'; taking {wanted!r}, the only one of text")
     if wanted not in columns:
         raise DataError(
@@ -176,14 +176,14 @@ def batched(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def text_lines(part: Part) -> Iterator[list[str]]:
+def text_lines(chunk: FileChunk) -> Iterator[list[str]]:
     """The lines of a text file, each with its line feed; a line ends nowhere else."""
     line = 1
-    for block in part.blocks.line_blocks():
+    for block in chunk.blocks.line_blocks():
         try:
             text = block.decode()
         except UnicodeDecodeError:
-            text = _lines_in_utf8(part, block, line)
+            text = _lines_in_utf8(chunk, block, line)
         line += block.count(b"\n")
         rows = text.split("\n")
         last = rows.pop()
@@ -194,12 +194,12 @@ def text_lines(part: Part) -> Iterator[list[str]]:
             yield rows
 
 
-def paragraphs(part: Part) -> Iterator[list[str]]:
-    """The paragraphs of a text file, which blank lines part, without their last line break."""
+def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
+    """The paragraphs of a text file, which blank lines separate, without their last line break."""
 
     def texts() -> Iterator[str]:
         begun: list[str] = []
-        for rows in text_lines(part):
+        for rows in text_lines(chunk):
             for row in rows:
                 if row.strip():
                     begun.append(row)
@@ -212,13 +212,13 @@ def paragraphs(part: Part) -> Iterator[list[str]]:
     return batched(texts())
 
 
-def _lines_in_utf8(part: Part, block: bytes, line: int) -> str:
+def _lines_in_utf8(chunk: FileChunk, block: bytes, line: int) -> str:
     rows = []
     for number, raw in enumerate(io.BytesIO(block), line):
         try:
             rows.append(raw.decode())
         except UnicodeDecodeError as error:
-            part.faults(not_utf8(part.where(number), error))
+            chunk.faults(not_utf8(chunk.where(number), error))
     return "".join(rows)
 
 
@@ -229,69 +229,69 @@ def not_utf8(where: object, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def csv_records(part: Part) -> Iterator[list[str]]:
+def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
     """The texts of a CSV file whose first line names the columns."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit is 128 KiB
-    return batched(_csv_texts(part))
+    return batched(_csv_texts(chunk))
 
 
-def _csv_texts(part: Part) -> Iterator[str]:
+def _csv_texts(chunk: FileChunk) -> Iterator[str]:
     # A line that is not UTF-8 may break the quotes of its neighbours, so it is never skipped.
-    plain = Part(
-        path=part.path,
-        text_column=part.text_column,
+    plain = FileChunk(
+        path=chunk.path,
+        text_column=chunk.text_column,
         faults=BadRecordPolicy("stop"),
-        blocks=part.blocks,
+        blocks=chunk.blocks,
     )
     reader = csv.reader((row for rows in text_lines(plain) for row in rows), strict=True)
     try:
         header = next(reader, [])
-        column = header.index(choose_column(header, part.text_column, part.path, texts=header))
+        column = header.index(choose_column(header, chunk.text_column, chunk.path, texts=header))
         for fields in reader:
             if fields and len(fields) != len(header):
-                part.faults(
+                chunk.faults(
                     DataError(
-                        f"{part.path}, line {reader.line_num}: there are {len(fields)} fields, "
+                        f"{chunk.path}, line {reader.line_num}: there are {len(fields)} fields, "
                         f"but the header names {len(header)}."
                     )
                 )
             elif fields:
                 yield fields[column]
     except csv.Error as error:
-        raise DataError(f"{part.path}, line {reader.line_num}: malformed CSV, {error}.") from error
+        raise DataError(f"{chunk.path}, line {reader.line_num}: malformed CSV, {error}.") from error
 
 
-def parquet_records(part: Part) -> Iterator[list[str]]:
+def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
     """The texts of the row groups `start` to `stop` of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     def texts(file: Any, column: str) -> Iterator[str]:
-        number = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
-        groups = range(part.start, file.num_row_groups if part.stop is None else part.stop)
+        number = sum(file.metadata.row_group(i).num_rows for i in range(chunk.start))
+        groups = range(chunk.start, file.num_row_groups if chunk.stop is None else chunk.stop)
         for batch in file.iter_batches(1000, row_groups=list(groups), columns=[column]):
             for value in batch.column(0).to_pylist():
                 number += 1
                 try:
-                    text = check_text(value, f"{part.path}, row {number}")
+                    text = check_text(value, f"{chunk.path}, row {number}")
                 except DataError as fault:
-                    part.faults(fault)
+                    chunk.faults(fault)
                 else:
                     yield text
 
     try:
-        with pq.ParquetFile(part.path) as file:
+        with pq.ParquetFile(chunk.path) as file:
             schema = file.schema_arrow
             column = choose_column(
                 schema.names,
-                part.text_column,
-                part.path,
+                chunk.text_column,
+                chunk.path,
                 texts=[field.name for field in schema if _holds_strings(field.type)],
-                tell=part.start == 0,
+                log_choice=chunk.start == 0,
             )
             yield from batched(texts(file, column))
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{part.path} cannot be read as Parquet: {first_line(error)}.") from error
+        raise DataError(f"{chunk.path} cannot be read as Parquet: {first_line(error)}.") from error
 
 
 def _holds_strings(kind: Any) -> bool:

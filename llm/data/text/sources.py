@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from llm.data.text.json_reader import json_lines, json_records
 from llm.data.text.readers import (
     BadRecordPolicy,
-    Part,
+    FileChunk,
     Reader,
     csv_records,
     paragraphs,
@@ -56,13 +56,13 @@ class Source(Protocol):
         """Bytes on disk that were read so far."""
 
     def identity(self) -> dict[str, Json]:
-        """What tells this text from any other, found without reading it."""
+        """What tells this text from any other, without reading it."""
 
     def exists(self) -> bool:
         """Whether there is such a text; may load the data set."""
 
     def split(self, num_bytes: int) -> list["Source"]:
-        """Parts of about this size that together hold the same texts in the same order."""
+        """Chunks of about this size that together hold the same texts in the same order."""
 
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         """Yields the texts in batches of a few MiB.
@@ -140,27 +140,27 @@ def text_sources(
     paths: list[Path] = []
     for name in inputs:
         if os.path.isdir(name):
-            found = [path for path in _walk(Path(name), option) if _is_text(path, Path(name))]
-            if not found:
+            files = [path for path in _walk(Path(name), option) if _is_text(path, Path(name))]
+            if not files:
                 raise DataError(
                     f"{option} {name} is a folder without any file of a known kind: "
                     f"{', '.join(KINDS)}, plain or packed as {', '.join(COMPRESSIONS)}."
                 )
         elif os.path.lexists(name) or not glob.has_magic(name):
-            found = [Path(name)]
-            refuse_broken_links(found, option)
+            files = [Path(name)]
+            refuse_broken_links(files, option)
         else:
-            found = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
+            files = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
             folders = [folder for folder in Path(name).parents if glob.has_magic(str(folder))]
             inner = [path for folder in folders for path in glob.glob(str(folder), recursive=True)]
-            refuse_broken_links([*found, *map(Path, inner)], f"{option} {name}:")
-            found = [path for path in found if os.path.isfile(path)]
-            if not found:
+            refuse_broken_links([*files, *map(Path, inner)], f"{option} {name}:")
+            files = [path for path in files if os.path.isfile(path)]
+            if not files:
                 raise DataError(
                     f"{option} {name} matches no file that can be read; check the pattern, and the "
                     "permissions of its folders."
                 )
-        paths += found
+        paths += files
     seen: set[Path] = set()
     for path in paths:
         if (real := path.resolve()) in seen:
@@ -181,7 +181,7 @@ def _walk(folder: Path, option: str) -> list[Path]:
             "name what is to be read."
         ) from error
 
-    found: list[Path] = []
+    paths: list[Path] = []
     entered: set[str] = set()
     for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(name)
@@ -189,9 +189,9 @@ def _walk(folder: Path, option: str) -> list[Path]:
             folders.clear()
             continue
         entered.add(real)
-        found += [Path(name) / file for file in files]
-    refuse_broken_links(found, f"{option} {folder}:")
-    return sorted(found)
+        paths += [Path(name) / file for file in files]
+    refuse_broken_links(paths, f"{option} {folder}:")
+    return sorted(paths)
 
 
 def refuse_broken_links(paths: list[Path], where: str) -> None:
@@ -205,11 +205,11 @@ def refuse_broken_links(paths: list[Path], where: str) -> None:
 
 def _is_text(path: Path, folder: Path) -> bool:
     relative = path.relative_to(folder)
-    hidden = any(part.startswith(".") for part in relative.parts)
+    hidden = any(name.startswith(".") for name in relative.parts)
     # What this program writes may lie in the same folder.
-    parts = any(part.endswith(".parts") for part in relative.parts[:-1])
+    unfinished = any(name.endswith(".parts") for name in relative.parts[:-1])
     sidecar = path.suffix == ".json" and path.with_suffix(".bin").exists()
-    return path.is_file() and not (hidden or parts or sidecar) and kind_of(path) in KINDS
+    return path.is_file() and not (hidden or unfinished or sidecar) and kind_of(path) in KINDS
 
 
 class _File:
@@ -243,7 +243,7 @@ class _File:
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         start, stop = self._range
         self._blocks = TextBlocks(self._path, start=start, stop=stop)
-        part = Part(
+        chunk = FileChunk(
             path=self._path,
             text_column=self._text_column,
             faults=faults or BadRecordPolicy(),
@@ -251,7 +251,7 @@ class _File:
             start=start,
             stop=stop,
         )
-        return self._reader(part)
+        return self._reader(chunk)
 
 
 class _TextFile(_File):
@@ -295,8 +295,8 @@ def _split_lines(file: _File, num_bytes: int) -> list[Source]:
     size = file.num_bytes or 0
     if is_compressed(file._path) or size <= num_bytes:
         return [file]
-    cuts = list(range(0, size, num_bytes))
-    return [_ranged(file, start, min(start + num_bytes, size)) for start in cuts]
+    starts = range(0, size, num_bytes)
+    return [_chunk_of(file, start, min(start + num_bytes, size)) for start in starts]
 
 
 def _split_row_groups(file: _File, num_bytes: int) -> list[Source]:
@@ -305,22 +305,22 @@ def _split_row_groups(file: _File, num_bytes: int) -> list[Source]:
     try:
         with pq.ParquetFile(file._path) as parquet:
             groups = parquet.num_row_groups
-    except Exception:  # what is wrong is said when the file is read
+    except Exception:  # reading the file will report what is wrong
         return [file]
     size = file.num_bytes or 0
     count = max(1, min(groups, round(size / num_bytes)))
-    cuts = [groups * i // count for i in range(count + 1)]
-    parts = [_ranged(file, *cut) for cut in itertools.pairwise(cuts)]
-    for part in parts:
-        part.num_bytes = size // count
-    return list[Source](parts)
+    bounds = [groups * i // count for i in range(count + 1)]
+    chunks = [_chunk_of(file, start, stop) for start, stop in itertools.pairwise(bounds)]
+    for chunk in chunks:
+        chunk.num_bytes = size // count
+    return list[Source](chunks)
 
 
-def _ranged(file: _File, start: int, stop: int) -> _File:
-    part = copy.copy(file)
-    part._range = (start, stop)
-    part.num_bytes = stop - start
-    return part
+def _chunk_of(file: _File, start: int, stop: int) -> _File:
+    chunk = copy.copy(file)
+    chunk._range = (start, stop)
+    chunk.num_bytes = stop - start
+    return chunk
 
 
 def stamp(path: Path) -> dict[str, int]:
@@ -336,7 +336,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
         DataError: One of them has changed, so that what was read may be old in one place and new
             in another.
     """
-    for source in {source.name: source for source in sources}.values():  # parts share their files
+    for source in {source.name: source for source in sources}.values():  # chunks share their files
         for path, before in source.files.items():
             try:
                 unchanged = stamp(path) == before

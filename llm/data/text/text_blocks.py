@@ -79,7 +79,7 @@ class TextBlocks:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def _unpacked(self, file: IO[bytes], make: Callable[[], Any]) -> Iterator[bytes]:
-        # By the libraries' inner part: their files take a broken second stream for the end.
+        # By the libraries' decompressors: their files take a broken second stream for the end.
         stream = None
         unpacked: list[bytes] = []
         size = 0
@@ -119,7 +119,7 @@ class TextBlocks:
     def line_blocks(self) -> Iterator[bytes]:
         """Yields blocks of whole lines with their line feeds, which the file's last one may lack.
 
-        A part from `start` to `stop` has the lines that begin in it, so that parts side by side
+        A chunk from `start` to `stop` has the lines that begin in it, so that adjacent chunks
         have each line once. A byte order mark is left out.
 
         Raises:
@@ -131,25 +131,25 @@ class TextBlocks:
 
     def _whole_lines(self) -> Iterator[bytes]:
         skipping = self._start > 0
-        # The line that begins before `start` is another part's, unless it ends right there.
+        # The line that begins before `start` is another chunk's, unless it ends right there.
         self._start -= skipping
         position = self._start  # of the byte that follows those yielded
         begun: list[bytes] = []  # the line that has not ended yet
         for block in self.blocks():
             if skipping:
-                cut = block.find(b"\n") + 1
-                position += cut or len(block)
-                if cut == 0:
+                end = block.find(b"\n") + 1
+                position += end or len(block)
+                if end == 0:
                     continue
-                block, skipping = block[cut:], False
+                block, skipping = block[end:], False
             if self._stop is not None and position >= self._stop:
                 return
-            cut = block.rfind(b"\n") + 1
-            if cut == 0:
+            end = block.rfind(b"\n") + 1
+            if end == 0:
                 begun.append(block)
                 continue
-            whole = b"".join([*begun, block[:cut]])
-            begun = [block[cut:]]
+            whole = b"".join([*begun, block[:end]])
+            begun = [block[end:]]
             yield self._up_to_stop(whole, position)
             position += len(whole)
         last = b"".join(begun)
@@ -157,7 +157,7 @@ class TextBlocks:
             yield last
 
     def _up_to_stop(self, whole: bytes, position: int) -> bytes:
-        """The lines of a block, found at `position`, that begin before `stop`."""
+        """The lines of a block, which starts at `position`, that begin before `stop`."""
         if self._stop is None or position + len(whole) <= self._stop:
             return whole
         return whole[: whole.find(b"\n", self._stop - position - 1) + 1]

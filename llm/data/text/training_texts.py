@@ -28,7 +28,7 @@ class TrainingTexts:
     Attributes:
         num_documents: Documents read so far.
         num_bytes: Their bytes in UTF-8.
-        sample: Parts of some of them, drawn evenly.
+        sample: Pieces of some of them, drawn evenly.
         failure: What was raised while a text was read.
     """
 
@@ -67,7 +67,7 @@ class TrainingTexts:
     def _read(self) -> Iterator[str]:
         generator = random.Random(self._seed)
         number = 0
-        told = time.monotonic()
+        last_report = time.monotonic()
         for source in self._sources:
             before = number
             # Lines of one document are not torn apart, unless some of them are drawn.
@@ -78,11 +78,11 @@ class TrainingTexts:
                     self.num_bytes += len(text.encode())
                     for begin in range(0, len(text), _SAMPLED_LETTERS):
                         number += 1
-                        part = text[begin : begin + _SAMPLED_LETTERS]
-                        _keep(self.sample, part, number, size=_SAMPLED_TEXTS, generator=generator)
+                        piece = text[begin : begin + _SAMPLED_LETTERS]
+                        _keep(self.sample, piece, number, size=_SAMPLED_TEXTS, generator=generator)
                     yield text
-                if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
-                    told = time.monotonic()
+                if time.monotonic() - last_report > _SECONDS_BETWEEN_REPORTS:
+                    last_report = time.monotonic()
                     log.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
             self.num_documents += source.one_document and number > before
         if not number:
@@ -104,9 +104,9 @@ def _lines_of(texts: Iterator[str]) -> Iterator[str]:
             line = line.rstrip("\r")
             begin = 0
             while len(line) - begin > _LONGEST_LINE:
-                cut = line.rfind(" ", begin + 1, begin + _LONGEST_LINE)
-                cut = cut if cut > 0 else begin + _LONGEST_LINE
-                yield line[begin:cut]
-                begin = cut
+                end = line.rfind(" ", begin + 1, begin + _LONGEST_LINE)
+                end = end if end > 0 else begin + _LONGEST_LINE
+                yield line[begin:end]
+                begin = end
             if begin < len(line):
                 yield line[begin:]

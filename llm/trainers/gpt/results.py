@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.run_folder import RunFolder
-from llm.data.corpus import CorpusPart
+from llm.data.corpus import CorpusSource
 from llm.models.build import parameter_counts
 from llm.models.export import export_model, write_model_card
 from llm.parallel.strategy import Strategy
@@ -84,7 +84,7 @@ def log_beginning(
     )
 
 
-def _log_data(name: str, parts: Sequence[CorpusPart], setup: RunSetup, *, partial: bool) -> None:
+def _log_data(name: str, parts: Sequence[CorpusSource], setup: RunSetup, *, partial: bool) -> None:
     read = [part for part in parts if part.weight > 0]
     for part in read:
         stream = part.stream
