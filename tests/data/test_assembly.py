@@ -9,15 +9,15 @@ from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.formats.token_check import check
 from llm.data.preparation.assembly import assemble, assemble_shuffled
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.tokenize_parts import tokenize_parts
+from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.data.sampler import permute
 from tests.support.corpora import ListSource, byte_tokenizer
 
 
-def make_parts(folder, sources, dtype="<u2"):
+def make_shards(folder, sources, dtype="<u2"):
     folder.mkdir()
     encoding = Encoding(tokenizer=byte_tokenizer(), end_token=0, dtype=np.dtype(dtype))
-    return tokenize_parts(sources, folder, encoding=encoding, workers=1)
+    return tokenize_shards(sources, folder, encoding=encoding, workers=1)
 
 
 def documents_of(prefix):
@@ -31,9 +31,9 @@ def ids(text):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_parts_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
+def test_shards_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
     texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
-    stems, stats = make_parts(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
+    stems, stats = make_shards(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
 
     assemble(stems, stats, tmp_path / "out", dtype=np.dtype(dtype))
 
@@ -46,14 +46,14 @@ def test_parts_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
         ).read_bytes()
 
 
-def test_documents_of_several_texts_end_with_their_part(tmp_path):
+def test_documents_of_several_texts_end_with_their_shard(tmp_path):
     sources = [
         ListSource(["a", "b"], one_document=True),
         ListSource([""], one_document=True),
         ListSource(["c", "d"]),
         ListSource(["e", "", "f"], one_document=True),
     ]
-    stems, stats = make_parts(tmp_path / "parts", sources)
+    stems, stats = make_shards(tmp_path / "parts", sources)
 
     assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
@@ -68,7 +68,7 @@ def test_blocks_leave_no_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("llm.data.preparation.assembly._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
-    stems, stats = make_parts(tmp_path / "parts", sources)
+    stems, stats = make_shards(tmp_path / "parts", sources)
 
     assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
@@ -81,7 +81,7 @@ def test_a_file_system_that_copies_nothing_or_too_little_by_itself_does_no_harm(
     tmp_path, monkeypatch, works
 ):
     """As some do: an error from the first or a later call, or nothing copied at all."""
-    stems, stats = make_parts(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
+    stems, stats = make_shards(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
     copy = os.copy_file_range
     calls = []
 
@@ -103,7 +103,7 @@ def shuffled(folder, texts, *, seed, part_sizes):
     for size in part_sizes:
         sources.append(ListSource(texts[first : first + size]))
         first += size
-    stems, stats = make_parts(folder, sources)
+    stems, stats = make_shards(folder, sources)
     assemble_shuffled(stems, stats, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
     assert check(TokenFile(folder / "out")) == []
@@ -132,8 +132,8 @@ def test_a_single_document_can_be_shuffled(tmp_path):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_there_may_be_more_parts_than_files_that_a_process_can_open(tmp_path, shuffle):
-    stems, stats = make_parts(
+def test_there_may_be_more_shards_than_files_that_a_process_can_open(tmp_path, shuffle):
+    stems, stats = make_shards(
         tmp_path / "parts", [ListSource([str(number)]) for number in range(300)]
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

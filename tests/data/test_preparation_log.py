@@ -4,7 +4,7 @@ import re
 import pytest
 
 from llm.data.preparation import progress as preparation_log
-from llm.data.preparation.tokenize_parts import Totals
+from llm.data.preparation.tokenize_shards import Totals
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_line_on_the_progress_says_speed_share_and_time_left(monkeypatch, capl
 
 
 def test_where_the_size_is_not_known_the_parts_are_counted(monkeypatch, caplog):
-    totals = Totals(texts=10, tokens=20, text_bytes=30, parts_done=3, num_parts=1000)
+    totals = Totals(texts=10, tokens=20, text_bytes=30, shards_done=3, num_shards=1000)
 
     (line,) = logged(monkeypatch, caplog, totals, 10.0)
 

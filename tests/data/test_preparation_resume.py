@@ -142,7 +142,7 @@ def test_the_same_command_goes_on_and_says_so(tmp_path, caplog):
 def test_another_command_or_input_begins_anew_and_says_so(tmp_path, caplog, monkeypatch, change):
     begin(tmp_path / "wiki")
     if change == "part_bytes":
-        monkeypatch.setattr(preparation, "PART_BYTES", 17)
+        monkeypatch.setattr(preparation, "SHARD_BYTES", 17)
     if change == "input":
         identity = ReadSource.identity
         monkeypatch.setattr(ReadSource, "identity", lambda self: {**identity(self), "size": 9})

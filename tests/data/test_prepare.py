@@ -62,7 +62,7 @@ def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys)
 def test_the_bytes_are_the_same_for_any_workers_parts_and_encoder(
     tmp_path, monkeypatch, workers, part_bytes, library
 ):
-    monkeypatch.setattr(preparation, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", part_bytes)
     if library == "tokenizers":
         monkeypatch.setitem(sys.modules, "gigatoken", None)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
@@ -93,7 +93,7 @@ def write_inputs(folder):
 
 
 def test_the_bytes_are_the_same_for_any_kind_of_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
     expected = expected_pair(tmp_path / "e", TEXTS)
 
     for name in write_inputs(tmp_path):
@@ -167,7 +167,7 @@ def test_special_tokens_in_the_text_count_as_such_only_when_asked_for(tmp_path):
 
 
 def test_what_cannot_be_used_stops_the_work_or_is_counted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "PART_BYTES", 60)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 60)
     lines = (
         json_lines(["one", "two"])
         + '{"body": "x"}\n{"text": 5}\n{"text"\n'
@@ -215,7 +215,7 @@ def test_two_inputs_with_one_name_cannot_have_outputs_of_their_own(tmp_path, cap
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_documents_are_shuffled_by_the_seed_alone(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--shuffle", "documents", "--output_prefix"]
 
@@ -313,7 +313,7 @@ def test_a_slow_tokenizer_does_the_same_work_with_a_note(tmp_path, capsys):
 
 
 def test_progress_is_logged_as_often_as_asked_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
 

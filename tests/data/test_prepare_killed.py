@@ -25,16 +25,16 @@ pytestmark = pytest.mark.usefixtures("at_home")
 # Each part of the work takes some time, and leaves a line in a file.
 SLOW = """
 import os, sys, time
-from llm.data.preparation import prepare_files, tokenize_parts
+from llm.data.preparation import prepare_files, tokenize_shards
 from llm.data.prepare import main
-prepare_files.PART_BYTES = 200
-write_part = tokenize_parts.write_part
+prepare_files.SHARD_BYTES = 200
+write_shard = tokenize_shards.write_shard
 def slow(source, stem, *how, **options):
     with open("begun", "a") as file:
         print(os.getpid(), stem.name, file=file)
     time.sleep({seconds})
-    write_part(source, stem, *how, **options)
-tokenize_parts.write_part = slow
+    write_shard(source, stem, *how, **options)
+tokenize_shards.write_shard = slow
 sys.exit(main(sys.argv[1:]))
 """
 

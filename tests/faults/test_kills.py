@@ -35,7 +35,7 @@ IN_A_SAVE = [
 ]
 IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 WHILE_TOKENISING = [
-    ("llm.data.preparation.tokenize_parts:write_part", (1, 1), None),
+    ("llm.data.preparation.tokenize_shards:write_shard", (1, 1), None),
     ("llm.data.preparation.output_files:assemble", (1, 1), None),
     ("llm.data.preparation.output_files:sync_folder", (1, 1), None),
 ]

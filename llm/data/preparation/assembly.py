@@ -1,4 +1,4 @@
-"""From the parts of a text to one token file, in their order or with the documents shuffled."""
+"""From shards to one token file, in their order or with the documents shuffled."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import write_index
-from llm.data.preparation.parts import PartStats, each_row, read_array
+from llm.data.preparation.shards import ShardStats, each_row, read_array
 from llm.data.sampler import permute
 from llm.runtime.files import sync
 
@@ -19,12 +19,12 @@ _COPY = 1 << 26
 
 
 def assemble(
-    stems: list[Path], stats: list[PartStats], prefix: Path, *, dtype: np.dtype[Any]
+    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any]
 ) -> None:
-    """Joins parts to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
+    """Join shards to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
 
     Args:
-        stems: The paths of the parts without their suffix, in their order.
+        stems: The paths of the shards without their suffix, in their order.
         stats: What they hold.
         prefix: The path of both files without their suffix.
         dtype: Of the ids.
@@ -34,10 +34,10 @@ def assemble(
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
         sequences = 0
-        for held in stats:
-            stop = sequences + held.texts
-            if held.one_document:
-                yield np.arange(stop, stop + held.documents, dtype="<i8")
+        for shard in stats:
+            stop = sequences + shard.texts
+            if shard.one_document:
+                yield np.arange(stop, stop + shard.documents, dtype="<i8")
             else:
                 for first in range(sequences, stop, _BLOCK):
                     yield np.arange(first, min(first + _BLOCK, stop), dtype="<i8") + 1
@@ -46,40 +46,40 @@ def assemble(
     write_index(
         Path(f"{prefix}.idx"),
         dtype,
-        num_sequences=sum(held.texts for held in stats),
-        num_documents=sum(held.documents for held in stats),
+        num_sequences=sum(shard.texts for shard in stats),
+        num_documents=sum(shard.documents for shard in stats),
         lengths=lambda: each_row(stems, ".rows", "<i4", _BLOCK),
         documents=document_table(),
     )
 
 
 def _join(stems: list[Path], path: Path) -> None:
-    """Writes the ids of all parts to one file, and syncs it."""
+    """Write the ids of all shards to one file, and sync it."""
     with open(path, "wb") as target:
         for stem in stems:
-            with open(stem.with_suffix(".ids"), "rb") as part:
-                _append(part, target)
+            with open(stem.with_suffix(".ids"), "rb") as shard:
+                _append(shard, target)
         sync(target)
 
 
-def _append(part: BinaryIO, target: BinaryIO) -> None:
-    """Copies a file to the end of another one, inside the kernel where it can."""
+def _append(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file to the end of another one, inside the kernel where it can."""
     target.flush()
     try:
-        while os.copy_file_range(part.fileno(), target.fileno(), _COPY):
+        while os.copy_file_range(source.fileno(), target.fileno(), _COPY):
             pass
     except (OSError, AttributeError):  # not on this system, or not on this file system
         pass
-    # Whatever is left; some file systems say too early that it is nothing.
-    part.seek(os.lseek(part.fileno(), 0, os.SEEK_CUR))
-    while chunk := part.read(1 << 20):
+    # Whatever is left; some file systems end the copy too early.
+    source.seek(os.lseek(source.fileno(), 0, os.SEEK_CUR))
+    while chunk := source.read(1 << 20):
         target.write(chunk)
 
 
 def assemble_shuffled(
-    stems: list[Path], stats: list[PartStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
+    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
 ) -> None:
-    """Joins parts whose texts are documents, in an order keyed by the seed.
+    """Join shards whose texts are documents, in an order keyed by the seed.
 
     Memory grows by 12 bytes a document; on the disk, all ids are there once more for a while.
 
@@ -90,11 +90,11 @@ def assemble_shuffled(
         dtype: Of the ids.
         seed: Of the order; the same documents and seed give the same order.
     """
-    # One file, since there may be more parts than files that a process can have open.
+    # One file, since there may be more shards than files that a process can have open.
     joined = Path(f"{prefix}.joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
-    count = sum(held.texts for held in stats)
+    count = sum(shard.texts for shard in stats)
     lengths = np.empty(count, "<i4")
     filled = 0
     for block in each_row(stems, ".rows", "<i4", _BLOCK):

@@ -111,7 +111,7 @@ def make_encoder(
 
     Args:
         encoding: How texts become ids.
-        one_document: Whether the texts are parts of one document, whose end is not the encoder's
+        one_document: Whether the texts are pieces of one document, whose end is not the encoder's
             to write. Otherwise the end token follows each of them.
         threads: That it may use.
         fast: Whether to try gigatoken.

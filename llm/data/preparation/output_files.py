@@ -1,4 +1,4 @@
-"""The files that prepared parts become: a `.bin`/`.idx` pair, or nanoGPT's two."""
+"""The files that prepared shards become: a `.bin`/`.idx` pair, or nanoGPT's two."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from llm.data.formats.paths import beside
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.preparation.assembly import assemble, assemble_shuffled
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.parts import PartStats, each_row
+from llm.data.preparation.shards import ShardStats, each_row
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What to make of the parts.
+    """What to make of the shards.
 
     Attributes:
         prefix: The path of the files without their suffix. nanoGPT's lie in a folder of this name.
@@ -48,7 +48,7 @@ class Output:
 
     @property
     def folder(self) -> Path:
-        """Of the parts."""
+        """The folder of the shards."""
         return self.prefix.with_name(f"{self.prefix.name}.parts")
 
     @property
@@ -62,17 +62,17 @@ class Output:
 
 def assemble_output(
     stems: list[Path],
-    stats: list[PartStats],
+    stats: list[ShardStats],
     output: Output,
     *,
     encoding: Encoding,
     sources: list[str],
     plan: str,
 ) -> None:
-    """Writes the files to be renamed, `out.*`, with their sidecars, into the folder of the parts.
+    """Write the files to be renamed, `out.*`, with their sidecars, into the folder of the shards.
 
     Args:
-        stems: The paths of the parts without their suffix, in their order.
+        stems: The paths of the shards without their suffix, in their order.
         stats: What they hold.
         output: What to make of them.
         encoding: How their texts became ids.
@@ -95,8 +95,8 @@ def assemble_output(
         "eos_token_id": encoding.tokenizer.eos_token_id,
         "append_eos": encoding.end_token is not None,
         "dtype": encoding.dtype.name,
-        "empty_documents": sum(part.empty for part in stats if not part.one_document),
-        "skipped_documents": sum(part.skipped for part in stats),
+        "empty_documents": sum(shard.empty for shard in stats if not shard.one_document),
+        "skipped_documents": sum(shard.skipped for shard in stats),
         "sources": sources,
         "plan": plan,
     }
@@ -104,10 +104,10 @@ def assemble_output(
         _assemble_flat(stems, output, common)
         return
     sidecar = Sidecar(
-        documents=sum(part.documents for part in stats),
-        tokens=sum(part.tokens for part in stats),
-        text_bytes=sum(part.text_bytes for part in stats),
-        largest_token=max(part.largest_token for part in stats),
+        documents=sum(shard.documents for shard in stats),
+        tokens=sum(shard.tokens for shard in stats),
+        text_bytes=sum(shard.text_bytes for shard in stats),
+        largest_token=max(shard.largest_token for shard in stats),
         checksums={kind: checksums(output.folder / f"out.{kind}") for kind in ("bin", "idx")},
         **common,
     )
@@ -119,8 +119,8 @@ def assemble_output(
             sync(file)
 
 
-def check_cut(output: Output, documents: int) -> None:
-    """Whether nanoGPT's two files can be cut from so many documents.
+def check_nanogpt_split(output: Output, documents: int) -> None:
+    """Check that nanoGPT's two files can be made of so many documents.
 
     Raises:
         DataError: All of them would go to `val.bin`.
@@ -137,14 +137,14 @@ def _num_validation(output: Output, documents: int) -> int:
 
 
 def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
-    """Cuts the whole in two at a document's end, as nanoGPT's `train.bin` and `val.bin`."""
+    """Split the whole at a document's end into nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
     whole = TokenFile(folder / "out")
     count = whole.num_documents
-    cut = _num_validation(output, count)
+    num_validation = _num_validation(output, count)
     sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", _ROW_BYTES, _BLOCK)])
     text_bytes = np.cumsum(sizes)
-    for name, first, stop in (("val", 0, cut), ("train", cut, count)):
+    for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
         if first == stop:
             continue
         tokens = whole.tokens[whole.document_start(first) : whole.document_start(stop)]
@@ -170,7 +170,7 @@ def publish(output: Output) -> None:
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
     if output.nanogpt and not output.validation_percentage:
-        # What an earlier cut has put aside would be in the training text now.
+        # What an earlier split has put aside would be in the training text now.
         for suffix in SUFFIXES:
             (output.prefix / f"val{suffix}").unlink(missing_ok=True)
     for prefix in output.names:

@@ -2,7 +2,7 @@
 
 PREFIX.parts/plan.json     what is made; another plan begins anew
 PREFIX.parts.lock          held by the program at work
-PREFIX.parts/000000.ids .. the parts that are done
+PREFIX.parts/000000.ids .. the shards that are done
 PREFIX.parts/out.*         the result, before it is renamed
 """
 
@@ -25,22 +25,22 @@ from llm.data.preparation.output_files import (
     SUFFIXES,
     Output,
     assemble_output,
-    check_cut,
+    check_nanogpt_split,
     damage,
     is_of_plan,
     publish,
 )
-from llm.data.preparation.parts import PartStats
 from llm.data.preparation.progress import log_summary, progress_log
-from llm.data.preparation.tokenize_parts import tokenize_parts
+from llm.data.preparation.shards import ShardStats
+from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.data.text.sources import Source, check_unchanged
 from llm.errors import DataError
 from llm.runtime.files import try_lock, write_whole
 
-PART_BYTES = 1 << 26
+SHARD_BYTES = 1 << 26
 """Of a file on the disk that one worker takes at once; a killed run repeats at most so many."""
 
-_FORMAT = 1  # of the parts
+_FORMAT = 1  # of the shards
 _OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
 
 log = logging.getLogger("llm.data")
@@ -54,14 +54,14 @@ def prepare_files(
     log_seconds: float,
     fork: bool = True,
 ) -> None:
-    """Makes the token files of several outputs, going on where an earlier try was stopped.
+    """Make the token files of several outputs, going on where an earlier try was stopped.
 
     Args:
-        jobs: The texts of each output, which workers take in parts.
+        jobs: The texts of each output, which workers take chunk by chunk.
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Between two lines on the progress.
-        fork: As for `tokenize_parts`.
+        fork: As for `tokenize_shards`.
 
     Raises:
         DataError: A text is broken or empty or changes while it is read, or an output exists or
@@ -69,7 +69,7 @@ def prepare_files(
     """
     todo = []
     for texts, output in jobs:
-        sources = [part for text in texts for part in text.split(PART_BYTES)]
+        sources = [chunk for text in texts for chunk in text.split(SHARD_BYTES)]
         if not output.overwrite and _is_done(output, plan_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
@@ -95,7 +95,7 @@ def _prepare_file(
             done = _begin(output, plan, len(sources))
             report = progress_log(log_seconds)
             try:
-                stems, stats = tokenize_parts(
+                stems, stats = tokenize_shards(
                     sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
                 )
             except BaseException:
@@ -105,8 +105,8 @@ def _prepare_file(
             try:
                 check_unchanged(sources)
                 _check_text(sources, stats)
-                check_cut(output, sum(part.documents for part in stats))
-            except DataError:  # these parts will never do
+                check_nanogpt_split(output, sum(shard.documents for shard in stats))
+            except DataError:  # these shards will never do
                 shutil.rmtree(folder)
                 raise
             assemble_output(
@@ -136,9 +136,9 @@ def _prepare_file(
         log.info(f"wrote {prefix}.bin")
 
 
-def _check_text(sources: list[Source], stats: list[PartStats]) -> None:
-    if not sum(part.documents for part in stats):
-        empty = sum(part.empty for part in stats)
+def _check_text(sources: list[Source], stats: list[ShardStats]) -> None:
+    if not sum(shard.documents for shard in stats):
+        empty = sum(shard.empty for shard in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
         raise DataError(f"{_named(sources)} no text{reason}.")
 
@@ -155,7 +155,7 @@ def _named(sources: list[Source]) -> str:
 def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str, Any]:
     return {
         "format": _FORMAT,
-        "part_bytes": PART_BYTES,
+        "part_bytes": SHARD_BYTES,
         "sources": [source.identity() for source in sources],
         "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
         "end_token": encoding.end_token,
@@ -233,8 +233,8 @@ def _digest(plan: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
 
 
-def _begin(output: Output, plan: dict[str, Any], num_parts: int) -> int:
-    """Makes the folder ready for a plan; returns how many parts are there."""
+def _begin(output: Output, plan: dict[str, Any], num_shards: int) -> int:
+    """Make the folder ready for a plan; return how many shards are there."""
     folder = output.folder
     for path in folder.iterdir():
         if not _OWN_NAMES.match(path.name):
@@ -245,7 +245,7 @@ def _begin(output: Output, plan: dict[str, Any], num_parts: int) -> int:
     earlier_plan = _read_plan(folder)
     if earlier_plan == plan:
         done = len(list(folder.glob("[0-9]*.json")))
-        log.info(f"going on in {folder}: {done:,} of {num_parts:,} parts are there")
+        log.info(f"going on in {folder}: {done:,} of {num_shards:,} parts are there")
         return done
     if earlier_plan is not None:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")

@@ -4,8 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from llm.data.preparation.parts import PartStats
-from llm.data.preparation.tokenize_parts import Totals
+from llm.data.preparation.shards import ShardStats
+from llm.data.preparation.tokenize_shards import Totals
 
 log = logging.getLogger("llm.data")
 
@@ -28,32 +28,33 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
             f"{totals.tokens / seconds:,.0f} tokens/s"
         )
         if totals.num_bytes:
-            fraction = min(1.0, totals.consumed / totals.num_bytes)  # a part reads a little beyond
+            # Chunks are read a little beyond their end.
+            fraction = min(1.0, totals.consumed / totals.num_bytes)
             left = seconds / fraction - seconds if fraction else 0.0
             line += f" | {fraction:.1%} done | {_clock(left)} left"
         else:
-            line += f" | {totals.parts_done:,} of {totals.num_parts:,} parts done"
+            line += f" | {totals.shards_done:,} of {totals.num_shards:,} parts done"
         log.info(line)
 
     return report
 
 
-def log_summary(stats: list[PartStats], *, seconds: float, resumed: bool) -> None:
+def log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> None:
     """Logs what has been made.
 
     Args:
-        stats: What the parts hold.
+        stats: What the shards hold.
         seconds: That it took.
         resumed: Whether an earlier try has done some of it, so that the time is not that of all.
     """
-    tokens = sum(part.tokens for part in stats)
-    text_bytes = sum(part.text_bytes for part in stats)
+    tokens = sum(shard.tokens for shard in stats)
+    text_bytes = sum(shard.text_bytes for shard in stats)
     speed = "since it went on" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     log.info(
-        f"{sum(part.documents for part in stats):,} documents, {tokens:,} tokens, "
+        f"{sum(shard.documents for shard in stats):,} documents, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
-        f"{sum(part.empty for part in stats if not part.one_document):,} empty and "
-        f"{sum(part.skipped for part in stats):,} skipped documents; {_clock(seconds)}, {speed}"
+        f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
+        f"{sum(shard.skipped for shard in stats):,} skipped documents; {_clock(seconds)}, {speed}"
     )
 
 

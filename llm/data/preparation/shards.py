@@ -1,9 +1,9 @@
-"""A part of a text as token ids on the disk: what a worker makes, and a restart finds again.
+"""A shard: a chunk of text as token ids on the disk, made by one worker and reused by a restart.
 
     STEM.ids     token ids, one text after the other
     STEM.rows    tokens of each text, int32
     STEM.bytes   UTF-8 bytes of each text, uint32
-    STEM.json    counts and checksums, written last: without it the part does not exist
+    STEM.json    counts and checksums, written last: without it the shard does not exist
 
 A text without tokens is dropped and counted.
 """
@@ -30,8 +30,8 @@ _MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartStats:
-    """What a part holds.
+class ShardStats:
+    """What a shard holds.
 
     Attributes:
         one_document: Whether its texts are one document; otherwise each is one.
@@ -61,7 +61,7 @@ class PartStats:
 
 @dataclass(slots=True)
 class Progress:
-    """How far the work on a part has come; all numbers from its beginning."""
+    """How far the work on a shard has come; all numbers from its beginning."""
 
     texts: int = 0
     tokens: int = 0
@@ -69,15 +69,15 @@ class Progress:
     consumed: int = 0
 
 
-def write_part(
+def write_shard(
     source: Source,
     stem: Path,
     encoding: Encoding,
     *,
     encoder: Encoder | None = None,
     report: Callable[[Progress], None] = lambda _: None,
-) -> PartStats:
-    """Encodes a source and writes it down; what fails leaves no part.
+) -> ShardStats:
+    """Encode a source and write it to the disk; an error leaves no shard.
 
     All that it needs can be pickled, so that it may run in any process that sees the same files.
 
@@ -89,7 +89,7 @@ def write_part(
         report: Told the progress after every batch.
 
     Returns:
-        What the part holds.
+        What the shard holds.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.
@@ -99,7 +99,7 @@ def write_part(
     encoder = encoder or make_encoder(encoding, one_document=source.one_document)
     faults = BadRecordPolicy(encoding.on_error)
     try:
-        writer = _PartWriter(source, stem)
+        writer = _ShardWriter(source, stem)
         try:
             for texts in source.batches(faults):
                 writer.add(texts, *encoder.encode(texts))
@@ -114,13 +114,13 @@ def write_part(
         temporary.write_text(json.dumps(dataclasses.asdict(stats)), encoding="utf-8")
         temporary.replace(stem.with_suffix(".json"))
     except BaseException:
-        remove_part(stem)
+        remove_shard(stem)
         raise
     return stats
 
 
-class _PartWriter:
-    """The three files of a part, and what they hold so far."""
+class _ShardWriter:
+    """The three files of a shard, and what they hold so far."""
 
     def __init__(self, source: Source, stem: Path) -> None:
         self.progress = Progress()
@@ -157,8 +157,8 @@ class _PartWriter:
         for file in self._files.values():
             file.close()
 
-    def stats(self, *, skipped: int) -> PartStats:
-        return PartStats(
+    def stats(self, *, skipped: int) -> ShardStats:
+        return ShardStats(
             one_document=self._source.one_document,
             texts=self.progress.texts,
             empty=self._empty,
@@ -170,15 +170,15 @@ class _PartWriter:
         )
 
 
-def read_part(stem: Path, *, verify: bool) -> PartStats | None:
-    """What a part holds; None where it was not finished, or is not what was written.
+def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
+    """Return what a shard holds; None where it was not finished, or has changed since.
 
     Args:
         stem: The path of its files without their suffix.
-        verify: Read it all, which tells whether it survived a crash of the machine.
+        verify: Compare the checksums too; a crash of the machine may have lost writes.
     """
     try:
-        stats = PartStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
+        stats = ShardStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
         for suffix in _FILES if verify else ():
             if checksum(stem.with_suffix(suffix)) != stats.checksums[suffix]:
                 return None
@@ -188,15 +188,15 @@ def read_part(stem: Path, *, verify: bool) -> PartStats | None:
 
 
 def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:
-    """The content of one of a part's files, memory-mapped."""
+    """Map one of a shard's files into memory."""
     path = stem.with_suffix(suffix)
     if path.stat().st_size == 0:  # which cannot be mapped
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def remove_part(stem: Path) -> None:
-    """Removes the files of a part, if there are any."""
+def remove_shard(stem: Path) -> None:
+    """Remove the files of a shard, if there are any."""
     for suffix in (".json", *_FILES):
         stem.with_suffix(suffix).unlink(missing_ok=True)
 
@@ -212,7 +212,7 @@ class _HashedFile:
         self.suffix = suffix
         self._file: BinaryIO = open(stem.with_suffix(suffix), "wb")  # noqa: SIM115
         self._state = xxhash.xxh3_128()
-        self._last: NDArray[Any] = np.empty(0, np.uint8)  # held back, since it may yet change
+        self._last: NDArray[Any] = np.empty(0, np.uint8)  # written later, since it may yet change
 
     def write(self, array: NDArray[Any]) -> None:
         if array.size:
@@ -240,7 +240,7 @@ class _HashedFile:
 
 
 def each_row(stems: list[Path], suffix: str, dtype: str, size: int) -> Iterator[NDArray[Any]]:
-    """The numbers that parts hold of each text, in blocks of at most `size`."""
+    """Yield the numbers that shards hold of each text, in blocks of at most `size`."""
     for stem in stems:
         array = read_array(stem, suffix, dtype)
         for first in range(0, array.size, size):

@@ -4,15 +4,15 @@ import json
 import numpy as np
 import pytest
 
-from llm.data.preparation import parts
+from llm.data.preparation import shards
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.parts import (
+from llm.data.preparation.shards import (
     Progress,
     each_row,
     read_array,
-    read_part,
-    remove_part,
-    write_part,
+    read_shard,
+    remove_shard,
+    write_shard,
 )
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
@@ -37,15 +37,15 @@ class FaultySource(ListSource):
 
 def write(source, stem, *, report=lambda _: None, **changes):
     settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **changes}
-    write_part(source, stem, Encoding(**settings), report=report)
-    return read_part(stem, verify=True)
+    write_shard(source, stem, Encoding(**settings), report=report)
+    return read_shard(stem, verify=True)
 
 
 def ids(text):
     return [byte + 1 for byte in text.encode()]
 
 
-def test_a_part_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
+def test_a_shard_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
     stem = tmp_path / "000007"
 
     stats = write(ListSource(["ab", "", "\u00e9", ""]), stem)
@@ -79,7 +79,7 @@ def test_without_an_end_token_nothing_is_added(tmp_path, one_document):
 
 
 @pytest.mark.parametrize("one_document", [True, False])
-def test_a_part_may_be_empty(tmp_path, one_document):
+def test_a_shard_may_be_empty(tmp_path, one_document):
     stats = write(ListSource(["", ""], one_document=one_document), tmp_path / "0")
 
     assert (stats.texts, stats.documents, stats.tokens, stats.empty) == (0, 0, 0, 2)
@@ -97,16 +97,16 @@ def test_records_that_cannot_be_used_are_counted(tmp_path):
     [FailingSource(["ab"]), FaultySource(["ab", None])],
     ids=["source", "record"],
 )
-def test_a_part_that_was_not_finished_does_not_exist(tmp_path, source):
+def test_a_shard_that_was_not_finished_does_not_exist(tmp_path, source):
     with pytest.raises(DataError):
         write(source, tmp_path / "0")
 
-    assert read_part(tmp_path / "0", verify=False) is None
+    assert read_shard(tmp_path / "0", verify=False) is None
     assert not (tmp_path / "0.json").exists()
 
 
 @pytest.mark.parametrize("suffix", [".ids", ".rows", ".bytes", ".json"])
-def test_a_part_with_a_changed_byte_does_not_exist(tmp_path, suffix):
+def test_a_shard_with_a_changed_byte_does_not_exist(tmp_path, suffix):
     stem = tmp_path / "0"
     path = stem.with_suffix(suffix)
 
@@ -122,28 +122,28 @@ def test_a_part_with_a_changed_byte_does_not_exist(tmp_path, suffix):
             path.unlink()
         else:
             path.write_bytes(damage(path.read_bytes()))
-        assert read_part(stem, verify=True) is None
+        assert read_shard(stem, verify=True) is None
 
 
-def test_facts_of_another_version_are_no_part(tmp_path):
+def test_facts_of_another_version_are_no_shard(tmp_path):
     write(ListSource(["ab"]), tmp_path / "0")
     stats = json.loads((tmp_path / "0.json").read_text())
 
     for content in ([1], {**stats, "more": 1}, {"texts": 1}, {**stats, "checksums": {}}):
         (tmp_path / "0.json").write_text(json.dumps(content))
-        assert read_part(tmp_path / "0", verify=True) is None
+        assert read_shard(tmp_path / "0", verify=True) is None
 
 
-def test_a_part_is_removed_with_all_its_files(tmp_path):
+def test_a_shard_is_removed_with_all_its_files(tmp_path):
     write(ListSource(["ab"]), tmp_path / "0")
 
-    remove_part(tmp_path / "0")
-    remove_part(tmp_path / "0")
+    remove_shard(tmp_path / "0")
+    remove_shard(tmp_path / "0")
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_progress_of_a_part_is_told_after_every_batch(tmp_path):
+def test_the_progress_of_a_shard_is_told_after_every_batch(tmp_path):
     told = []
 
     def report(progress):
@@ -156,7 +156,7 @@ def test_the_progress_of_a_part_is_told_after_every_batch(tmp_path):
 
 
 def test_a_text_longer_than_the_index_can_say_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(shards, "_MOST_TOKENS", 3)
 
     with pytest.raises(DataError, match=r"list holds a text of 5 tokens, .* can take 3 at most"):
         write(ListSource(["ab", "abcd"]), tmp_path / "0")
@@ -172,7 +172,7 @@ def test_a_write_that_fails_is_not_hidden(tmp_path):
     assert not (tmp_path / "0.json").exists()
 
 
-def test_rows_are_read_over_all_parts_in_blocks(tmp_path):
+def test_rows_are_read_over_all_shards_in_blocks(tmp_path):
     stems = [tmp_path / name for name in "012"]
     for stem, texts in zip(stems, (["a"] * 5, [], ["bb"] * 2), strict=True):
         write(ListSource(texts), stem)

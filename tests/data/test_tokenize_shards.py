@@ -5,10 +5,10 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 
-from llm.data.preparation import tokenize_parts as module
+from llm.data.preparation import tokenize_shards as module
 from llm.data.preparation.encoder import Encoding, OtherIds, end_token
-from llm.data.preparation.parts import read_array, write_part
-from llm.data.preparation.tokenize_parts import tokenize_parts
+from llm.data.preparation.shards import read_array, write_shard
+from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.tokenizers.fast import load_text_tokenizer
@@ -48,7 +48,7 @@ def ids(text):
 
 def tokens_of(sources, folder, *, workers=1, **options):
     folder.mkdir(exist_ok=True)
-    stems, stats = tokenize_parts(sources, folder, encoding=encoding(), workers=workers, **options)
+    stems, stats = tokenize_shards(sources, folder, encoding=encoding(), workers=workers, **options)
     assert [stem.name for stem in stems] == [f"{number:06d}" for number in range(len(sources))]
     assert len(stats) == len(sources)
     return [read_array(stem, ".ids", UINT16).tolist() for stem in stems]
@@ -56,7 +56,7 @@ def tokens_of(sources, folder, *, workers=1, **options):
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("fork", [True, False])
-def test_each_source_becomes_a_part_in_its_place(tmp_path, workers, fork):
+def test_each_source_becomes_a_shard_in_its_place(tmp_path, workers, fork):
     sources = [
         ListSource(["a", "b"]),
         ListSource([""]),
@@ -70,7 +70,7 @@ def test_each_source_becomes_a_part_in_its_place(tmp_path, workers, fork):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_parts_that_are_done_are_not_done_again(tmp_path, workers):
+def test_shards_that_are_done_are_not_done_again(tmp_path, workers):
     sources = [CountingSource([name], tmp_path, name) for name in "abc"]
     first = tokens_of(sources, tmp_path / "parts", workers=workers)
     (tmp_path / "parts" / "000001.json").unlink()
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_what_is_done_and_nothing_of_what_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_adds_up_over_all_parts(tmp_path, workers):
+def test_progress_adds_up_over_all_shards(tmp_path, workers):
     sources = [ListSource(["ab", "c"]), ListSource(["de"]), ListSource([""])]
     for source in sources:
         source.num_bytes = 100
@@ -199,7 +199,7 @@ def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplo
     assert "slow one, in Python" in caplog.text
 
 
-def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
+def test_a_shard_of_a_file_can_be_made_by_any_other_process(tmp_path):
     """Its arguments are pickled here, as another executor would send them."""
     save_tiny_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_text_tokenizer(
@@ -212,10 +212,10 @@ def test_a_part_of_a_file_can_be_made_by_any_other_process(tmp_path):
 
     with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
         stems = [tmp_path / str(number) for number in range(len(parts))]
-        stats = list(pool.map(write_part, parts, stems, [how] * len(parts)))
+        stats = list(pool.map(write_shard, parts, stems, [how] * len(parts)))
 
-    assert sum(held.documents for held in stats) == 40
-    _, here = tokenize_parts(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)
+    assert sum(shard.documents for shard in stats) == 40
+    _, here = tokenize_shards(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)
     assert stats == here
 
 

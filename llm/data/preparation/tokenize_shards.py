@@ -1,4 +1,4 @@
-"""From sources to parts on the disk, on all cores, going on where an earlier try was stopped."""
+"""From sources to shards on the disk, on all cores; an interrupted run is resumed."""
 
 import dataclasses
 import functools
@@ -11,32 +11,32 @@ from pathlib import Path
 import numpy as np
 
 from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
-from llm.data.preparation.parts import PartStats, Progress, read_part, remove_part, write_part
+from llm.data.preparation.shards import Progress, ShardStats, read_shard, remove_shard, write_shard
 from llm.data.preparation.workers import run_in_processes
 from llm.data.text.sources import Source
 from llm.errors import DataError
 
-_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one was found wrong
+_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one gave other ids
 
 log = logging.getLogger("llm.data")
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals(Progress):
-    """What has been done so far in this process' life, over all parts.
+    """What has been done so far in this process' life, over all shards.
 
     Attributes:
         num_bytes: Of all that is to be read; None where that is not known.
-        parts_done: With those that an earlier try has left.
-        num_parts: All of them.
+        shards_done: With those that an earlier try has left.
+        num_shards: All of them.
     """
 
     num_bytes: int | None = None
-    parts_done: int = 0
-    num_parts: int = 0
+    shards_done: int = 0
+    num_shards: int = 0
 
 
-def tokenize_parts(
+def tokenize_shards(
     sources: list[Source],
     folder: Path,
     *,
@@ -44,14 +44,14 @@ def tokenize_parts(
     workers: int,
     report: Callable[[Totals], None] = lambda _: None,
     fork: bool = True,
-) -> tuple[list[Path], list[PartStats]]:
-    """Encodes each source as a part of its own, unless the folder holds it already.
+) -> tuple[list[Path], list[ShardStats]]:
+    """Encode each source as a shard, unless the folder has it already.
 
     The result is the same for any number of workers.
 
     Args:
         sources: The texts; at least one.
-        folder: Of the parts.
+        folder: Of the shards.
         encoding: How texts become ids.
         workers: Cores to use: as processes, and as threads of these where sources are few.
         report: Told about once a second or more often how far the work has come.
@@ -59,7 +59,7 @@ def tokenize_parts(
             its threads, and it must not fork afterwards: threads do not survive that.
 
     Returns:
-        The paths of the parts without their suffix, and what they hold.
+        The paths of the shards without their suffix, and what they hold.
 
     Raises:
         DataError: A source cannot be read, or a worker was killed.
@@ -75,15 +75,15 @@ def tokenize_parts(
             f"{error}; encoding everything anew with the tokenizers library, which is slower"
         )
         for stem in stems:
-            remove_part(stem)
+            remove_shard(stem)
         mark.touch()
         encode(fast=False)
-    stats: list[PartStats] = []
+    stats: list[ShardStats] = []
     for stem in stems:
-        held = read_part(stem, verify=False)
-        if held is None:
+        shard = read_shard(stem, verify=False)
+        if shard is None:
             raise DataError(f"{stem}.json has vanished; is another program at work in {folder}?")
-        stats.append(held)
+        stats.append(shard)
     return stems, stats
 
 
@@ -97,7 +97,7 @@ def _encode_missing(
     *,
     fast: bool,
 ) -> None:
-    missing = [i for i, stem in enumerate(stems) if read_part(stem, verify=True) is None]
+    missing = [i for i, stem in enumerate(stems) if read_shard(stem, verify=True) is None]
     if not missing:
         return
     processes = min(workers, len(missing)) if fork and workers > 1 else 0
@@ -109,37 +109,37 @@ def _encode_missing(
     }
     meter = _Meter(sources, missing)
 
-    def tell() -> None:
+    def report_totals() -> None:
         report(meter.totals())
 
     def work(number: int) -> None:
         def note(progress: Progress) -> None:
             meter.note(number, progress)
             if not processes:
-                tell()
+                report_totals()
 
         source = sources[number]
         encoder = encoders[source.one_document]
-        write_part(source, stems[number], encoding, encoder=encoder, report=note)
+        write_shard(source, stems[number], encoding, encoder=encoder, report=note)
         meter.note_end(number)
 
     if processes:
-        run_in_processes(work, missing, processes=processes, watch=tell)
+        run_in_processes(work, missing, processes=processes, watch=report_totals)
         return
     for number in missing:
         work(number)
-        tell()
+        report_totals()
 
 
 class _Meter:
-    """How far each part has come, in memory that forked processes share."""
+    """How far each shard has come, in memory that forked processes share."""
 
     def __init__(self, sources: list[Source], missing: list[int]) -> None:
         sizes = [sources[number].num_bytes for number in missing]
         known = [size for size in sizes if size is not None]
         self._sizes = dict(zip(missing, sizes, strict=True))
         self._num_bytes = sum(known) if len(known) == len(sizes) else None
-        self._num_parts = len(sources)
+        self._num_shards = len(sources)
         self._rows = {number: row for row, number in enumerate(missing)}
         # Texts, tokens, their bytes, bytes read of the disk, and whether it is done.
         shared = mmap.mmap(-1, len(missing) * 5 * 8)
@@ -159,6 +159,6 @@ class _Meter:
             text_bytes=text_bytes,
             consumed=consumed,
             num_bytes=self._num_bytes,
-            parts_done=self._num_parts - len(self._rows) + done,
-            num_parts=self._num_parts,
+            shards_done=self._num_shards - len(self._rows) + done,
+            num_shards=self._num_shards,
         )
