@@ -175,8 +175,8 @@ def test_progress_adds_up_over_all_shards(tmp_path, workers):
     last = told[-1]
     assert (last.texts, last.tokens, last.text_bytes) == (1, 3, 2)  # what an earlier try did is not
     assert (last.consumed, last.num_bytes) == (200, 200)
-    assert (last.parts_done, last.num_parts) == (3, 3)
-    done = [totals.parts_done for totals in told]
+    assert (last.shards_done, last.num_shards) == (3, 3)
+    done = [totals.shards_done for totals in told]
     assert done == sorted(done)
 
 
