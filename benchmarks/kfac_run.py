@@ -22,6 +22,7 @@ from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.muon import make_muon
+from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.runtime.allocator import restart_with_kept_memory
 from llm.trainers.gpt.kfac import DAMPING, EKFAC_BLOCK, EKFAC_STEP_DECAY, KL_CLIP, MAX_DIM
@@ -162,13 +163,14 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     stepper = Stepper(options, model)
     steps, peak = options["steps"], options["learning_rate"]
     schedule: Callable[[int], float] = make_schedule(
-        "cosine",
-        learning_rate=peak,
-        min_learning_rate=0.1 * peak,
+        OptimizerOptions(
+            lr_scheduler_type="cosine",
+            learning_rate=peak,
+            min_learning_rate=0.1 * peak,
+            num_warmup_steps=steps // 20,
+        ),
         total_steps=steps,
-        warmup_steps=steps // 20,
-        constant_steps=0,
-        decay_steps=None,
+        global_batch_size=options["batch_size"],
     )
     generator = torch.Generator().manual_seed(options["seed"])
     tokens = options["batch_size"] * options["block_size"]
