@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.averaging import GossipAverager
@@ -68,7 +69,7 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
     accelerator = make_accelerator("no", device=torch.device("cpu"))
     ranks, mode = accelerator.num_processes, options["mode"]
     loss = _Loss(layers=options["layers"], width=options["width"], seconds=options["compute"])
-    adam = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    adamw = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
 
     def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
         if mode == "diloco":
@@ -83,10 +84,10 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
             accelerator=accelerator, mixed_precision="no", make_averaging=make_averaging
         )
     if mode in ("allreduce", "diloco"):
-        strategy.prepare(loss, lambda model: make_adamw(model, **adam))
+        strategy.prepare(loss, lambda model: make_adamw(adamw, model))
     else:
         strategy.prepare(
-            loss, lambda model: make_accum_adamw(model, **adam, accum_steps=min(8, ranks))
+            loss, lambda model: make_accum_adamw(adamw, model, accum_steps=min(8, ranks))
         )
     return strategy
 

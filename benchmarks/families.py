@@ -34,7 +34,8 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.data.micro_batch import MicroBatch
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
-    from llm.optim.groups import make_adamw
+    from llm.optim.adamw import make_adamw
+    from llm.optim.options import OptimizerOptions
     from llm.parallel.accelerator import make_accelerator
     from llm.parallel.base import AcceleratedStrategy
     from tests.support.models import tiny_config
@@ -58,12 +59,8 @@ def our_step(family: str) -> Callable[[], None]:
     strategy = AcceleratedStrategy(
         accelerator=make_accelerator("no", device=device), mixed_precision="no"
     )
-    strategy.prepare(
-        LanguageModelLoss(model),
-        lambda module: make_adamw(
-            module, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8
-        ),
-    )
+    options = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1)
+    strategy.prepare(LanguageModelLoss(model), lambda module: make_adamw(options, module))
     inputs, labels = _tokens(config.get_text_config().vocab_size)
     batch = [MicroBatch(inputs, labels)]
 

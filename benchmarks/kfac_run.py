@@ -16,15 +16,12 @@ from transformers import GPTNeoConfig
 
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import make_adamw, parameter_groups
-from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.ekfac import EKFAC
-from llm.optim.kfac.layers import find_layers
-from llm.optim.kfac.preconditioner import Preconditioner
-from llm.optim.muon import make_muon
+from llm.optim.groups import parameter_groups
+from llm.optim.kfac.make import KFAC, make_kfac
+from llm.optim.make import make_optimizer
+from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.runtime.allocator import restart_with_kept_memory
-from llm.trainers.gpt.kfac import DAMPING, EKFAC_BLOCK, EKFAC_STEP_DECAY, KL_CLIP, MAX_DIM
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -88,63 +85,48 @@ class Stepper:
     """What takes the steps: an optimizer, and perhaps K-FAC before or around it."""
 
     def __init__(self, options: dict[str, Any], model: Any) -> None:
-        self.curvature: Curvature | None = None
-        self.preconditioner: Preconditioner | None = None
-        method, rate = options["method"], options["learning_rate"]
-        is_ekfac = method == "ekfac"
-        groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
-        adamw: dict[str, Any] = {
-            "learning_rate": rate,
+        self._kfac: KFAC | None = None
+        self.optimizer: torch.optim.Optimizer
+        method = options["method"]
+        settings: dict[str, Any] = {
+            "learning_rate": options["learning_rate"],
             "weight_decay": WEIGHT_DECAY,
             "betas": BETAS,
-            "eps": 1e-8,
         }
         if method in ("ekfac", "eigen-compat"):
-            self.curvature = Curvature(
-                find_layers(model, sample_forward=lambda m: m(torch.zeros(1, 8, dtype=torch.long))),
-                method="ekfac" if is_ekfac else "eigen",
-                factor_update_steps=options["factor_update_steps"],
-                inv_update_steps=options["inv_update_steps"],
-                factor_decay=(
-                    EKFAC_STEP_DECAY ** options["factor_update_steps"] if is_ekfac else 0.95
-                ),
-                damping=DAMPING,
-                max_dim=(
-                    options["max_dim"] or EKFAC_BLOCK * options["width"] if is_ekfac else MAX_DIM
-                ),
-                compat=not is_ekfac,
+            is_ekfac = method == "ekfac"
+            kfac = OptimizerOptions(
+                **settings,
+                kfac=True,
+                kfac_compat=not is_ekfac,
+                kfac_factor_update_steps=options["factor_update_steps"],
+                kfac_inv_update_steps=options["inv_update_steps"],
+                kfac_max_dim=options["max_dim"] if is_ekfac else None,
             )
-        if is_ekfac:
-            assert self.curvature is not None
-            self.optimizer: torch.optim.Optimizer = EKFAC(
-                groups, self.curvature, lr=rate, betas=BETAS
-            )
-        elif method == "muon":
-            self.optimizer = make_muon(model, momentum=0.95, **adamw)
+            self._kfac = make_kfac(kfac, model, torch_compile=False)
+            self.optimizer = self._kfac.optimizer
         elif method == "soap":
             from pytorch_optimizer import SOAP
 
             self.optimizer = SOAP(
-                groups, lr=rate, betas=BETAS, precondition_frequency=options["soap_update_steps"]
+                parameter_groups(model, weight_decay=WEIGHT_DECAY),
+                lr=settings["learning_rate"],
+                betas=BETAS,
+                precondition_frequency=options["soap_update_steps"],
             )
         else:
-            self.optimizer = make_adamw(model, **adamw)
-        if method == "eigen-compat":
-            assert self.curvature is not None
-            self.preconditioner = Preconditioner(
-                self.curvature, model.parameters(), damping=DAMPING, kl_clip=KL_CLIP, graft=False
-            )
+            self.optimizer = make_optimizer(OptimizerOptions(**settings, optimizer=method), model)
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Surround the passes of a step."""
-        if self.curvature is None:
+        if self._kfac is None:
             return contextlib.nullcontext()
-        return self.curvature.capture_stats(token_weight=1 / tokens)
+        return self._kfac.capture_stats(token_weight=1 / tokens, loss_scale=torch.ones(()))
 
     def step(self, model: Any, learning_rate: float) -> None:
         """Precondition, clip, update."""
-        if self.preconditioner is not None:
-            self.preconditioner.precondition(learning_rate=learning_rate)
+        if self._kfac is not None:
+            self._kfac.precondition(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -162,13 +144,14 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     stepper = Stepper(options, model)
     steps, peak = options["steps"], options["learning_rate"]
     schedule: Callable[[int], float] = make_schedule(
-        "cosine",
-        learning_rate=peak,
-        min_learning_rate=0.1 * peak,
+        OptimizerOptions(
+            lr_scheduler_type="cosine",
+            learning_rate=peak,
+            min_learning_rate=0.1 * peak,
+            num_warmup_steps=steps // 20,
+        ),
         total_steps=steps,
-        warmup_steps=steps // 20,
-        constant_steps=0,
-        decay_steps=None,
+        global_batch_size=options["batch_size"],
     )
     generator = torch.Generator().manual_seed(options["seed"])
     tokens = options["batch_size"] * options["block_size"]

@@ -19,6 +19,7 @@ from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.optim.accum_adamw import AccumAdamW
 from llm.optim.groups import decays
+from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import TOPOLOGIES, make_rounds, mixing_matrix
@@ -185,13 +186,14 @@ def train(setting: Setting, method: str, *, learning_rate: float, seed: int) -> 
         matrices = [torch.from_numpy(mixing_matrix(groups)).float() for groups in rounds]
     outer = _Outer(replicas, setting.sync_every) if method == "diloco" else None
     schedule = make_schedule(
-        "cosine",
-        learning_rate=learning_rate,
-        min_learning_rate=0.1 * learning_rate,
+        OptimizerOptions(
+            lr_scheduler_type="cosine",
+            learning_rate=learning_rate,
+            min_learning_rate=0.1 * learning_rate,
+            num_warmup_steps=setting.steps // 10,
+        ),
         total_steps=setting.steps,
-        warmup_steps=setting.steps // 10,
-        constant_steps=0,
-        decay_steps=None,
+        global_batch_size=setting.batch_size,
     )
     generator = torch.Generator().manual_seed(seed)
     for step in range(setting.steps):

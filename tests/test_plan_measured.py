@@ -15,6 +15,8 @@ from llm.config.command_line import parse
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.optim.kfac.make import make_kfac
+from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
@@ -22,7 +24,6 @@ from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
 from llm.trainers.gpt.inputs import choose_layout, open_model_config
-from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.setup import model_of
 from tests.support.ranks import run_ranks, values
 
@@ -82,13 +83,13 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
             blocks=find_blocks(model),
         )
 
-    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+    def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         if not options.kfac:
-            return make_optimizer_of(options, model)
-        strategy.second_order = kfac = make_kfac(options, model)
+            return make_optimizer(options, model)
+        strategy.second_order = kfac = make_kfac(options, model, torch_compile=False)
         return kfac.optimizer
 
-    strategy.prepare(LanguageModelLoss(model, chunked=options.chunked_loss), make_optimizer)
+    strategy.prepare(LanguageModelLoss(model, chunked=options.chunked_loss), optimizer_factory)
     return strategy
 
 

@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.runtime.allocator import restart_with_kept_memory
 
 
@@ -38,9 +39,7 @@ def main() -> None:
         trust_remote_code=False,
     )
     loss = LanguageModelLoss(model)
-    optimizer = make_adamw(
-        model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8
-    )
+    optimizer = make_adamw(OptimizerOptions(learning_rate=1e-3, weight_decay=0.1), model)
     batch, length = sizes["batch_size"], sizes["block_size"]
     ids = np.fromfile(tokens, dtype=np.uint16)[: batch * (length + 1)].astype(np.int64)
     windows = torch.from_numpy(ids).view(batch, length + 1)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llm.optim.adamw import adamw_settings, adamw_state
 from llm.optim.groups import parameter_groups
+from llm.optim.options import OptimizerOptions
 
 
 class AccumAdamW(torch.optim.Optimizer):
@@ -63,12 +65,7 @@ class AccumAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 # At once, so that a checkpoint can be loaded into it.
-                self.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                    "grad_mean": torch.zeros_like(p),
-                }
+                self.state[p] = {**adamw_state(p), "grad_mean": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -137,14 +134,14 @@ class AccumAdamW(torch.optim.Optimizer):
 
 
 def make_accum_adamw(
-    model: torch.nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    accum_steps: int,
+    options: OptimizerOptions, model: torch.nn.Module, *, accum_steps: int
 ) -> AccumAdamW:
-    """AccumAdamW with decay on matrices only; see `llm.optim.groups`."""
-    groups = parameter_groups(model, weight_decay=weight_decay)
-    return AccumAdamW(groups, lr=learning_rate, betas=betas, eps=eps, accum_steps=accum_steps)
+    """Make AccumAdamW with decay on matrices only; see `llm.optim.groups`.
+
+    Args:
+        options: Learning rate, decay rates, epsilon and weight decay.
+        model: What to train.
+        accum_steps: Steps of a block, of which the options have no default.
+    """
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    return AccumAdamW(groups, **adamw_settings(options), accum_steps=accum_steps)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.optim.groups import adamw_state, embeddings_and_head, parameter_groups
+from llm.optim.adamw import adamw_settings, adamw_state
+from llm.optim.groups import embeddings_and_head, parameter_groups
+from llm.optim.options import OptimizerOptions
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -104,23 +106,15 @@ def _part(
     return [part for part in parts if part["params"]]
 
 
-def make_muon(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    momentum: float,
-) -> MuonAndAdamW:
-    """Muon on the matrices inside a model: embeddings, the output head and the rest are AdamW's.
+def make_muon(options: OptimizerOptions, model: nn.Module) -> MuonAndAdamW:
+    """Make Muon for the matrices inside a model.
 
-    Experts stored as one stack are AdamW's too.
+    AdamW has the rest: embeddings, the output head, experts stored as one stack.
 
     Raises:
         ConfigError: The model has no such matrix.
     """
-    groups = parameter_groups(model, weight_decay=weight_decay)
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
     outside = embeddings_and_head(model)
     inside = [p for p in groups[0]["params"] if p.ndim == 2 and p not in outside]
     if not inside:
@@ -128,4 +122,5 @@ def make_muon(
             "--optimizer muon found no matrix to train between the embedding and the output head "
             "of this model; use --optimizer adamw."
         )
-    return MuonAndAdamW(groups, inside, lr=learning_rate, momentum=momentum, betas=betas, eps=eps)
+    momentum = 0.95 if options.momentum is None else options.momentum
+    return MuonAndAdamW(groups, inside, momentum=momentum, **adamw_settings(options))

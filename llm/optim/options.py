@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm.config.options import given, option
+from llm.optim.kfac.options import KFACOptions
 
 OPTIMIZER = "Optimizer and learning rate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """The optimizer and its learning rate by step."""
+class OptimizerOptions(KFACOptions):
+    """The optimizer, K-FAC or another one, and its learning rate by step."""
 
     optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,

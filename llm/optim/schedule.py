@@ -9,38 +9,32 @@ from collections.abc import Callable
 from functools import partial
 
 from llm.errors import ConfigError
+from llm.optim.options import OptimizerOptions
 
 Schedule = Callable[[float], float]
 """Optimizer steps done -> learning rate of the next one."""
 
 
 def make_schedule(
-    kind: str,
-    *,
-    learning_rate: float,
-    min_learning_rate: float,
-    total_steps: int,
-    warmup_steps: float,
-    constant_steps: int,
-    decay_steps: int | None,
+    options: OptimizerOptions, *, total_steps: int, global_batch_size: int
 ) -> Schedule:
-    """Choose a schedule by the name that `lr_scheduler_type` has.
+    """Make the schedule that `lr_scheduler_type` names.
 
     Args:
-        kind: Name of the schedule.
-        learning_rate: Peak.
-        min_learning_rate: Where the decay ends.
+        options: Name and phases of the schedule, peak and minimum of the rate.
         total_steps: Optimizer steps of the run.
-        warmup_steps: Steps of the rise from 0; may be a fraction when given in samples.
-        constant_steps: Last steps at the minimum (linear and cosine).
-        decay_steps: Last steps that decay (warmup_stable_decay); None is a tenth of all.
+        global_batch_size: Samples of a step, for a warm-up that is given in samples.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
+    kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
+    warmup_steps: float = options.num_warmup_steps
+    if options.num_warmup_samples is not None:
+        warmup_steps = options.num_warmup_samples / global_batch_size
     end = total_steps - constant_steps
     if kind == "warmup_stable_decay":
-        decay = max(1, total_steps // 10) if decay_steps is None else decay_steps
+        decay = options.num_decay_steps or max(1, total_steps // 10)
         if warmup_steps + decay > total_steps:
             raise ConfigError(
                 f"Warm-up ({warmup_steps:g} steps) and --num_decay_steps ({decay}) are longer "
@@ -63,10 +57,13 @@ def make_schedule(
         }
         body = bodies[kind]
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
-    floor = 1e-7 if kind == "polynomial" and not min_learning_rate else min_learning_rate
-    floor = min(floor, learning_rate)
+    floor = options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0)
     return partial(
-        rate, body=body, learning_rate=learning_rate, floor=floor, warmup_steps=warmup_steps
+        rate,
+        body=body,
+        learning_rate=options.learning_rate,
+        floor=min(floor, options.learning_rate),
+        warmup_steps=warmup_steps,
     )
 
 

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.make import make_kfac
+from llm.optim.make import make_optimizer
 from llm.plan.options import PlanOptions
 from llm.plan.param_counts import FP32
-from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,10 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     """Make the optimizer as the trainer does and count what it holds."""
     if not options.kfac:
         accum_steps = (options.accum_steps or 1) if options.optimizer == "accumadamw" else None
-        optimizer = make_optimizer_of(options, model, accum_steps=accum_steps)
+        optimizer = make_optimizer(options, model, accum_steps=accum_steps)
         return OptimizerMemory(per_element=_per_element(optimizer, model))
     with fake_ranks(options.nodes * options.gpus_per_node):
-        kfac = make_kfac(options, model)
+        kfac = make_kfac(options, model, torch_compile=options.torch_compile)
     curvature = kfac.recorder
     assert isinstance(curvature, Curvature)  # `check` refuses the library
     # In a step in which all factors are due, as in the first.

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.optim.accum_adamw import AccumAdamW, make_accum_adamw
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from tests.support.models import tiny_config
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -85,11 +86,11 @@ def test_equal_gradients_in_a_block_are_adamw_on_the_last_step_of_each_block():
 def test_a_whole_model_trains_as_with_torchs_fused_adamw():
     """Decay on matrices only, tied embeddings, two groups."""
     models = []
-    settings = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
     for make, more in ((make_adamw, {}), (make_accum_adamw, {"accum_steps": 1})):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny_config("gpt2")).double().eval()
-        optimizer = make(model, **settings, **more)
+        optimizer = make(options, model, **more)
         tokens = torch.arange(64).reshape(4, 16)
         for _ in range(5):
             optimizer.zero_grad()

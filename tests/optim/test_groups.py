@@ -2,7 +2,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.optim.groups import decays, make_adamw, make_sgd, parameter_groups
+from llm.optim.adamw import make_adamw
+from llm.optim.groups import decays, parameter_groups
+from llm.optim.options import OptimizerOptions
+from llm.optim.sgd import make_sgd
 from tests.support.models import FAMILIES, tiny_config
 
 
@@ -70,11 +73,8 @@ def test_our_adamw_takes_the_same_steps_as_torchs_plain_one():
             optimizer.step()
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    ours = train(
-        lambda model: make_adamw(
-            model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
-        )
-    )
+    options = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    ours = train(lambda model: make_adamw(options, model))
     plain = train(
         lambda model: torch.optim.AdamW(
             parameter_groups(model, weight_decay=0.1), lr=0.01, betas=(0.9, 0.95), foreach=False
@@ -92,7 +92,7 @@ def test_fused_experts_are_decayed_and_a_stack_of_their_biases_is_not():
 def test_sgd_is_torchs_with_decay_on_matrices_only_from_a_state_that_is_there_at_once():
     ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = make_sgd(ours, learning_rate=0.1, weight_decay=0.2, momentum=0.9)
+    optimizer = make_sgd(OptimizerOptions(learning_rate=0.1, weight_decay=0.2), ours)
     assert optimizer.state[ours.weight]["momentum_buffer"].shape == (2, 3)
     groups = [{"params": [theirs.weight], "weight_decay": 0.2}, {"params": [theirs.bias]}]
     reference = torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
@@ -108,7 +108,8 @@ def test_sgd_is_torchs_with_decay_on_matrices_only_from_a_state_that_is_there_at
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_skips_a_step_by_its_flag(momentum):
     model = torch.nn.Linear(3, 2)
-    optimizer = make_sgd(model, learning_rate=0.1, weight_decay=0.2, momentum=momentum)
+    options = OptimizerOptions(learning_rate=0.1, weight_decay=0.2, momentum=momentum)
+    optimizer = make_sgd(options, model)
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))

@@ -1,6 +1,7 @@
 """Muon with AdamW, against both of torch's optimizers run side by side."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
 from llm.optim.muon import make_muon
+from llm.optim.options import OptimizerOptions
 from tests.support.models import FAMILIES, tiny_config
 from tests.trainers.test_no_sync import Reads
 
-SETTINGS = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 def tiny_model(family: str = "gpt2"):
@@ -20,7 +22,7 @@ def tiny_model(family: str = "gpt2"):
 
 
 def muons(model) -> set[str]:
-    optimizer = make_muon(model, **SETTINGS, momentum=0.95)
+    optimizer = make_muon(OPTIONS, model)
     names = {p: name for name, p in model.named_parameters()}
     return {
         names[p] for group in optimizer.param_groups if group["is_muon"] for p in group["params"]
@@ -61,13 +63,13 @@ def test_stacks_of_experts_are_adamws():
 def test_a_model_without_a_matrix_inside_is_refused():
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.LayerNorm(2))
     with pytest.raises(ConfigError, match="--optimizer muon found no matrix"):
-        make_muon(model, **SETTINGS, momentum=0.95)
+        make_muon(OPTIONS, model)
 
 
 def test_every_step_is_torchs_muon_and_torchs_adamw():
     ours, theirs = tiny_model(), tiny_model()
     names = muons(ours)
-    optimizer = make_muon(ours, **SETTINGS, momentum=0.8)
+    optimizer = make_muon(dataclasses.replace(OPTIONS, momentum=0.8), ours)
     named = dict(theirs.named_parameters())
     muon = torch.optim.Muon(
         [named[name] for name in sorted(names)],
@@ -99,8 +101,8 @@ def test_every_step_is_torchs_muon_and_torchs_adamw():
 
 def test_a_skipped_step_changes_nothing():
     model, sound = tiny_model(), tiny_model()
-    optimizer = make_muon(model, **SETTINGS, momentum=0.95)
-    reference = make_muon(sound, **SETTINGS, momentum=0.95)
+    optimizer = make_muon(OPTIONS, model)
+    reference = make_muon(OPTIONS, sound)
     for step in range(3):
         if step == 1:
             put_gradients(model, 9)
@@ -121,7 +123,7 @@ def test_a_skipped_step_changes_nothing():
 
 def test_a_step_reads_no_value_from_the_device():
     model = tiny_model()
-    optimizer = make_muon(model, **SETTINGS, momentum=0.95)
+    optimizer = make_muon(OPTIONS, model)
     optimizer.found_inf = torch.zeros(())
     put_gradients(model, 0)
     with Reads() as reads:
@@ -131,11 +133,11 @@ def test_a_step_reads_no_value_from_the_device():
 
 def test_torchs_own_state_dict_goes_on_bit_for_bit():
     model = tiny_model()
-    optimizer = make_muon(model, **SETTINGS, momentum=0.95)
+    optimizer = make_muon(OPTIONS, model)
     for step in range(4):
         if step == 2:
             other = copy.deepcopy(model)
-            resumed = make_muon(other, **SETTINGS, momentum=0.95)
+            resumed = make_muon(OPTIONS, other)
             resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         put_gradients(model, step)
         optimizer.step()

@@ -3,28 +3,22 @@ import torch
 from transformers import get_scheduler
 
 from llm.errors import ConfigError
+from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 
 
-def schedule(kind: str, **changes):
-    settings = {
-        "learning_rate": 1.0,
-        "min_learning_rate": 0.0,
-        "total_steps": 100,
-        "warmup_steps": 0,
-        "constant_steps": 0,
-        "decay_steps": None,
-    }
-    return make_schedule(kind, **{**settings, **changes})
+def schedule(kind: str, *, total_steps: int = 100, **changes):
+    options = OptimizerOptions(**{"lr_scheduler_type": kind, "learning_rate": 1.0, **changes})
+    return make_schedule(options, total_steps=total_steps, global_batch_size=4)
 
 
 def test_learning_rate_is_half_way_up_after_half_the_warmup():
-    rate = schedule("linear", learning_rate=2.0, warmup_steps=10)
+    rate = schedule("linear", learning_rate=2.0, num_warmup_steps=10)
     assert [rate(step) for step in (0, 5, 10)] == [0.0, 1.0, 2.0]
 
 
 def test_linear_falls_to_zero_at_the_end():
-    rate = schedule("linear", warmup_steps=20)
+    rate = schedule("linear", num_warmup_steps=20)
     assert [rate(step) for step in (20, 60, 100, 120)] == [1.0, 0.5, 0.0, 0.0]
 
 
@@ -36,14 +30,16 @@ def test_cosine_is_half_way_between_peak_and_minimum_in_the_middle():
 
 
 def test_cosine_reaches_the_minimum_before_the_constant_steps_and_stays_there():
-    rate = schedule("cosine", min_learning_rate=0.1, warmup_steps=10, constant_steps=30)
+    rate = schedule("cosine", min_learning_rate=0.1, num_warmup_steps=10, num_constant_steps=30)
     assert rate(10) == pytest.approx(1.0)
     assert rate(40) == pytest.approx(0.55)
     assert [rate(step) for step in (70, 85, 99)] == pytest.approx([0.1, 0.1, 0.1])
 
 
 def test_stable_phase_lasts_until_the_decay_steps():
-    rate = schedule("warmup_stable_decay", warmup_steps=10, decay_steps=20, min_learning_rate=0.1)
+    rate = schedule(
+        "warmup_stable_decay", num_warmup_steps=10, num_decay_steps=20, min_learning_rate=0.1
+    )
     assert [rate(step) for step in (5, 10, 79, 80)] == [0.5, 1.0, 1.0, 1.0]
     assert rate(90) == pytest.approx(0.55)
     assert rate(100) == pytest.approx(0.1)
@@ -56,7 +52,7 @@ def test_decay_takes_a_tenth_of_the_run_unless_said_otherwise():
 
 
 def test_warmup_may_end_between_two_steps():
-    rate = schedule("constant_with_warmup", warmup_steps=2.5)
+    rate = schedule("constant_with_warmup", num_warmup_samples=10)
     assert [rate(step) for step in (1, 2, 3)] == pytest.approx([0.4, 0.8, 1.0])
 
 
@@ -66,7 +62,7 @@ def test_warmup_may_end_between_two_steps():
 def test_schedules_agree_with_those_of_transformers(kind):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     reference = get_scheduler(kind, optimizer, num_warmup_steps=7, num_training_steps=50)
-    rate = schedule(kind, learning_rate=0.3, warmup_steps=7, total_steps=50)
+    rate = schedule(kind, learning_rate=0.3, num_warmup_steps=7, total_steps=50)
     for step in range(50):
         assert rate(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12, abs=1e-15)
         optimizer.step()
@@ -75,6 +71,6 @@ def test_schedules_agree_with_those_of_transformers(kind):
 
 def test_phases_that_do_not_fit_into_the_run_are_refused():
     with pytest.raises(ConfigError, match="longer than the run of 100 steps"):
-        schedule("warmup_stable_decay", warmup_steps=60, decay_steps=60)
+        schedule("warmup_stable_decay", num_warmup_steps=60, num_decay_steps=60)
     with pytest.raises(ConfigError, match="leave nothing of the 100 steps"):
-        schedule("cosine", warmup_steps=60, constant_steps=40)
+        schedule("cosine", num_warmup_steps=60, num_constant_steps=40)

@@ -11,7 +11,8 @@ from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import check_precision, make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.models import tiny_config
@@ -36,7 +37,8 @@ def step_data(step: int):
 
 
 def make_optimizer(model):
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    return make_adamw(options, model)
 
 
 def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:

@@ -9,7 +9,8 @@ import torch
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.parallel import context_attention as context
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
@@ -28,7 +29,8 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 def make_optimizer(model):
     # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
+    return make_adamw(options, model)
 
 
 def make_strategy(family: str, layout: ParallelDims, mixed_precision: str = "no"):

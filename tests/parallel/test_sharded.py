@@ -12,7 +12,8 @@ from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
-from llm.optim.groups import make_adamw
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
@@ -36,7 +37,8 @@ def make_model(family: str):
 
 def make_optimizer(model):
     # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    return make_adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
+    return make_adamw(options, model)
 
 
 def train(family: str, sizes: dict[str, int], accumulation: int):

@@ -9,7 +9,9 @@ from torch import nn
 
 from llm.data.micro_batch import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
-from llm.optim.groups import make_adamw, parameter_groups
+from llm.optim.adamw import make_adamw
+from llm.optim.groups import parameter_groups
+from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.gossip.averaging import GossipAverager
@@ -70,11 +72,11 @@ class Case:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    adam = {"learning_rate": 0.03, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    options = OptimizerOptions(learning_rate=0.03, weight_decay=0.1, betas=(0.9, 0.95))
     if name == "adamw":
-        return make_adamw(model, **adam)
+        return make_adamw(options, model)
     if name == "accumadamw":
-        return make_accum_adamw(model, **adam, accum_steps=3)
+        return make_accum_adamw(options, model, accum_steps=3)
     groups = parameter_groups(model, weight_decay=0.1)
     return torch.optim.SGD(groups, lr=0.5, fused=True)
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.kfac import max_dim
+from llm.optim.kfac.make import max_dim
+from llm.optim.kfac.options import KFACOptions
 from tests.support.faults import Fault
 from tests.support.models import tiny_config
 from tests.support.training import Bench, Run
@@ -76,7 +76,7 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
 )
 def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, width, widest):
     model = SimpleNamespace(config=tiny_config("gpt2", n_embd=width))
-    assert max_dim(GPTConfig(kfac=True, **options), model) == widest
+    assert max_dim(KFACOptions(kfac=True, **options), model) == widest
 
 
 @pytest.mark.parametrize(

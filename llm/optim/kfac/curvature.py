@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
 from llm.optim.kfac.assignment import KFACStrategy, assign
-from llm.optim.kfac.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
 from llm.optim.kfac.exchange import Exchange
 from llm.optim.kfac.factors import Factor
 from llm.optim.kfac.layers import Coverage, Layer

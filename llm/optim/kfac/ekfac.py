@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from llm.optim.adamw import adamw_state, adamw_step
+from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.factors import Blocks, rotate, rotate_back
 from llm.optim.kfac.layers import Layer
 
 NOISE = 1e-6
@@ -71,7 +71,7 @@ class EKFAC(torch.optim.Optimizer):
         """Create all state at once, so that a checkpoint can be loaded before the first step."""
         for parameters in self._others:
             for parameter in parameters:
-                self.state[parameter] = moments(parameter, parameter.shape)
+                self.state[parameter] = adamw_state(parameter)
         for layer in self.curvature.layers:
             if self.curvature.works_on(layer):
                 self.state.update(_layer_state(layer))
@@ -181,47 +181,8 @@ def _squares(blocks: Blocks) -> Blocks:
 
 def _layer_state(layer: Layer) -> dict[Tensor, dict[str, Tensor]]:
     """New state of a covered layer; the bias' moments are the last column of the weight's."""
-    stack = layer.weight.shape[:-2]
-    state = moments(layer.weight, torch.Size((*stack, layer.rows, layer.columns)))
-    return {p: state if p is layer.weight else {"step": state["step"]} for p in layer.parameters}
-
-
-def moments(parameter: Tensor, shape: torch.Size) -> dict[str, Tensor]:
-    """What AdamW knows before its first step of a parameter, or of a matrix that it is part of."""
-    dtype = parameter.dtype if shape == parameter.shape else torch.float32
-    zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": zeros,
-        "exp_avg_sq": zeros.clone(),
-    }
-
-
-def adamw_step(
-    group: dict[str, Any],
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    found_inf: Tensor | None,
-    *,
-    decay: float,
-) -> None:
-    """A step of torch's fused AdamW, with the settings of a group and states made by `moments`."""
-    beta1, beta2 = group["betas"]
-    adamw(
-        parameters,
-        gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        fused=True,
-        found_inf=found_inf,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=decay,
-        eps=group["eps"],
-        maximize=False,
-    )
+    weight = layer.weight
+    shape = (*weight.shape[:-2], layer.rows, layer.columns)
+    dtype = weight.dtype if shape == weight.shape else torch.float32
+    state = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
+    return {p: state if p is weight else {"step": state["step"]} for p in layer.parameters}

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llm.optim.eigenbases import rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.factors import rotate, rotate_back
 from llm.optim.kfac.layers import Layer
 
 

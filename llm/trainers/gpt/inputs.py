@@ -131,7 +131,9 @@ def read_training(
         data_digest=data_digest,
         samples=samples,
         plan=plan,
-        schedule=_schedule(config, plan),
+        schedule=make_schedule(
+            config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
+        ),
     )
 
 
@@ -315,19 +317,4 @@ def _plan(
         )
     return plan_batches(
         config, num_windows=num_windows, world_size=data_ranks, global_batch_size=saved
-    )
-
-
-def _schedule(config: GPTConfig, plan: BatchPlan) -> Schedule:
-    warmup_steps: float = config.num_warmup_steps
-    if config.num_warmup_samples is not None:
-        warmup_steps = config.num_warmup_samples / plan.global_batch_size
-    return make_schedule(
-        config.lr_scheduler_type,
-        learning_rate=config.learning_rate,
-        min_learning_rate=config.min_learning_rate,
-        total_steps=plan.total_steps,
-        warmup_steps=warmup_steps,
-        constant_steps=config.num_constant_steps,
-        decay_steps=config.num_decay_steps,
     )

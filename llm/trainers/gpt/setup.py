@@ -16,6 +16,8 @@ from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.models.options import recomputation
+from llm.optim.kfac.make import make_kfac
+from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context_attention import check_divisible
@@ -27,7 +29,6 @@ from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
-from llm.trainers.gpt.kfac import make_kfac, make_optimizer_of
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
@@ -112,15 +113,15 @@ def make_strategy(
     if config.torch_compile:
         loss.compile()
 
-    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+    def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
-            kfac = make_kfac(config, model)
+            kfac = make_kfac(config, model, torch_compile=config.torch_compile)
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_optimizer_of(config, model, accum_steps=setup.replicas.accum_steps)
+        return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)
 
-    strategy.prepare(loss, make_optimizer)
+    strategy.prepare(loss, optimizer_factory)
     return strategy
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from llm.optim.kfac.curvature import Curvature, is_due
-from llm.optim.kfac.factors import Factor, block_widths, rotate, rotate_back
+from llm.optim.kfac.factors import Factor, block_widths
 from llm.optim.kfac.layers import find_layers
 from tests.optim.kfac.toy import forward_backward, loss_sum, toy_batch, toy_model
 
@@ -203,21 +203,6 @@ def test_the_one_beside_the_inputs_makes_no_new_block():
     assert block_widths(9, 8) == [9]
     assert block_widths(33, 8) == [9, 8, 8, 8]
     assert block_widths(1, 8) == [1]
-
-
-def test_rotation_by_blocks_is_that_by_the_block_diagonal_matrix_and_is_undone():
-    torch.manual_seed(0)
-    left, right = (
-        [torch.linalg.qr(torch.randn(width, width))[0] for width in widths]
-        for widths in ([3, 2], [4, 4, 3])
-    )
-    matrix = torch.randn(5, 11)
-
-    rotated = rotate(matrix, left, right)
-
-    expected = torch.block_diag(*left).T @ matrix @ torch.block_diag(*right)
-    torch.testing.assert_close(rotated, expected)
-    torch.testing.assert_close(rotate_back(rotated, left, right), matrix)
 
 
 def test_the_log_says_what_is_covered_and_how_much_memory_that_takes():

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from llm.optim.kfac import eigenbases
-from llm.optim.kfac.eigenbases import damped_inverse, eigenbasis, power_iteration
+from llm.optim import eigenbases
+from llm.optim.eigenbases import damped_inverse, eigenbasis, power_iteration, rotate, rotate_back
 
 
 def symmetric(size=6):
@@ -91,3 +91,18 @@ def test_a_matrix_without_inverse_gets_some_weight_on_its_diagonal_or_the_previo
     assert damped_inverse(singular, 0.0).fallback == 1
     assert damped_inverse(negative, 0.0, previous).fallback == 3
     assert torch.equal(damped_inverse(negative, 0.0, previous).basis, previous)
+
+
+def test_rotation_by_blocks_is_that_by_the_block_diagonal_matrix_and_is_undone():
+    torch.manual_seed(0)
+    left, right = (
+        [torch.linalg.qr(torch.randn(width, width))[0] for width in widths]
+        for widths in ([3, 2], [4, 4, 3])
+    )
+    matrix = torch.randn(5, 11)
+
+    rotated = rotate(matrix, left, right)
+
+    expected = torch.block_diag(*left).T @ matrix @ torch.block_diag(*right)
+    torch.testing.assert_close(rotated, expected)
+    torch.testing.assert_close(rotate_back(rotated, left, right), matrix)

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.optim.kfac.eigenbases import eigenbasis, power_iteration
-from llm.optim.kfac.ekfac import adamw_step, moments
-from llm.optim.kfac.factors import rotate, rotate_back
+from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
+from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
+from llm.optim.groups import embeddings_and_head, parameter_groups
+from llm.optim.options import OptimizerOptions
 
 MAX_DIM = 10_000
+"""The widest side that has a basis."""
+UPDATE_STEPS = 10
 
 
 class SOAP(torch.optim.Optimizer):
@@ -47,7 +50,7 @@ class SOAP(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
-        update_steps: int = 10,
+        update_steps: int = UPDATE_STEPS,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._update_steps = update_steps
@@ -56,7 +59,7 @@ class SOAP(torch.optim.Optimizer):
         self._turn = {p: i * update_steps // number for i, p in enumerate(self._sides)}
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = moments(p, p.shape) | _factors(p, self._sides.get(p, ()))
+                self.state[p] = adamw_state(p) | _factors(p, self._sides.get(p, ()))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -159,33 +162,21 @@ def _bias(beta: float, step: Tensor) -> Tensor:
     return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
 
 
-def make_soap(
-    groups: list[dict[str, Any]],
-    *,
-    outside: set[nn.Parameter],
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    update_steps: int,
-) -> SOAP:
-    """SOAP on a model's matrices.
+def make_soap(options: OptimizerOptions, model: nn.Module) -> SOAP:
+    """Make SOAP for a model's matrices.
 
     A side of more than 10,000 has no basis, and neither has the side of the tokens or positions of
     an embedding or head, however few they are.
-
-    Args:
-        groups: All that is trained, with its weight decay.
-        outside: Embeddings and output head, with a row for each token or position.
-        learning_rate: Learning rate.
-        betas: See `SOAP`.
-        eps: See `SOAP`.
-        update_steps: See `SOAP`.
     """
-    matrices = [p for group in groups for p in group["params"] if p.ndim == 2]
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    outside = embeddings_and_head(model)
     sides = {
         p: [
             side for side in (0, 1) if p.shape[side] <= MAX_DIM and not (side == 0 and p in outside)
         ]
-        for p in matrices
+        for group in groups
+        for p in group["params"]
+        if p.ndim == 2
     }
-    return SOAP(groups, sides, lr=learning_rate, betas=betas, eps=eps, update_steps=update_steps)
+    update_steps = options.soap_update_steps or UPDATE_STEPS
+    return SOAP(groups, sides, update_steps=update_steps, **adamw_settings(options))

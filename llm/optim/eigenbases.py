@@ -1,9 +1,12 @@
-"""What is computed of a factor: eigenvectors or an inverse, and what happens if that fails."""
+"""Eigenbases and inverses of factors, what happens if they fail, and rotations into a basis."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Blocks = list[Tensor] | None
+"""The blocks of a block-diagonal matrix; None is the identity."""
 
 
 class Solution(NamedTuple):
@@ -87,6 +90,16 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite), order)
 
 
+def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
+    """Return left^T @ matrix @ right for block-diagonal left and right, and each of a stack."""
+    return _times_left(_times_right(matrix, right), left)
+
+
+def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
+    """Return left @ matrix @ right^T, which undoes `rotate`."""
+    return rotate(matrix, _transposed(left), _transposed(right))
+
+
 def _attempts(matrix: Tensor) -> list[Tensor]:
     """The matrix as it is, with some weight on the diagonal, and so in float64."""
     matrix = (matrix + matrix.T) / 2
@@ -113,3 +126,31 @@ def _is_finite(tensor: Tensor) -> bool:
 def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
     # Filled on the device: a copy from the host would wait.
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
+
+
+def _transposed(blocks: Blocks) -> Blocks:
+    return None if blocks is None else [block.T for block in blocks]
+
+
+def _times_right(matrix: Tensor, blocks: Blocks) -> Tensor:
+    if blocks is None:
+        return matrix
+    if len(blocks) == 1:
+        return matrix @ blocks[0]
+    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
+    parts = zip(matrix.split(widths, dim=-1), blocks, product.split(widths, dim=-1), strict=True)
+    for part, block, out in parts:
+        torch.matmul(part, block, out=out)
+    return product
+
+
+def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
+    if blocks is None:
+        return matrix
+    if len(blocks) == 1:
+        return blocks[0].T @ matrix
+    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
+    parts = zip(matrix.split(widths, dim=-2), blocks, product.split(widths, dim=-2), strict=True)
+    for part, block, out in parts:
+        torch.matmul(block.T, part, out=out)
+    return product

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.optim.groups import embeddings_and_head, parameter_groups
-from llm.optim.kfac.soap import SOAP, make_soap
+from llm.optim.groups import embeddings_and_head
+from llm.optim.options import OptimizerOptions
+from llm.optim.soap import SOAP, make_soap
 from tests.support.models import tiny_config
 from tests.trainers.test_no_sync import Reads
 
@@ -182,16 +183,8 @@ def test_matrices_take_turns():
 
 def test_the_side_of_the_tokens_has_no_basis():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt_neox"))
-    groups = parameter_groups(model, weight_decay=0.1)
     outside = embeddings_and_head(model)
-    optimizer = make_soap(
-        groups,
-        outside=outside,
-        learning_rate=0.01,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        update_steps=10,
-    )
+    optimizer = make_soap(OptimizerOptions(), model)
     assert {p.shape for p in outside} == {(320, 32)}
     for p in outside:
         assert optimizer.state[p].keys() >= {"basis.1"}
