@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(options: GenerateOptions) -> None:
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     model, tokenizer = _open(options)
-    from llm.models.build import sample_text
+    from llm.models.sampling import sample_text
 
     model = model.to(device_of(world_from_environment()))
     max_new_tokens = _room(options.max_new_tokens, prompt, model, tokenizer)

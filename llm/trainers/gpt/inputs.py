@@ -163,7 +163,7 @@ def _read(
     _check_trackers(config)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
-    model_config = open_model_config(config)
+    model_config = load_config(config)
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = open_tokenizer(config)
@@ -210,25 +210,6 @@ def choose_layout(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, layout.pipeline * config.virtual_stages)
     return layout
-
-
-def open_model_config(config: GPTConfig) -> PreTrainedConfig:
-    """The configuration of the model that the options name.
-
-    Raises:
-        ConfigError: There is none, or it cannot be changed as asked.
-    """
-    return load_config(
-        model_name_or_path=config.model_name_or_path,
-        config_name=config.config_name,
-        model_type=config.model_type,
-        config_overrides=config.config_overrides,
-        trust_remote_code=config.trust_remote_code,
-        model_size=config.model_size,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-    )
 
 
 def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
