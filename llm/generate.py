@@ -228,13 +228,10 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     quiet_libraries()
     from llm.models.configuration import one_line
     from llm.tokenizers.load import load_tokenizer
+    from llm.tokenizers.options import TokenizerOptions
 
     tokenizer = load_tokenizer(
-        name=str(folder),
-        vocab_file=None,
-        merges_file=None,
-        use_fast=True,
-        trust_remote_code=trust_remote_code,
+        TokenizerOptions(tokenizer_name=str(folder)), trust_remote_code=trust_remote_code
     )
     from transformers import AutoModelForCausalLM
 

@@ -166,7 +166,11 @@ def _read(
     model_config = load_config(config)
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
-    tokenizer = open_tokenizer(config)
+    tokenizer = load_tokenizer(
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+    )
     ends = document_ends(config, tokenizer)
     init_from = find_init(config) if resume_from is None else None
     return RunSetup(
@@ -210,21 +214,6 @@ def choose_layout(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, layout.pipeline * config.virtual_stages)
     return layout
-
-
-def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that the options name.
-
-    Raises:
-        ConfigError: There is none, or it cannot be read.
-    """
-    return load_tokenizer(
-        name=config.tokenizer_name or (None if config.vocab_file else config.model_name_or_path),
-        vocab_file=config.vocab_file,
-        merges_file=config.merges_file,
-        use_fast=not config.use_slow_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def _check_trackers(config: GPTConfig) -> None:

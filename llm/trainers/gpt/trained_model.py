@@ -96,10 +96,12 @@ def load_trained(
 
     from llm.models.build import build_model
     from llm.models.configuration import has_weights, load_config
-    from llm.trainers.gpt.inputs import open_tokenizer
+    from llm.tokenizers.load import load_tokenizer
 
     name = config.model_name_or_path
-    tokenizer = open_tokenizer(config)
+    tokenizer = load_tokenizer(
+        config, model_name_or_path=name, trust_remote_code=config.trust_remote_code
+    )
     model = build_model(
         dataclasses.replace(
             config,
