@@ -34,6 +34,7 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.data.micro_batch import MicroBatch
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
+    from llm.models.options import ModelOptions
     from llm.optim.adamw import make_adamw
     from llm.optim.options import OptimizerOptions
     from llm.parallel.accelerator import make_accelerator
@@ -43,18 +44,12 @@ def our_step(family: str) -> Callable[[], None]:
     config = tiny_config(family)
     device = torch.device("cpu")
     model = build_model(
-        config=config,
+        ModelOptions(),
+        config,
         weights_from=None,
         seed=1,
         device=device,
         vocab_size=config.get_text_config().vocab_size,
-        attention_implementation=None,
-        activation_checkpointing="none",
-        no_bias=False,
-        pad_vocab_to_multiple_of=None,
-        fused_gelu=True,
-        tied_gradients=True,
-        trust_remote_code=False,
     )
     strategy = AcceleratedStrategy(
         accelerator=make_accelerator("no", device=device), mixed_precision="no"

@@ -16,6 +16,7 @@ from transformers import GPTNeoConfig
 
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.options import ModelOptions
 from llm.optim.groups import parameter_groups
 from llm.optim.kfac.make import KFAC, make_kfac
 from llm.optim.make import make_optimizer
@@ -66,18 +67,12 @@ def make_model(options: dict[str, Any], vocab_size: int) -> Any:
         **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
     )
     return build_model(
-        config=config,
+        ModelOptions(),
+        config,
         weights_from=None,
         seed=options["seed"],
         device=torch.device("cpu"),
         vocab_size=vocab_size,
-        attention_implementation=None,
-        activation_checkpointing="none",
-        no_bias=False,
-        pad_vocab_to_multiple_of=None,
-        fused_gelu=True,
-        tied_gradients=True,
-        trust_remote_code=False,
     )
 
 

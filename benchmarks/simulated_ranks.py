@@ -17,6 +17,7 @@ from transformers import GPTNeoConfig
 from benchmarks.kfac_run import BETAS, WEIGHT_DECAY, Text, validation_loss
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.options import ModelOptions
 from llm.optim.accum_adamw import AccumAdamW
 from llm.optim.groups import decays
 from llm.optim.options import OptimizerOptions
@@ -146,18 +147,12 @@ def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModel
     )
     # Without the kernels that torch.func cannot look into.
     model = build_model(
-        config=config,
+        ModelOptions(fused_gelu=False, tied_gradients=False),
+        config,
         weights_from=None,
         seed=seed,
         device=torch.device("cpu"),
         vocab_size=vocab_size,
-        attention_implementation=None,
-        activation_checkpointing="none",
-        no_bias=False,
-        pad_vocab_to_multiple_of=None,
-        fused_gelu=False,
-        tied_gradients=False,
-        trust_remote_code=False,
     )
     return LanguageModelLoss(model, chunked=False)
 

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(options: GenerateOptions) -> None:
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     model, tokenizer = _open(options)
-    from llm.models.build import sample_text
+    from llm.models.sampling import sample_text
 
     model = model.to(device_of(world_from_environment()))
     max_new_tokens = _room(options.max_new_tokens, prompt, model, tokenizer)
@@ -228,13 +228,10 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     quiet_libraries()
     from llm.models.configuration import one_line
     from llm.tokenizers.load import load_tokenizer
+    from llm.tokenizers.options import TokenizerOptions
 
     tokenizer = load_tokenizer(
-        name=str(folder),
-        vocab_file=None,
-        merges_file=None,
-        use_fast=True,
-        trust_remote_code=trust_remote_code,
+        TokenizerOptions(tokenizer_name=str(folder)), trust_remote_code=trust_remote_code
     )
     from transformers import AutoModelForCausalLM
 

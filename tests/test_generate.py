@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.generate import main, make_printer
-from llm.models.build import sample_text
+from llm.models.sampling import sample_text
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench
 

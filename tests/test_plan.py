@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from llm.plan.param_counts import count_parameters, shard_sizes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from llm.plan.memory import in_flight
 from llm.plan.meter import MemoryMeter
 from llm.plan.optimizer import fake_ranks
 from llm.plan.options import PlanOptions
+from llm.plan.param_counts import count_parameters, shard_sizes
 from llm.plan.search import nearest, search
 from llm.plan.tensor_share import split_model
 from llm.plan.traffic import transfers

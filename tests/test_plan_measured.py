@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from llm.config.command_line import parse
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
+from llm.models.build import build_model
+from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
 from llm.optim.kfac.make import make_kfac
 from llm.optim.make import make_optimizer
@@ -23,8 +25,7 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.inputs import choose_layout, open_model_config
-from llm.trainers.gpt.setup import model_of
+from llm.trainers.gpt.inputs import choose_layout
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -63,14 +64,15 @@ def measure(words: str) -> int:
 
 
 def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy:
-    config = open_model_config(options)
-    model = model_of(
+    config = load_config(options)
+    model = build_model(
         options,
         config,
         weights_from=None,
         seed=1,
         device=torch.device("cpu"),
         vocab_size=1,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     layout = choose_layout(options, config, options.nodes * options.gpus_per_node)
     precision = options.mixed_precision

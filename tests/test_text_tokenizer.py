@@ -17,19 +17,19 @@ from transformers import (
 from llm.errors import ConfigError
 from llm.tokenizers.fast import TextTokenizer, from_transformers, load_text_tokenizer
 from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXT = "The king <|endoftext|> said:  to be, or not.\n\tnaïve café 12345 <pad></s>"
 
 
 def load(**options: Any) -> TextTokenizer:
-    return load_text_tokenizer(**{"name": None, "vocab_file": None, "merges_file": None, **options})
+    return load_text_tokenizer(TokenizerOptions(**options))
 
 
 def load_by_transformers(**options: Any) -> TextTokenizer:
-    named = {"name": None, "vocab_file": None, "merges_file": None, **options}
-    tokenizer = load_tokenizer(**named, use_fast=True, trust_remote_code=False)
-    return from_transformers(tokenizer, str(named["name"]))
+    tokenizer = load_tokenizer(TokenizerOptions(**options))
+    return from_transformers(tokenizer, str(options.get("tokenizer_name")))
 
 
 def ids(tokenizer: TextTokenizer, text: str = TEXT) -> list[int]:
@@ -42,7 +42,7 @@ def ids(tokenizer: TextTokenizer, text: str = TEXT) -> list[int]:
 
 def saved_folder(folder: Path) -> dict[str, Any]:
     tiny_tokenizer().save_pretrained(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_of_another_pad_token(folder: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def folder_of_another_pad_token(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["pad_token"] = "<pad>"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_of_version_4(folder: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def folder_of_version_4(folder: Path) -> dict[str, Any]:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "special_tokens_map.json").write_text('{"unk_token": "<unk>"}')
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_of_other_properties(folder: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def folder_of_other_properties(folder: Path) -> dict[str, Any]:
     for token in config["added_tokens_decoder"].values():
         token["lstrip"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_of_a_version_before_4_34(folder: Path) -> dict[str, Any]:
@@ -90,25 +90,25 @@ def folder_of_a_version_before_4_34(folder: Path) -> dict[str, Any]:
     names = {"eos_token": "<|endoftext|>", "pad_token": "<pad>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(names))
     (folder / "added_tokens.json").write_text('{"</s>": 301, "<pad>": 300}')
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_of_gpt2(folder: Path) -> dict[str, Any]:
     tiny_tokenizer().backend_tokenizer.model.save(str(folder))
     pair = {"vocab": str(folder / "vocab.json"), "merges": str(folder / "merges.txt")}
     GPT2Tokenizer(**pair).save_pretrained(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def folder_with_a_model_type(folder: Path) -> dict[str, Any]:
     saved_folder(folder)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def lone_file(folder: Path) -> dict[str, Any]:
     tiny_tokenizer().backend_tokenizer.save(str(folder / "any.json"))
-    return {"name": str(folder / "any.json")}
+    return {"tokenizer_name": str(folder / "any.json")}
 
 
 def lone_file_that_truncates_and_pads(folder: Path) -> dict[str, Any]:
@@ -116,24 +116,24 @@ def lone_file_that_truncates_and_pads(folder: Path) -> dict[str, Any]:
     backend.enable_truncation(5)
     backend.enable_padding(length=90, pad_token="<pad>")
     backend.save(str(folder / "any.json"))
-    return {"name": str(folder / "any.json")}
+    return {"tokenizer_name": str(folder / "any.json")}
 
 
 def file_in_a_described_folder(folder: Path) -> dict[str, Any]:
     saved_folder(folder)
-    return {"name": str(folder / "tokenizer.json")}
+    return {"tokenizer_name": str(folder / "tokenizer.json")}
 
 
 def word_pieces(folder: Path) -> dict[str, Any]:
     words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "the", "king", "##s", "to", "be", ","]
     vocab = {word: id for id, word in enumerate(words)}
     BertTokenizer(vocab=vocab).save_pretrained(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def bytes_in_python(folder: Path) -> dict[str, Any]:
     ByT5Tokenizer().save_pretrained(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def sentencepiece_model(folder: Path) -> dict[str, Any]:
@@ -148,31 +148,29 @@ def sentencepiece_model(folder: Path) -> dict[str, Any]:
         pad_id=3,
         minloglevel=2,
     )
-    return {"name": str(folder / "any.model")}
+    return {"tokenizer_name": str(folder / "any.model")}
 
 
 def folder_of_a_sentencepiece_model(folder: Path) -> dict[str, Any]:
     sentencepiece_model(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 def saved_sentencepiece_model(folder: Path) -> dict[str, Any]:
     options = sentencepiece_model(folder)
-    loaded = load_tokenizer(
-        vocab_file=None, merges_file=None, use_fast=True, trust_remote_code=False, **options
-    )
+    loaded = load_tokenizer(TokenizerOptions(**options))
     loaded.save_pretrained(folder / "saved")
-    return {"name": str(folder / "saved")}
+    return {"tokenizer_name": str(folder / "saved")}
 
 
 def pair_of_files(folder: Path) -> dict[str, Any]:
     tiny_tokenizer().backend_tokenizer.model.save(str(folder))
-    return {"vocab_file": str(folder / "vocab.json"), "merges_file": folder / "merges.txt"}
+    return {"vocab_file": str(folder / "vocab.json"), "merges_file": str(folder / "merges.txt")}
 
 
 def folder_of_a_pair(folder: Path) -> dict[str, Any]:
     pair_of_files(folder)
-    return {"name": str(folder)}
+    return {"tokenizer_name": str(folder)}
 
 
 DIRECT = [
@@ -218,11 +216,12 @@ def test_transformers_gives_the_same_tokenizer(
 def test_a_plain_file_is_read_without_torch_and_transformers(
     make: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:
-    options = {name: str(value) for name, value in make(tmp_path).items()}
+    options = make(tmp_path)
     program = (
         "import json, sys; from llm.tokenizers.fast import load_text_tokenizer\n"
-        "options = {'name': None, 'vocab_file': None, 'merges_file': None}\n"
-        "print(load_text_tokenizer(**{**options, **json.loads(sys.argv[1])}).fingerprint)\n"
+        "from llm.tokenizers.options import TokenizerOptions\n"
+        "options = TokenizerOptions(**json.loads(sys.argv[1]))\n"
+        "print(load_text_tokenizer(options).fingerprint)\n"
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program, json.dumps(options)]
@@ -270,7 +269,10 @@ def test_texts_are_encoded_whole(tmp_path: Path) -> None:
 def test_gpt2s_end_of_text_is_added_to_a_vocabulary_without_it(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    options = {"vocab_file": tmp_path / "vocab.json", "merges_file": tmp_path / "merges.txt"}
+    options = {
+        "vocab_file": str(tmp_path / "vocab.json"),
+        "merges_file": str(tmp_path / "merges.txt"),
+    }
     tokenizer = load(**options)
 
     assert (tokenizer.eos_token_id, tokenizer.size) == (3, 4)
@@ -283,7 +285,7 @@ def test_a_broken_file_is_refused_in_the_words_of_load_tokenizer(tmp_path: Path,
     (tmp_path / name).write_text('{"version":')
 
     with pytest.raises(ConfigError, match=f"{name} is not a tokenizer.json file"):
-        load(name=str(tmp_path / name))
+        load(tokenizer_name=str(tmp_path / name))
 
 
 def test_a_broken_pair_is_refused_in_the_words_of_load_tokenizer(tmp_path: Path) -> None:

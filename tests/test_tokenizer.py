@@ -10,19 +10,15 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
 from llm.tokenizers.load import fingerprint, load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXT = "The king said: to be, or not to be.\n\tnaïve café"
 
 
 def load(name: str | Path | None = None, **options: Any) -> PreTrainedTokenizerBase:
-    defaults: dict[str, Any] = {
-        "vocab_file": None,
-        "merges_file": None,
-        "use_fast": True,
-        "trust_remote_code": False,
-    }
-    return load_tokenizer(name=None if name is None else str(name), **{**defaults, **options})
+    named = {"tokenizer_name": name, **options}
+    return load_tokenizer(TokenizerOptions(**{k: str(v) for k, v in named.items() if v}))
 
 
 @pytest.fixture
@@ -158,9 +154,8 @@ def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) 
 def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     program = (
         "import sys; from llm.tokenizers.load import fingerprint, load_tokenizer; "
-        "print(fingerprint("
-        "load_tokenizer(name=sys.argv[1], vocab_file=None, merges_file=None, use_fast=True, "
-        "trust_remote_code=False)))"
+        "from llm.tokenizers.options import TokenizerOptions; "
+        "print(fingerprint(load_tokenizer(TokenizerOptions(tokenizer_name=sys.argv[1]))))"
     )
     output = subprocess.run(
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.options import ModelOptions
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.runtime.allocator import restart_with_kept_memory
@@ -25,18 +26,12 @@ def main() -> None:
     sizes = json.loads(text)
     config = AutoConfig.from_pretrained(folder)
     model = build_model(
-        config=config,
+        ModelOptions(),
+        config,
         weights_from=None,
         seed=1,
         device=torch.device("cpu"),
         vocab_size=config.vocab_size,
-        attention_implementation=None,
-        activation_checkpointing="none",
-        no_bias=False,
-        pad_vocab_to_multiple_of=None,
-        fused_gelu=True,
-        tied_gradients=True,
-        trust_remote_code=False,
     )
     loss = LanguageModelLoss(model)
     optimizer = make_adamw(OptimizerOptions(learning_rate=1e-3, weight_decay=0.1), model)

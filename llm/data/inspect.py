@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import ConfigError, LLMError
+from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,14 +115,18 @@ def _tokenizer(
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
     if sidecar is None and not is_named:
         return None, None
-    name, pair = options.tokenizer_name, (options.vocab_file, options.merges_file)
+    named = TokenizerOptions(
+        tokenizer_name=options.tokenizer_name,
+        vocab_file=options.vocab_file,
+        merges_file=options.merges_file,
+    )
     if sidecar is not None and not is_named:
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
         # A vocabulary and its merges, as `prepare` was given them, and no path with a comma.
         if comma and not Path(sidecar.tokenizer).exists():
-            pair = (vocab_file, merges_file)
+            named = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
         else:
-            name = sidecar.tokenizer
+            named = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
         # Looked for on this machine alone: nobody has asked for a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.runtime.logging import quiet_libraries
@@ -129,13 +134,7 @@ def _tokenizer(
 
     quiet_libraries()
     try:
-        tokenizer = load_tokenizer(
-            name=name,
-            vocab_file=pair[0],
-            merges_file=pair[1],
-            use_fast=True,
-            trust_remote_code=False,
-        )
+        tokenizer = load_tokenizer(named)
     except ConfigError as error:
         if is_named:
             raise

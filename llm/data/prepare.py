@@ -174,13 +174,16 @@ def prepare(config: PrepareConfig) -> None:
     from llm.data.preparation.prepare_files import prepare_files
     from llm.data.preparation.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
+    from llm.tokenizers.options import TokenizerOptions
 
     outputs = _outputs(config)
     tokenizer = load_text_tokenizer(
-        name=config.tokenizer_name,
-        vocab_file=config.vocab_file,
-        merges_file=config.merges_file,
-        use_fast=not config.use_slow_tokenizer,
+        TokenizerOptions(
+            tokenizer_name=config.tokenizer_name,
+            vocab_file=config.vocab_file,
+            merges_file=config.merges_file,
+            use_slow_tokenizer=config.use_slow_tokenizer,
+        ),
         trust_remote_code=config.trust_remote_code,
     )
     if config.format == "nanogpt" and tokenizer.size > 1 << 16:

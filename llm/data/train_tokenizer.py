@@ -25,6 +25,7 @@ from llm.data.text.training_texts import TrainingTexts
 from llm.errors import ConfigError, LLMError
 from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
 from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
 
@@ -270,7 +271,7 @@ def _train(
 
 def _report(folder: Path, texts: TrainingTexts) -> str:
     """What was read and made, in a line; the tokenizer is loaded as its users will."""
-    tokenizer = load_text_tokenizer(name=str(folder), vocab_file=None, merges_file=None)
+    tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
     assert tokenizer.backend is not None
     encoded = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
     num_tokens = sum(len(encoding.ids) for encoding in encoded)

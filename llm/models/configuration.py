@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
+from llm.models.options import ModelOptions, shape_options
 from llm.models.sizes import gpt2_fields, shape_changes
 
 logger = logging.getLogger("llm.models")
@@ -30,47 +31,25 @@ _POSITION_NAMES = (
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-def load_config(
-    *,
-    model_name_or_path: str | None,
-    config_name: str | None,
-    model_type: str | None,
-    config_overrides: str | None,
-    trust_remote_code: bool,
-    model_size: str | None = None,
-    num_layers: int | None = None,
-    hidden_size: int | None = None,
-    num_attention_heads: int | None = None,
-) -> PreTrainedConfig:
-    """The configuration of a causal language model.
+def load_config(options: ModelOptions) -> PreTrainedConfig:
+    """Load the configuration of the causal language model that the options describe.
+
+    A name comes before a type, and `config_name` before `model_name_or_path`; a size without
+    either is a GPT-2. `config_overrides` come last.
 
     Args:
-        model_name_or_path: A Hub name or a folder.
-        config_name: The same, for the configuration alone; it comes first.
-        model_type: An architecture, such as "gpt2", in its default size, where no name is given.
-        config_overrides: Fields to change, as in "n_layer=4,n_embd=128".
-        trust_remote_code: Run the Python code that a model brings along.
-        model_size: Layers, width and heads by name; alone, it is a GPT-2.
-        num_layers: Layers; alone with the next two, it is a GPT-2.
-        hidden_size: Width.
-        num_attention_heads: Heads.
+        options: The model's name, type or size, and changes to it.
 
     Raises:
         ConfigError: Nothing is named, the name cannot be read, it is no causal language model,
             or an override names no field or has a value of another type.
     """
-    name = config_name or model_name_or_path
-    shape: dict[str, Any] = {
-        "model_size": model_size,
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_attention_heads,
-    }
-    is_shaped = any(value is not None for value in shape.values())
+    name = options.config_name or options.model_name_or_path
+    model_type = options.model_type
+    is_shaped = bool(shape_options(options))
     stated: dict[str, Any] = {}
     if name is not None:
-        option = "--config_name" if config_name else "--model_name_or_path"
-        config = _named_config(name, option=option, trust_remote_code=trust_remote_code)
+        config = _named_config(options, name)
         stated = type(config).get_config_dict(name)[0]
     elif model_type is not None:
         if model_type not in CONFIG_MAPPING:
@@ -78,7 +57,7 @@ def load_config(
             raise ConfigError(f"--model_type {model_type} is no known architecture; {near}.")
         config = CONFIG_MAPPING[model_type]()
     elif is_shaped:
-        stated = {"model_type": "gpt2", **gpt2_fields(model_size)}
+        stated = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
         config = GPT2Config.from_dict(stated)
     else:
         raise ConfigError(
@@ -87,10 +66,10 @@ def load_config(
         )
     # The configuration is constructed anew, so that what it derives from a field follows it.
     if is_shaped:
-        stated = {**stated, **shape_changes(config.to_dict(), **shape)}
+        stated = {**stated, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(stated)
-    if config_overrides:
-        config = _override(config, stated=stated, text=config_overrides)
+    if options.config_overrides:
+        config = _override(config, stated=stated, text=options.config_overrides)
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
@@ -127,14 +106,15 @@ def one_line(error: Exception) -> str:
     return text if len(text) <= 240 else f"{text[:237]}..."
 
 
-def _named_config(name: str, *, option: str, trust_remote_code: bool) -> PreTrainedConfig:
+def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
+    option = "--config_name" if options.config_name else "--model_name_or_path"
     local = Path(name).exists()
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ConfigError(f"{option} {name} is a folder without a config.json.")
     if not local:
         logger.info(f"asking the Hugging Face Hub for {name}")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(

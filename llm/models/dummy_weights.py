@@ -1,15 +1,31 @@
-"""Weights that take next to no memory, to ask a model on the meta device what it does with tokens.
+"""Models on the meta device: copies without weights, and weights that take next to no memory.
 
 Some properties of a model show best in what it computes: whether its stages do together what the
 whole does, whether documents stay apart. They do not depend on which weights it has.
 """
 
+import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model on the meta device, which tells sizes and names and takes no memory."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    bare: dict[int, Any] = {}
+    for _, tensor in tensors:
+        meta = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        bare[id(tensor)] = meta
+    # What the memo has already is not copied, and stays one where it is tied.
+    return copy.deepcopy(model, bare)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from llm.config.options import option
 MODEL = "Model"
 SPEED = "Speed and memory"
 
+Recomputation = Literal["none", "full", "selective"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -203,7 +205,7 @@ def shape_options(options: ModelOptions) -> list[str]:
     return [name for name in SHAPE if getattr(options, name) is not None]
 
 
-def recomputation(options: ModelOptions) -> Literal["none", "full", "selective"]:
+def recomputation(options: ModelOptions) -> Recomputation:
     """The activations to compute once more, by either of the option's two names."""
     return options.activation_checkpointing or (
         "full" if options.gradient_checkpointing else "none"

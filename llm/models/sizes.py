@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llm.errors import ConfigError
+from llm.models.options import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,26 +71,16 @@ SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 _MULTIPLE = 128  # to which the width of a gated MLP is rounded up
 
 
-def shape_changes(
-    fields: Mapping[str, Any],
-    *,
-    model_size: str | None,
-    num_layers: int | None,
-    hidden_size: int | None,
-    num_attention_heads: int | None,
-) -> dict[str, Any]:
-    """What a size changes in a Hugging Face configuration.
+def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What layers, width and heads that are asked for change in a Hugging Face configuration.
 
     Vocabulary and positions stay. The width of the MLP and the number of key and value heads
     keep their proportion to hidden size and heads: with GPT-2 the MLP is four times as wide, with
     Llama 2 it is 11008 / 4096 times (rounded up to a multiple of 128).
 
     Args:
+        options: A size by name, numbers, or both; a number goes before that of the size.
         fields: The configuration, as its `to_dict` gives it.
-        model_size: A name in `SIZES`.
-        num_layers: Blocks; goes before those of `model_size`, as do the next two.
-        hidden_size: Width.
-        num_attention_heads: Heads.
 
     Returns:
         Fields by the library's own names.
@@ -105,12 +96,12 @@ def shape_changes(
             f"{', '.join(SHAPED)}, and this is a {kind} model; set its own fields with "
             "--config_overrides."
         )
-    size = None if model_size is None else find_size(model_size)
+    size = None if options.model_size is None else find_size(options.model_size)
     names = ("n_layer", "n_embd", "n_head")
     if kind != "gpt2":
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     old = [int(fields[name]) for name in names]
-    given = (num_layers, hidden_size, num_attention_heads)
+    given = (options.num_layers, options.hidden_size, options.num_attention_heads)
     named = old
     if size is not None:
         named = [size.num_layers, size.hidden_size, size.num_attention_heads]

@@ -2,7 +2,7 @@
 
 The library's own initialisation runs over a second model that has no memory. What it writes to a
 parameter is written to a whole tensor instead, one parameter at a time, of which this rank's part
-is kept. So the weights are bit for bit those of `initialize.materialize`, however they are
+is kept. So the weights are bit for bit those of `init.materialize`, however they are
 divided, and no rank ever holds a whole model.
 """
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from llm.models.init import KeyedDraws, materialize, writes_in_place
+from llm.models.options import ModelOptions
 
 logger = logging.getLogger("llm.models")
 
@@ -30,17 +31,19 @@ _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__
 """What Python calls for `weight[0] = 0`, `weight /= 2` ..."""
 
 
-def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bias: bool) -> None:
+def fill_model(
+    options: ModelOptions, model: PreTrainedModel, *, seed: int, device: torch.device
+) -> None:
     """Give a model that was built on the meta device, and divided since, memory and weights.
 
     Every rank draws one parameter at a time and keeps its part: the weights are those that
     `build_model` gives an undivided model.
 
     Args:
+        options: As for `build_model`.
         model: Changed in place.
         seed: As for `build_model`.
         device: Where the parts will live.
-        no_bias: As for `build_model`.
     """
     model_class, config = type(model), model.config
 
@@ -50,7 +53,7 @@ def fill_model(model: PreTrainedModel, *, seed: int, device: torch.device, no_bi
         return recipe
 
     init_shards(model, make_recipe, seed=seed, device=device)
-    if no_bias:
+    if options.no_bias:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
 from llm.models.blocks import find_blocks
+from llm.models.build import build_model
+from llm.models.configuration import load_config
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
@@ -21,8 +23,7 @@ from llm.plan.options import PlanOptions
 from llm.plan.param_counts import ParamCounts, count_parameters
 from llm.plan.tensor_share import split_model
 from llm.plan.trace import Trace, trace
-from llm.trainers.gpt.inputs import choose_block_size, choose_layout, open_model_config
-from llm.trainers.gpt.setup import model_of
+from llm.trainers.gpt.inputs import choose_block_size, choose_layout
 
 USABLE = 0.95
 """Of a GPU's memory; the rest is lost between blocks of unlike size."""
@@ -48,7 +49,7 @@ class Job:
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
-        self._config = open_model_config(options)
+        self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
         self.layout = choose_layout(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _device(options)
@@ -65,13 +66,14 @@ class Job:
         if "flash" in (options.attention_implementation or ""):
             # Its package need not be here, and SDPA's kernel keeps the same.
             options = dataclasses.replace(options, attention_implementation=None)
-        return model_of(
+        return build_model(
             options,
             self._config,
             weights_from=None,
             seed=0,
             device=torch.device("meta"),
             vocab_size=self._config.get_text_config().vocab_size,
+            tensor_parallel_size=options.tensor_parallel_size,
         )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:

@@ -23,6 +23,7 @@ from llm.tokenizers.load import (
     load_tokenizer,
     locate_tokenizer,
 )
+from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
 
 if TYPE_CHECKING:
@@ -68,20 +69,12 @@ class TextTokenizer:
 
 
 def load_text_tokenizer(
-    *,
-    name: str | None,
-    vocab_file: str | Path | None,
-    merges_file: str | Path | None,
-    use_fast: bool = True,
-    trust_remote_code: bool = False,
+    options: TokenizerOptions, *, trust_remote_code: bool = False
 ) -> TextTokenizer:
     """Load a tokenizer for text, by the options and with the errors of `load_tokenizer`.
 
     Args:
-        name: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file.
-        vocab_file: GPT-2's `vocab.json`, together with `merges_file` and instead of `name`.
-        merges_file: GPT-2's `merges.txt`.
-        use_fast: Prefer the Rust implementation where there are two.
+        options: Which one.
         trust_remote_code: Run the Python code that a tokenizer brings along.
 
     Returns:
@@ -90,19 +83,13 @@ def load_text_tokenizer(
     Raises:
         ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
     """
-    place = locate_tokenizer(name=name, vocab_file=vocab_file, merges_file=merges_file)
-    shown = name if name is not None else f"{vocab_file}, {merges_file}"
-    if use_fast:
+    place = locate_tokenizer(options)
+    shown = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
+    if not options.use_slow_tokenizer:
         direct = _direct(place, shown)
         if direct is not None:
             return direct
-    tokenizer = load_tokenizer(
-        name=name,
-        vocab_file=vocab_file,
-        merges_file=merges_file,
-        use_fast=use_fast,
-        trust_remote_code=trust_remote_code,
-    )
+    tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
     return from_transformers(tokenizer, shown)
 
 

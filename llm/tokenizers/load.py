@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import ConfigError
+from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
 
 if TYPE_CHECKING:
@@ -60,21 +61,21 @@ class NamedPlace:
 Place = PairPlace | FilePlace | ModelPlace | NamedPlace
 
 
-def locate_tokenizer(
-    *, name: str | None, vocab_file: str | Path | None, merges_file: str | Path | None
-) -> Place:
+def locate_tokenizer(options: TokenizerOptions, *, model_name_or_path: str | None = None) -> Place:
     """What the options name, without opening it.
 
     Args:
-        name: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file.
-        vocab_file: GPT-2's `vocab.json`, together with `merges_file` and instead of `name`.
-        merges_file: GPT-2's `merges.txt`.
+        options: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file, or in
+            its place GPT-2's two files.
+        model_name_or_path: A model's Hub name or folder, whose tokenizer is meant where the
+            options name none.
 
     Raises:
         ConfigError: Nothing was named, or what is named on this machine is not there.
     """
-    if vocab_file is not None or merges_file is not None:
-        return _pair(vocab_file, merges_file)
+    if options.vocab_file is not None or options.merges_file is not None:
+        return _pair(options.vocab_file, options.merges_file)
+    name = options.tokenizer_name or model_name_or_path
     if name is None:
         raise ConfigError(
             "No tokenizer is named: set --tokenizer_name to a Hub name, a folder, a "
@@ -87,20 +88,18 @@ def locate_tokenizer(
 
 
 def load_tokenizer(
+    options: TokenizerOptions,
     *,
-    name: str | None,
-    vocab_file: str | Path | None,
-    merges_file: str | Path | None,
-    use_fast: bool,
-    trust_remote_code: bool,
+    model_name_or_path: str | None = None,
+    trust_remote_code: bool = False,
 ) -> "PreTrainedTokenizerBase":
     """Load a tokenizer.
 
     Args:
-        name: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file.
-        vocab_file: GPT-2's `vocab.json`, together with `merges_file` and instead of `name`.
-        merges_file: GPT-2's `merges.txt`.
-        use_fast: Prefer the Rust implementation where there are two.
+        options: Which one: a Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model`
+            file, or in its place GPT-2's two files.
+        model_name_or_path: A model's Hub name or folder, whose tokenizer is taken where the
+            options name none.
         trust_remote_code: Run the Python code that a tokenizer brings along.
 
     Returns:
@@ -109,7 +108,7 @@ def load_tokenizer(
     Raises:
         ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
     """
-    place = locate_tokenizer(name=name, vocab_file=vocab_file, merges_file=merges_file)
+    place = locate_tokenizer(options, model_name_or_path=model_name_or_path)
     match place:
         case PairPlace():
             tokenizer = _from_pair(place.vocab_file, place.merges_file)
@@ -119,7 +118,9 @@ def load_tokenizer(
             tokenizer = _from_model(place.file)
         case NamedPlace():
             tokenizer = _from_name(
-                place.name, use_fast=use_fast, trust_remote_code=trust_remote_code
+                place.name,
+                use_fast=not options.use_slow_tokenizer,
+                trust_remote_code=trust_remote_code,
             )
     # Documents are encoded whole, whatever the model's length, and never filled up.
     tokenizer.deprecation_warnings[_TOO_LONG] = True

@@ -12,6 +12,7 @@ from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
 from llm.tokenizers.fast import load_text_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 from tests.support.corpora import ListSource, byte_tokenizer, write
 from tests.support.tokenizers import save_tiny_tokenizer
 
@@ -202,9 +203,7 @@ def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplo
 def test_a_shard_of_a_file_can_be_made_by_any_other_process(tmp_path):
     """Its arguments are pickled here, as another executor would send them."""
     save_tiny_tokenizer(tmp_path / "tokenizer")
-    tokenizer = load_text_tokenizer(
-        name=str(tmp_path / "tokenizer"), vocab_file=None, merges_file=None
-    )
+    tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(tmp_path / "tokenizer")))
     lines = '{"text": "the dog"}\n' * 40
     source = file_source(write(tmp_path / "a.jsonl", lines), text_column=None)
     parts = source.split(len(lines) // 2)

@@ -17,6 +17,7 @@ from llm.data.text.training_texts import TrainingTexts
 from llm.data.train_tokenizer import main
 from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
 from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 
 CORPUS = Path(argparse.__file__).read_text(encoding="utf-8")
 DOCUMENTS = [f"{part}\n" for part in CORPUS.split("\n\n") if part]
@@ -42,7 +43,7 @@ def train(corpus: Path | str, output: Path, *options: str) -> int:
 
 
 def load(folder: Path) -> TextTokenizer:
-    return load_text_tokenizer(name=str(folder), vocab_file=None, merges_file=None)
+    return load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
 
 
 def ids(tokenizer: TextTokenizer, text: str) -> list[int]:
@@ -91,9 +92,7 @@ def test_all_loaders_read_the_folder_alike(
         pytest.importorskip("sentencepiece")
     train(corpus, tmp_path / "out", *options)
     name = str(tmp_path / "out")
-    ours = load_tokenizer(
-        name=name, vocab_file=None, merges_file=None, use_fast=True, trust_remote_code=False
-    )
+    ours = load_tokenizer(TokenizerOptions(tokenizer_name=name))
     loaded = [AutoTokenizer.from_pretrained(name), ours]
 
     tokenizer = load(tmp_path / "out")

@@ -6,12 +6,12 @@ from transformers import PreTrainedConfig
 
 from llm.errors import ConfigError
 from llm.models.configuration import has_weights, load_config, max_positions
+from llm.models.options import ModelOptions
 from tests.support.models import FAMILIES, tiny_config
 
 
 def load(**options: Any) -> PreTrainedConfig:
-    names = ("model_name_or_path", "config_name", "model_type", "config_overrides")
-    return load_config(**{**dict.fromkeys(names), "trust_remote_code": False, **options})
+    return load_config(ModelOptions(**options))
 
 
 @pytest.fixture

@@ -141,8 +141,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 from llm.models.blocks import find_blocks
-from llm.models.piecewise import fill_model
 from llm.models.loss import LanguageModelLoss
+from llm.models.options import ModelOptions
+from llm.parallel.sharded_init import fill_model
 from tests.support.models import tiny_model
 
 dist.init_process_group("fake", store=FakeStore(), rank=63, world_size=64)
@@ -153,7 +154,7 @@ for block in find_blocks(model):
     fully_shard(block, mesh=mesh)
 fully_shard(LanguageModelLoss(model), mesh=mesh)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fill_model(model, seed=1, device=torch.device("cpu"), no_bias=False)
+fill_model(ModelOptions(), model, seed=1, device=torch.device("cpu"))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 own = [parameter.to_local() for parameter in model.parameters()]
 print(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in own))

@@ -9,6 +9,7 @@ from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.models.configuration import load_config
 from llm.models.flops import flops_per_token
+from llm.models.options import ModelOptions
 from llm.models.sizes import SIZES
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.resume import find_weights
@@ -17,8 +18,7 @@ from tests.support.models import tiny_config
 
 
 def load(**options: Any) -> PreTrainedConfig:
-    names = ("model_name_or_path", "config_name", "model_type", "config_overrides")
-    return load_config(**{**dict.fromkeys(names), "trust_remote_code": False, **options})
+    return load_config(ModelOptions(**options))
 
 
 def on_meta(config: PreTrainedConfig) -> Any:

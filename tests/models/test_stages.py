@@ -8,8 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.build import parameter_counts, without_weights
+from llm.models.dummy_weights import without_weights
 from llm.models.loss import LanguageModelLoss
+from llm.models.param_counts import parameter_counts
 from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model

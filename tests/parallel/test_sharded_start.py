@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.models.options import ModelOptions
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
@@ -49,9 +50,7 @@ def start(
         mixed_precision="no",
         layout=parallel_dims(int(os.environ["WORLD_SIZE"]), shard=shard),
         blocks=find_blocks(model),
-        fill=functools.partial(
-            fill_model, seed=1, device=CPU, no_bias=options.get("no_bias", False)
-        ),
+        fill=functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU),
     )
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy

@@ -7,11 +7,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.models.build import build_model
+from llm.models.options import ModelOptions
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 64
 """Where a family has learned or stated positions; bloom and mamba know none."""
 
+_CPU = torch.device("cpu")
 _GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": MAX_POSITIONS}
 _LLAMA = {
     "num_hidden_layers": 2,
@@ -91,19 +93,21 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     )
 
 
-def tiny_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The model of a configuration, built on the CPU with nothing asked for but `options`."""
-    defaults: dict[str, Any] = {
-        "weights_from": None,
-        "seed": 1,
-        "device": torch.device("cpu"),
-        "vocab_size": VOCAB_SIZE,
-        "attention_implementation": None,
-        "activation_checkpointing": "none",
-        "no_bias": False,
-        "pad_vocab_to_multiple_of": None,
-        "fused_gelu": False,
-        "tied_gradients": False,
-        "trust_remote_code": False,
-    }
-    return build_model(config=config, **{**defaults, **options})
+def tiny_model(
+    config: PreTrainedConfig,
+    *,
+    weights_from: str | None = None,
+    seed: int = 1,
+    device: torch.device = _CPU,
+    vocab_size: int = VOCAB_SIZE,
+    **options: Any,
+) -> PreTrainedModel:
+    """The model of a configuration, built on the CPU and not patched but by `options`."""
+    return build_model(
+        ModelOptions(**{"fused_gelu": False, "tied_gradients": False, **options}),
+        config,
+        weights_from=weights_from,
+        seed=seed,
+        device=device,
+        vocab_size=vocab_size,
+    )

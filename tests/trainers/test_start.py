@@ -40,7 +40,7 @@ def test_a_rank_takes_its_own_accelerator_before_the_model_is_made(monkeypatch, 
     chosen = []
     monkeypatch.setattr(build, "device_of", lambda world: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(build, "model_of", MagicMock(side_effect=InterruptedError))
+    monkeypatch.setattr(build, "build_model", MagicMock(side_effect=InterruptedError))
 
     with pytest.raises(InterruptedError):
         build.make_model(MagicMock(), MagicMock(), MagicMock())

@@ -6,15 +6,14 @@ call that selective).
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
-
-Recomputation = Literal["none", "full", "selective"]
+from llm.models.options import Recomputation
 
 _KEPT = {
     "aten::mm",

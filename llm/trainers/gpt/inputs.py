@@ -165,10 +165,14 @@ def _read(
     _check_trackers(config)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
-    model_config = open_model_config(config)
+    model_config = load_config(config)
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
-    tokenizer = open_tokenizer(config)
+    tokenizer = load_tokenizer(
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+    )
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = find_init(config) if resume_from is None else None
     return RunSetup(
@@ -218,40 +222,6 @@ def choose_layout(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, layout.pipeline * config.virtual_stages)
     return layout
-
-
-def open_model_config(config: GPTConfig) -> PreTrainedConfig:
-    """The configuration of the model that the options name.
-
-    Raises:
-        ConfigError: There is none, or it cannot be changed as asked.
-    """
-    return load_config(
-        model_name_or_path=config.model_name_or_path,
-        config_name=config.config_name,
-        model_type=config.model_type,
-        config_overrides=config.config_overrides,
-        trust_remote_code=config.trust_remote_code,
-        model_size=config.model_size,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-    )
-
-
-def open_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that the options name.
-
-    Raises:
-        ConfigError: There is none, or it cannot be read.
-    """
-    return load_tokenizer(
-        name=config.tokenizer_name or (None if config.vocab_file else config.model_name_or_path),
-        vocab_file=config.vocab_file,
-        merges_file=config.merges_file,
-        use_fast=not config.use_slow_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def _check_trackers(config: GPTConfig) -> None:

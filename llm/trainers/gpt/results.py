@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.checkpoint.run_folder import RunFolder
 from llm.data.corpus import CorpusSource
-from llm.models.build import parameter_counts
 from llm.models.export import export_model, write_model_card
+from llm.models.param_counts import parameter_counts
 from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.files import write_whole

@@ -199,10 +199,3 @@ def _pipeline_problems(config: GPTConfig) -> list[str]:
             "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."
         )
     return problems
-
-
-def ties_gradients(config: GPTConfig) -> bool:
-    """Whether an embedding that is also the output head makes one gradient of the two."""
-    # torch.compile traces no such detour, and divided rows are looked up in another way.
-    whole = config.tensor_parallel_size == 1 and not config.torch_compile
-    return config.tied_gradients and whole

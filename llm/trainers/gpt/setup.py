@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state
@@ -15,7 +15,6 @@ from llm.models.build import build_model
 from llm.models.dummy_weights import dummy_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
-from llm.models.options import recomputation
 from llm.optim.kfac.make import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -32,7 +31,6 @@ from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import make_sample
 from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
-from llm.trainers.gpt.rules import ties_gradients
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")
@@ -49,13 +47,14 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
         torch.accelerator.set_device_index(device.index)
     # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
     later = setup.weights_from is None and not setup.layout.is_replicated
-    model = model_of(
+    model = build_model(
         config,
         setup.model_config,
         weights_from=setup.weights_from,
         seed=setup.seed,
         device=torch.device("meta") if later else device,
         vocab_size=len(setup.tokenizer),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     with dummy_weights(model, device):
         _check_use(config, setup, model)
@@ -71,32 +70,6 @@ def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> No
         check_divisible(model, ranks=layout.context, block_size=setup.block_size)
     if layout.pipeline > 1:
         check_cut(model, layout.pipeline * config.virtual_stages)
-
-
-def model_of(
-    config: GPTConfig,
-    model_config: PreTrainedConfig,
-    *,
-    weights_from: str | None,
-    seed: int,
-    device: torch.device,
-    vocab_size: int,
-) -> PreTrainedModel:
-    """Build the model that the options describe; see `models.gpt.build_model`."""
-    return build_model(
-        config=model_config,
-        weights_from=weights_from,
-        seed=seed,
-        device=device,
-        vocab_size=vocab_size,
-        attention_implementation=config.attention_implementation,
-        activation_checkpointing=recomputation(config),
-        no_bias=config.no_bias,
-        pad_vocab_to_multiple_of=config.pad_vocab_to_multiple_of,
-        fused_gelu=config.fused_gelu,
-        tied_gradients=ties_gradients(config),
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def make_strategy(

@@ -131,7 +131,7 @@ def choose_strategy(
     """
     fill = None
     if model.device.type == "meta":
-        fill = partial(fill_model, seed=seed, device=accelerator.device, no_bias=config.no_bias)
+        fill = partial(fill_model, config, seed=seed, device=accelerator.device)
     if layout.pipeline > 1:
         return PipelineStrategy(
             accelerator=accelerator,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError
-from llm.models.build import without_weights
+from llm.models.dummy_weights import without_weights
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.events import EventHandler
 from llm.runtime.health import Health

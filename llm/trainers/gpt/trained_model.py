@@ -94,24 +94,27 @@ def load_trained(
     import torch
     from transformers import GenerationConfig
 
-    from llm.models.configuration import has_weights
-    from llm.trainers.gpt.inputs import open_model_config, open_tokenizer
-    from llm.trainers.gpt.setup import model_of
+    from llm.models.build import build_model
+    from llm.models.configuration import has_weights, load_config
+    from llm.tokenizers.load import load_tokenizer
 
     name = config.model_name_or_path
-    tokenizer = open_tokenizer(config)
-    model = model_of(
+    tokenizer = load_tokenizer(
+        config, model_name_or_path=name, trust_remote_code=config.trust_remote_code
+    )
+    model = build_model(
         dataclasses.replace(
             config,
             attention_implementation=None,
             activation_checkpointing=None,
             gradient_checkpointing=False,
         ),
-        open_model_config(config),
+        load_config(config),
         weights_from=None,
         seed=config.seed or 0,
         device=torch.device("cpu"),
         vocab_size=len(tokenizer),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     if name is not None and not config.low_cpu_mem_usage and has_weights(name):
         with contextlib.suppress(OSError):

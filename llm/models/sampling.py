@@ -1,0 +1,79 @@
+"""Text that a model writes."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llm.errors import DivergedError
+from llm.models.configuration import max_positions
+from llm.models.init import keyed_generator
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt: str,
+    max_new_tokens: int,
+    seed: int,
+    **generation: Any,
+) -> str:
+    """Let the model continue a text.
+
+    Args:
+        model: A causal language model; its mode is restored.
+        tokenizer: The tokenizer that it was trained with.
+        prompt: How the text begins; may be empty.
+        max_new_tokens: Tokens to add, at most; fewer where the model's positions end.
+        seed: Keys the draws: the same seed gives the same text.
+        generation: More for the library's `generate`, such as temperature, top_p or a streamer.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        DivergedError: The model's logits are not finite.
+    """
+    start = tokenizer(prompt)["input_ids"] if prompt else []
+    end = tokenizer.eos_token_id
+    if not start:
+        start = [end if end is not None else 0]
+    limit = max_positions(model.config)
+    if limit is not None:
+        # A long prompt makes room for what follows, but keeps half of the positions.
+        start = start[-max(1, limit // 2, limit - max_new_tokens) :]
+        max_new_tokens = min(max_new_tokens, limit - len(start))
+    input_ids = torch.tensor([start], device=model.device)
+    # Padded rows of the head, and rows that no token has, must not be drawn.
+    nameless = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+    training = model.training
+    model.eval()
+    try:
+        with keyed_generator(seed, "sample", model.device):
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=end if end is not None else 0,
+                eos_token_id=end,
+                suppress_tokens=nameless or None,
+                logits_processor=[partial(_check_logits, model)],
+                **{"do_sample": True, **generation},
+            )
+    finally:
+        model.train(training)
+    text: str = tokenizer.decode(output[0], skip_special_tokens=True)
+    return text
+
+
+def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Give the logits back, if a token can be drawn from them."""
+    # A model may rule tokens out by -inf; NaN and inf are passed on by the maximum.
+    if bool(logits.amax(dim=-1).isfinite().all()):
+        return logits
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    what = "logits are not finite, although its weights are" if finite else "weights are not finite"
+    raise DivergedError(f"The model cannot write: its {what}.")
