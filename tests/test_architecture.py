@@ -1,6 +1,7 @@
 """Keeps docs/architecture.md true: floors, imports, sizes."""
 
 import ast
+import re
 
 import pytest
 
@@ -72,3 +73,9 @@ def test_nothing_is_printed_past_the_log():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_print = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
             assert not is_print, f"{name_of(path)}:{node.lineno} prints"
+
+
+def test_what_several_test_modules_use_lies_in_tests_support():
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = re.findall(r"^from tests\.(\S+) import", path.read_text(), re.MULTILINE)
+        assert all(name.split(".")[0] in ("support", "frozen") for name in imported), path

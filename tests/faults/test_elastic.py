@@ -10,11 +10,10 @@ from llm.checkpoint.load import newest_valid
 from tests.support.faults import Fault, install
 from tests.support.launch import Launch, wait_until_there
 from tests.support.ranks import free_port, run_ranks, values
-from tests.support.training import Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 pytestmark = pytest.mark.faults
 
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPTIONS = {
     "per_device_train_batch_size": 2,
     "global_batch_size": 8,

@@ -9,8 +9,7 @@ from llm.errors import ConfigError
 from llm.models.dummy_weights import dummy_weights
 from llm.models.masking import check_documents_apart
 from llm.parallel.pipeline.stage import check_cut
-from tests.models.test_stages import remember_across_layers
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
@@ -13,7 +12,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.param_counts import parameter_counts
 from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_cut, cut_model
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,26 +93,6 @@ def test_positions_and_documents_reach_every_stage():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="is 3 stages, and the model has 2 layers"):
         check_cut(tiny_model(tiny_config("llama")), 3)
-
-
-def remember_across_layers(model) -> None:
-    """Let the second layer of a Llama add what the first one has seen."""
-    seen = []
-
-    class Remembering(nn.Module):
-        def __init__(self, layer, number):
-            super().__init__()
-            self.layer, self.number = layer, number
-
-        def forward(self, hidden, **kwargs):
-            if self.number == 0:
-                seen[:] = [hidden * self.layer.input_layernorm.weight.sum()]
-            elif seen:
-                hidden = hidden + seen[0]
-            return self.layer(hidden, **kwargs)
-
-    for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = Remembering(layer, number)
 
 
 def test_a_model_whose_layers_share_more_than_their_output_is_refused():

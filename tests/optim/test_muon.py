@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from llm.errors import ConfigError
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
+from tests.support.device_reads import Reads
 from tests.support.models import FAMILIES, tiny_config
-from tests.trainers.test_no_sync import Reads
 
 OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from llm.optim.groups import embeddings_and_head
 from llm.optim.options import OptimizerOptions
 from llm.optim.soap import SOAP, make_soap
+from tests.support.device_reads import Reads
 from tests.support.models import tiny_config
-from tests.trainers.test_no_sync import Reads
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.8), "eps": 1e-8}
 

@@ -1,65 +1,16 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
-from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import check_precision, make_accelerator
+from llm.parallel.accelerator import check_precision
 from llm.parallel.base import AcceleratedStrategy
-from tests.support.models import tiny_config
+from tests.support.data_parallel import make_model, make_strategy, share, step_data
 from tests.support.ranks import run_ranks, values
 
-BATCH, LENGTH, STEPS = 8, 16, 5
-
-
-def make_model():
-    torch.manual_seed(0)
-    config = tiny_config("gpt2")
-    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
-    return AutoModelForCausalLM.from_config(config)
-
-
-def step_data(step: int):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
-    return tokens[:, :-1], labels
-
-
-def make_optimizer(model):
-    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    return make_adamw(options, model)
-
-
-def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
-    # Ranks that do not know of one another would pass every test here.
-    assert strategy.world_size == int(os.environ["WORLD_SIZE"])
-    disable_packing_detection()
-    strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
-    return strategy
-
-
-def share(step: int, strategy: AcceleratedStrategy, accumulation: int):
-    input_ids, labels = step_data(step)
-    size = BATCH // (strategy.world_size * accumulation)
-    micro_batches = []
-    for number in range(accumulation):
-        first = (number * strategy.world_size + strategy.rank) * size
-        part = slice(first, first + size)
-        micro_batches.append(MicroBatch(input_ids[part], labels[part]))
-    return micro_batches, int((labels != -100).sum())
+STEPS = 5
 
 
 def train(accumulation: int, mixed_precision: str = "no", poison: int | None = None):

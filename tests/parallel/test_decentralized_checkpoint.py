@@ -6,8 +6,17 @@ import torch
 from llm.checkpoint.load import load_model, load_state, newest_valid, read_tensors
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
-from tests.parallel.test_decentralized_state import DILOCO, NODES, RING
-from tests.support.decentralized import Case, Model, finish, make_strategy, train, trained
+from tests.support.decentralized import (
+    DILOCO,
+    NODES,
+    RING,
+    Case,
+    Model,
+    finish,
+    make_strategy,
+    train,
+    trained,
+)
 from tests.support.ranks import run_ranks, values
 
 

@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from llm.errors import ParallelError
-from tests.support.decentralized import Case, finish, make_strategy, train, trained
+from tests.support.decentralized import (
+    ALTERNATING,
+    BLOCKING,
+    DILOCO,
+    NODES,
+    RING,
+    Case,
+    finish,
+    make_strategy,
+    train,
+    trained,
+)
 from tests.support.ranks import run_ranks, values
-
-RING = Case(topology="ring", optimizer="accumadamw")
-ALTERNATING = Case(topology="alternating-exp-ring", ranks_per_node=2, optimizer="adamw")
-BLOCKING = Case(topology="exp", optimizer="adamw", overlap=False)
-NODES = Case(topology="exp", optimizer="adamw", nodes=True, ranks_per_node=2, unused=False)
-DILOCO = Case(optimizer="adamw", sync_every=3)
 
 
 def averaged_weights(case: Case):

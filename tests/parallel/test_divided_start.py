@@ -11,15 +11,9 @@ from llm.parallel.accelerator import make_accelerator
 from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
-from tests.parallel.test_sharded_start import (
-    CHANGES,
-    large_config,
-    make_optimizer,
-    make_sgd,
-    memory,
-)
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
+from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ONE = Replicas(number=1, ranks_each=1, rounds=(), accum_steps=None)

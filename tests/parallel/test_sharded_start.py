@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
 
 from llm.data.micro_batch import MicroBatch
 from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
@@ -23,21 +20,10 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
+from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
 from tests.support.training import Bench
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-CHANGES = {
-    "no_bias": True,
-    "pad_vocab_to_multiple_of": 129,  # 387 rows, which four ranks cannot divide evenly
-    "tied_gradients": True,
-    "fused_gelu": True,
-}
-
-
-def make_optimizer(model):
-    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
-    return make_adamw(options, model)
 
 
 def start(
@@ -128,17 +114,6 @@ def test_a_run_of_the_program_does_not_tell_how_it_was_divided(tmp_path):
     assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
-def large_config() -> LlamaConfig:
-    """Of 200 MB, beside which what else a process takes does not count."""
-    return LlamaConfig(
-        vocab_size=320,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-    )
-
-
 def peak_of_start() -> tuple[int, int]:
     """Bytes of the whole model, and the most that this process took on to start its part."""
     accelerator = make_accelerator("no", device=CPU)
@@ -149,16 +124,6 @@ def peak_of_start() -> tuple[int, int]:
     strategy = start(accelerator, large_config(), shard=4, make_optimizer=make_sgd)
     whole = sum(4 * parameter.numel() for parameter in strategy.model.parameters())
     return whole, memory("VmHWM") - before
-
-
-def make_sgd(model):
-    return torch.optim.SGD(model.parameters())
-
-
-def memory(line: str) -> int:
-    """Bytes of this process by the name that Linux gives them."""
-    found = next(x for x in Path("/proc/self/status").read_text().splitlines() if line in x)
-    return 1024 * int(found.split()[1])
 
 
 def test_no_rank_ever_holds_a_whole_model():

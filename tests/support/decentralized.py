@@ -187,3 +187,18 @@ def mix(losses: list[Loss], groups) -> None:
         torch.nn.utils.vector_to_parameters(
             vector, [p for p in loss.model.parameters() if p.requires_grad]
         )
+
+
+RING = Case(topology="ring", optimizer="accumadamw")
+
+
+ALTERNATING = Case(topology="alternating-exp-ring", ranks_per_node=2, optimizer="adamw")
+
+
+BLOCKING = Case(topology="exp", optimizer="adamw", overlap=False)
+
+
+NODES = Case(topology="exp", optimizer="adamw", nodes=True, ranks_per_node=2, unused=False)
+
+
+DILOCO = Case(optimizer="adamw", sync_every=3)

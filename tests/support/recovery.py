@@ -106,3 +106,7 @@ def kill_and_go_on(
         outcomes = started.outcomes(timeout=30)
         assert happened, f"{kill} did not happen\n{outcomes[0].output}"
     return bench.train_well(name, ranks=ranks, **options)
+
+
+def weights_hash(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

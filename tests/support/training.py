@@ -152,3 +152,6 @@ def _main(argv: list[str], faults: Sequence[Fault]) -> int:
 
 def _report(run: Run) -> str:
     return "\n".join(f"{outcome.error}\n{outcome.output}" for outcome in run.outcomes)
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

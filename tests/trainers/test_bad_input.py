@@ -1,34 +1,18 @@
 """Bad input gets one clear sentence, once, and exit code 2; and it harms nothing."""
 
 import json
-import re
 
 import pytest
 
 from llm.config.toml import read_toml
 from llm.trainers.gpt.config import GPTConfig
+from tests.support.refusals import assert_refused
 from tests.support.training import Bench, Run
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
-
-
-def assert_refused(bench: Bench, *, ranks: int = 1, words: list[str], **options) -> None:
-    """Expect exit code 2, one sentence with the words, no traceback, no run folder."""
-    run = bench.train("refused", ranks=ranks, **options)
-    assert run.codes == [2] * ranks, run.output
-    said = re.findall(r"^(\[rank \d\] )?error: (.*)", run.output, flags=re.MULTILINE)
-    # A rank that is still alive seconds later, as none is under a launcher, repeats it.
-    assert len({sentence for _, sentence in said}) == 1, run.output
-    assert len([prefix for prefix, _ in said if not prefix]) <= 1, run.output
-    sentence = run.output[run.output.index("error:") :]
-    for word in words:
-        assert word in sentence
-    assert sentence.rstrip().endswith((".", ")", "?"))
-    assert "Traceback" not in run.output
-    assert not run.folder.exists()
 
 
 def test_no_data(bench):

@@ -12,9 +12,9 @@ from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, without_times
+from tests.support.refusals import assert_refused
 from tests.support.token_files import write_flat
 from tests.support.training import Bench, Run
-from tests.trainers.test_bad_input import assert_refused
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RING = {"data_parallel": "gossip"}

@@ -1,8 +1,6 @@
 """What must hold of whole runs: same losses on any ranks, resume bit for bit."""
 
-import hashlib
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,23 +8,10 @@ from safetensors.torch import load_file
 
 from llm.errors import ParallelError
 from llm.trainers.gpt.setup import check_same_start
-from tests.parallel.test_accelerated import make_strategy
+from tests.support.data_parallel import make_strategy
 from tests.support.ranks import run_ranks, values
-from tests.support.training import Bench, Run
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TIMES = (
-    *("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory"),
-    *("kfac_factor_update_ms", "kfac_inv_update_ms"),
-)
-
-
-def without_times(run: Run) -> list[dict]:
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
-
-
-def weights_hash(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+from tests.support.recovery import weights_hash, without_times
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 
 @pytest.fixture(scope="module")

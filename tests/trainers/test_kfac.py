@@ -10,8 +10,8 @@ from llm.optim.kfac.make import max_dim
 from llm.optim.kfac.options import KFACOptions
 from tests.support.faults import Fault
 from tests.support.models import tiny_config
-from tests.support.training import Bench, Run
-from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+from tests.support.recovery import weights_hash, without_times
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
 # A and G of four layers in two blocks; wider than two models are G of the queries, keys and values,

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.training import Bench, Run
-from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+from tests.support.recovery import weights_hash, without_times
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 SHARDED = {"data_parallel_shard_size": 2}
 

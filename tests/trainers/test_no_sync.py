@@ -2,30 +2,14 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from tests.parallel.test_accelerated import make_strategy, share
+from tests.support.data_parallel import make_strategy, share
+from tests.support.device_reads import Reads
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.ranks import run_ranks, values
-
-READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
-
-
-class Reads(TorchDispatchMode):
-    """Notes the operations that hand a value of a tensor to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix("aten::")
-        if name.split(".")[0] in READS:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def reads_of_a_step(mixed_precision: str) -> list[str]:

@@ -7,8 +7,8 @@ import pytest
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
-from tests.support.training import Bench
-from tests.trainers.test_exactness import NO_DROPOUT, weights_hash, without_times
+from tests.support.recovery import weights_hash, without_times
+from tests.support.training import NO_DROPOUT, Bench
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
 RATES = {"muon": 3e-3, "soap": 3e-3, "sgd": 0.1}

@@ -14,9 +14,9 @@ from llm.trainers.gpt import results
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.reporting import write_sample
 from tests.support.models import tiny_config, tiny_model
+from tests.support.recovery import weights_hash, without_times
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench
-from tests.trainers.test_exactness import weights_hash, without_times
 
 TABLE = "_hparams_/session_start_info"
 

@@ -13,12 +13,12 @@ from llm.tokenizers.load import fingerprint
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
+from tests.support.recovery import without_times
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench, Run
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TIMES = ("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,6 @@ def blend(bench: Bench) -> list[str]:
 
 def train(bench: Bench, name: str, **options) -> Run:
     return bench.train_well(name, train_file=None, **options)
-
-
-def without_times(run: Run) -> list[dict]:
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,58 @@
+"""A tiny model, its data and the strategy of one device or of DistributedDataParallel."""
+
+import os
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.data.micro_batch import MicroBatch
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import disable_packing_detection
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
+from tests.support.models import tiny_config
+
+BATCH, LENGTH = 8, 16
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = tiny_config("gpt2")
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def step_data(step: int):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(320, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : LENGTH // 2] = -100  # an uneven number of tokens on the ranks
+    return tokens[:, :-1], labels
+
+
+def make_optimizer(model):
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    return make_adamw(options, model)
+
+
+def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
+    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
+    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
+    # Ranks that do not know of one another would pass every test here.
+    assert strategy.world_size == int(os.environ["WORLD_SIZE"])
+    disable_packing_detection()
+    strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
+    return strategy
+
+
+def share(step: int, strategy: AcceleratedStrategy, accumulation: int):
+    input_ids, labels = step_data(step)
+    size = BATCH // (strategy.world_size * accumulation)
+    micro_batches = []
+    for number in range(accumulation):
+        first = (number * strategy.world_size + strategy.rank) * size
+        part = slice(first, first + size)
+        micro_batches.append(MicroBatch(input_ids[part], labels[part]))
+    return micro_batches, int((labels != -100).sum())
