@@ -16,10 +16,10 @@ class LLMError(Exception):
 
     Args:
         message: One full sentence: the option, the value, the remedy.
-        reported: Another rank has said it already, so this one stays silent.
+        reported: Another rank has printed it already, so this one does not.
 
     Attributes:
-        found_here: This rank alone found it, on behalf of all, so this rank says it.
+        found_here: Only this rank can find the error, so it prints it.
     """
 
     found_here = False

@@ -70,7 +70,7 @@ class GenerateOptions:
     )
     top_k: int | None = option(
         None,
-        "Draw from so many of the likeliest tokens only; 0 from all. By default what the model's "
+        "Sample from the k most likely tokens (0: no limit). By default what the model's "
         "generation_config.json says, else 50.",
         group="Sampling",
         at_least=0,

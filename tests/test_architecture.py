@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.package import MODULES, imports_of, name_of
+from tests.support.package import MODULES, ROOT, imports_of, name_of
 
 # From the ground up. A module imports rooms (folders) of lower floors, or its own room.
 FLOORS = [

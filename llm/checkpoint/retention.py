@@ -25,7 +25,8 @@ def commit_checkpoint(temporary: Path, final: Path) -> None:
     sync_folder(temporary)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
-        # An earlier start of this run saved the same step; until the new one stands, it counts.
+        # An earlier start of this run saved the same step: the old checkpoint stays valid until
+        # the new one has been renamed.
         final.rename(replaced)
     temporary.rename(final)
     sync_folder(final.parent)

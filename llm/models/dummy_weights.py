@@ -24,7 +24,7 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(tensor, nn.Parameter):
             meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
         bare[id(tensor)] = meta
-    # What the memo has already is not copied, and stays one where it is tied.
+    # Pre-seeded memo entries are reused, which keeps tied weights tied.
     return copy.deepcopy(model, bare)
 
 

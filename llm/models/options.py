@@ -84,7 +84,7 @@ class ModelOptions:
     )
     num_attention_heads: int | None = option(
         None,
-        "Heads of such a model; as many of them share a key as before.",
+        "Heads of such a model; the ratio of query heads to key-value heads is kept.",
         group=MODEL,
         at_least=1,
         resume="fixed",

@@ -124,7 +124,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return self.mesh["shard"]
 
     def _settle(self) -> None:
-        """Let parts find their place for good, before an optimizer takes hold of them.
+        """Finalize the storage of shards before the optimizer is created.
 
         Memory that was given after the division is exchanged once more, at the first use of the
         weights, where parts are padded to one size.

@@ -62,7 +62,7 @@ class Strategy(Protocol):
         world_size: Number of processes.
         data_rank: Which share of a global batch this process works on.
         data_ranks: Into how many shares a global batch is divided.
-        rng_rank: Keys the draws of a step: of its own where a process has tokens of its own.
+        rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
         second_order: K-FAC, if the run has it.
         answer_delay: The most calls of `any_rank` between a flag and its answer.
     """

@@ -271,7 +271,7 @@ class FastEncoder:
 def _may_use_threads() -> bool:
     """Whether no process from which this one was forked has used the libraries' threads.
 
-    They do not survive a fork, and who waits for them waits for ever.
+    Using threads after a fork deadlocks.
     """
     global _thread_owner
     _thread_owner = _thread_owner or os.getpid()

@@ -138,7 +138,7 @@ class ExternalPreconditioner:
         return {"damping": torch.full((), self._kfac.damping, device=device)}
 
     def num_bytes(self) -> int:
-        """Memory of factors and what is computed of them on this rank."""
+        """Memory of factors and their decompositions on this rank."""
         return int(self._kfac.memory_usage()["total"])
 
     def state_dict(self) -> dict[str, Any]:

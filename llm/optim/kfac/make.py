@@ -213,7 +213,7 @@ def _describe_updates(options: KFACOptions) -> str:
     reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
     settings = _settings(options)
     return (
-        f"K-FAC's method is {kfac_method(options)}{reason}; factors are updated every "
-        f"{settings['factor_update_steps']} steps, what is computed of them every "
-        f"{settings['inv_update_steps']}."
+        f"K-FAC's method is {kfac_method(options)}{reason}; "
+        f"factor_update_steps={settings['factor_update_steps']}, "
+        f"inv_update_steps={settings['inv_update_steps']}"
     )
