@@ -54,7 +54,7 @@ def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alon
     assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
     assert BLOCKS in log
-    assert "method is ekfac; factors are updated every 50 steps" in log
+    assert "method is ekfac; factor_update_steps=50" in log
     assert all(record["kfac_condition"] >= 1 for record in alone.metrics if "loss" in record)
     assert all(record["kfac_fallbacks"] == 0 for record in alone.metrics if "loss" in record)
     # Without an update there is no time of one.
