@@ -111,7 +111,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
 
 def covers_stacks(options: KFACOptions) -> bool:
     """Whether stacks of experts are covered: the library, whose arithmetic compat is, has none."""
-    return options.kfac_library == "native" and not options.kfac_compat
+    return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
 
 
 def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:

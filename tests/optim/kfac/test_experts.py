@@ -10,6 +10,8 @@ from llm.optim.kfac.assignment import KFACStrategy
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.make import covers_stacks
+from llm.optim.kfac.options import KFACOptions
 from llm.optim.kfac.preconditioner import Preconditioner
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -216,3 +218,12 @@ def test_two_ranks_learn_as_one(strategy):
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
         assert shapes["model.layers.0.mlp.experts.down_proj"] == (4, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "covered"),
+    [({}, True), ({"kfac_library": "kfac-pytorch"}, False), ({"kfac_compat": True}, False)],
+    ids=["by default", "the library", "its arithmetic"],
+)
+def test_experts_are_covered_unless_the_library_or_its_arithmetic_is_asked_for(given, covered):
+    assert covers_stacks(KFACOptions(kfac=True, **given)) is covered
