@@ -138,18 +138,15 @@ def _prepare_file(
 
 def _check_text(sources: list[Source], facts: list[PartFacts]) -> None:
     if not sum(part.documents for part in facts):
+        names = _names(sources)
+        held = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
         empty = sum(part.empty for part in facts)
         reason = f": {empty:,} documents are empty" if empty else ""
-        raise DataError(f"{_named(sources)} no text{reason}.")
+        raise DataError(f"{held} no text{reason}.")
 
 
 def _names(sources: list[Source]) -> list[str]:
     return list(dict.fromkeys(source.name for source in sources))
-
-
-def _named(sources: list[Source]) -> str:
-    names = _names(sources)
-    return f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
 
 
 def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str, Any]:
@@ -191,13 +188,6 @@ def _is_done(output: Output, plan: str) -> bool:
     if made and faults:
         log.warning(f"{' '.join(faults)} The same options made it, so it is made anew.")
     return not faults
-
-
-def _read_plan(folder: Path) -> Any:
-    try:
-        return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 @contextmanager
@@ -242,7 +232,10 @@ def _begin(output: Output, plan: dict[str, Any], num_parts: int) -> int:
                 f"{path} is in a folder for unfinished work, and not of it; move it away, or "
                 f"choose another {output.option}."
             )
-    found = _read_plan(folder)
+    try:
+        found = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
     if found == plan:
         done = len(list(folder.glob("[0-9]*.json")))
         log.info(f"going on in {folder}: {done:,} of {num_parts:,} parts are there")

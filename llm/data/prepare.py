@@ -220,6 +220,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
 
     assert config.output_prefix is not None  # `check` asks for it
     prefix = Path(config.output_prefix)
+    key = config.text_column or "text"
     if config.dataset_name is not None:
         from llm.data.hub import dataset_sources
 
@@ -227,16 +228,14 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
             dataset_sources(
                 config.dataset_name,
                 config.dataset_config_name,
-                text_column=config.text_column or "text",
+                text_column=key,
                 trust_remote_code=config.trust_remote_code,
                 splits=[config.dataset_split],
                 streaming=config.streaming,
             )[config.dataset_split]
         ]
     else:
-        files = text_sources(
-            config.input, text_column=config.text_column or "text", text_unit=config.text_unit
-        )
+        files = text_sources(config.input, text_column=key, text_unit=config.text_unit)
     if config.shuffle == "documents" and any(file.one_document for file in files):
         raise ConfigError(
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
@@ -244,25 +243,21 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
         )
     if config.format == "nanogpt":
         return [(files, output(prefix))]
-    key = config.text_column or "text"
     if not config.output_per_input:
         return [(files, output(_suffixed(prefix, f"_{key}_document")))]
-    outputs = [
-        ([file], output(_suffixed(prefix, f"_{_stem(file)}_{key}_document"))) for file in files
-    ]
+    outputs: list[tuple[list[Source], Output]] = []
     seen: dict[Path, str] = {}
-    for (file,), made in outputs:
+    for file in files:
+        stem = Path(file.name).name.partition(".")[0]
+        made = output(_suffixed(prefix, f"_{stem}_{key}_document"))
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
                 f"{made.prefix}.bin; rename one, or prepare them one by one."
             )
         seen[made.prefix] = file.name
+        outputs.append(([file], made))
     return outputs
-
-
-def _stem(file: "Source") -> str:
-    return Path(file.name).name.partition(".")[0]
 
 
 def _suffixed(prefix: Path, suffix: str) -> Path:
