@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llm.command_line import parse
 from llm.errors import ConfigError, LLMError
-from llm.options import option
+from llm.options import lacking, option
 from llm.runtime import set_up_logging
 
 if TYPE_CHECKING:
@@ -49,11 +49,14 @@ class PrepareConfig:
         None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", group=INPUT
+        None, "Configuration (subset) of the data set.", group=INPUT, requires=("dataset_name",)
     )
     dataset_split: str = option("train", "Split of the data set.", group=INPUT)
     streaming: bool = option(
-        False, "Read the data set over the network, keeping no copy of it.", group=INPUT
+        False,
+        "Read the data set over the network, keeping no copy of it.",
+        group=INPUT,
+        requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
         False, "Run tokenizer or data set code that comes with a Hub repository.", group=INPUT
@@ -71,7 +74,11 @@ class PrepareConfig:
         path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2 style vocab.json; goes with merges_file.", group=TOKENIZER, path=True
+        None,
+        "GPT-2 style vocab.json; goes with merges_file.",
+        group=TOKENIZER,
+        path=True,
+        requires=("merges_file",),
     )
     merges_file: str | None = option(
         None,
@@ -79,6 +86,7 @@ class PrepareConfig:
         group=TOKENIZER,
         path=True,
         aliases=("merge_file",),
+        requires=("vocab_file",),
     )
     use_slow_tokenizer: bool = option(
         False, "Use the tokenizer's Python implementation where there is one.", group=TOKENIZER
@@ -144,18 +152,13 @@ def check(config: PrepareConfig) -> None:
         problems.append("Name the text with either --input or --dataset_name.")
     if config.output_prefix is None:
         problems.append("Say where to write to with --output_prefix.")
-    if (config.vocab_file is None) != (config.merges_file is None):
-        problems.append("--vocab_file and --merges_file go together; give both.")
-    elif (config.tokenizer_name is None) == (config.vocab_file is None):
+    if (config.tokenizer_name is None) == (config.vocab_file is None):
         problems.append(
             "Name the tokenizer with either --tokenizer_name or --vocab_file and --merges_file."
         )
-    if config.dataset_name is None:
-        for name in ("dataset_config_name", "streaming"):
-            if getattr(config, name):
-                problems.append(f"--{name} belongs to a --dataset_name; give that too.")
     if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
         problems.append("--output_per_input goes with --input and --format megatron only.")
+    problems += lacking(config)
     if problems:
         raise ConfigError(" ".join(problems))
 
