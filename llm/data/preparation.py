@@ -206,7 +206,10 @@ def _locked(output: Output) -> Iterator[None]:
                 f"{output.option}."
             ) from error
         if not locked:
-            log.warning(f"{lock} cannot be locked on this file system: start no second program")
+            log.warning(
+                f"{lock} cannot be locked on this file system: start no second program that writes "
+                f"{output.prefix}"
+            )
         # Whoever held it may have removed it in between.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
