@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -40,17 +38,31 @@ def test_the_measured_peak_is_about_what_a_larger_product_reaches():
     assert reached / 8 < measured < 8 * reached
 
 
-@pytest.mark.parametrize(("seconds", "sizes"), [(0.01, [512, 1024, 2048]), (1.0, [512])])
-def test_products_grow_until_one_takes_too_long(monkeypatch, seconds, sizes):
-    clock = itertools.count(step=seconds)
-    monkeypatch.setattr("llm.metrics.hardware.time.perf_counter", lambda: next(clock))
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [
+        ({512: 0.01, 1024: 0.01, 2048: 0.01}, [512, 1024, 2048]),
+        ({512: 1.0}, [512]),
+        ({512: 0.01, 1024: 0.2}, [512, 1024]),
+    ],
+    ids=["larger is faster", "one takes too long", "larger is slower"],
+)
+def test_products_grow_while_they_are_faster_and_take_no_half_second(monkeypatch, seconds, sizes):
+    now = 0.0
     multiplied = []
-    monkeypatch.setattr("torch.mm", lambda one, other, out: multiplied.append(len(one)))
+
+    def multiply(one, other, out):
+        nonlocal now
+        now += seconds[len(one)]
+        multiplied.append(len(one))
+
+    monkeypatch.setattr("llm.metrics.hardware.time.perf_counter", lambda: now)
+    monkeypatch.setattr("torch.mm", multiply)
 
     measured = measured_flops(CPU, torch.float32)
 
     assert sorted(set(multiplied)) == sizes
-    assert measured == pytest.approx(2 * sizes[-1] ** 3 / seconds)
+    assert measured == pytest.approx(max(2 * size**3 / seconds[size] for size in sizes))
 
 
 def test_a_cpu_is_measured_in_the_precision_of_the_run_and_the_log_says_at_least(

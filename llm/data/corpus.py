@@ -76,7 +76,16 @@ class TokenStream:
         windows = self._copied(starts % self.num_tokens, length)
         if self._vocab_size is not None and windows.size:
             smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
-            self._check(smallest, int(windows.max()), self._vocab_size)
+            largest = int(windows.max())
+            if smallest < 0 or largest >= self._vocab_size:
+                beyond = smallest if smallest < 0 else largest
+                error = DataError(
+                    f"{self.prefix}.bin holds the token id {beyond}, and the vocabulary of "
+                    f"tokenizer and model has {self._vocab_size:,} tokens; train with the "
+                    "tokenizer that made the file."
+                )
+                error.found_here = True  # other ranks read other windows
+                raise error
         return windows
 
     def _copied(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
@@ -92,16 +101,6 @@ class TokenStream:
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self.tokens[around % self.num_tokens]
         return windows
-
-    def _check(self, smallest: int, largest: int, vocab_size: int) -> None:
-        if smallest < 0 or largest >= vocab_size:
-            error = DataError(
-                f"{self.prefix}.bin holds the token id {smallest if smallest < 0 else largest}, "
-                f"and the vocabulary of tokenizer and model has {vocab_size:,} tokens; train with "
-                "the tokenizer that made the file."
-            )
-            error.found_here = True  # other ranks read other windows
-            raise error
 
 
 @dataclass(frozen=True, slots=True)

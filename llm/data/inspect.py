@@ -75,7 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if not options.path:
             raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
-        lines, code = _verify(options) if options.verify else (_describe(options), 0)
+        code = 0
+        if options.verify:
+            from llm.data.formats.sidecar import verify
+
+            faults = verify(Path(options.path))
+            lines, code = (faults, 1) if faults else (["all checks passed"], 0)
+        else:
+            lines = _describe(options)
     except LLMError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -83,13 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     return code
-
-
-def _verify(options: InspectOptions) -> tuple[list[str], int]:
-    from llm.data.formats.sidecar import verify
-
-    faults = verify(Path(options.path))
-    return (faults, 1) if faults else (["all checks passed"], 0)
 
 
 def _describe(options: InspectOptions) -> list[str]:

@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,12 @@ class TrainLoader:
                 batch = pending.popleft().result()
                 for step in itertools.islice(todo, 1):
                     pending.append(pool.submit(self._read, step))
-                yield self._to_device(batch)
+                # Copied here, not by the thread, so that the copies are queued on the stream that
+                # will use them.
+                yield replace(
+                    batch,
+                    micro_batches=[_moved(micro, self._device) for micro in batch.micro_batches],
+                )
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -107,16 +112,6 @@ class TrainLoader:
             num_samples=stop - first,
             num_tokens=(stop - first) * block_size,
             samples=samples[present],
-        )
-
-    def _to_device(self, batch: StepBatch) -> StepBatch:
-        # Copied by the consumer, not by the thread, so that the copies are queued on the stream
-        # that will use them.
-        return StepBatch(
-            micro_batches=[_moved(micro, self._device) for micro in batch.micro_batches],
-            num_samples=batch.num_samples,
-            num_tokens=batch.num_tokens,
-            samples=batch.samples,
         )
 
 

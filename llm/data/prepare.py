@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import lacking, option
 from llm.errors import ConfigError, LLMError
 from llm.runtime.logging import set_up_logging
 
@@ -49,11 +49,14 @@ class PrepareConfig:
         None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", group=INPUT
+        None, "Configuration (subset) of the data set.", group=INPUT, requires=("dataset_name",)
     )
     dataset_split: str = option("train", "Split of the data set.", group=INPUT)
     streaming: bool = option(
-        False, "Read the data set over the network, keeping no copy of it.", group=INPUT
+        False,
+        "Read the data set over the network, keeping no copy of it.",
+        group=INPUT,
+        requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
         False, "Run tokenizer or data set code that comes with a Hub repository.", group=INPUT
@@ -71,7 +74,11 @@ class PrepareConfig:
         path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2 style vocab.json; goes with merges_file.", group=TOKENIZER, path=True
+        None,
+        "GPT-2 style vocab.json; goes with merges_file.",
+        group=TOKENIZER,
+        path=True,
+        requires=("merges_file",),
     )
     merges_file: str | None = option(
         None,
@@ -79,6 +86,7 @@ class PrepareConfig:
         group=TOKENIZER,
         path=True,
         aliases=("merge_file",),
+        requires=("vocab_file",),
     )
     use_slow_tokenizer: bool = option(
         False, "Use the tokenizer's Python implementation where there is one.", group=TOKENIZER
@@ -144,18 +152,13 @@ def check(config: PrepareConfig) -> None:
         problems.append("Name the text with either --input or --dataset_name.")
     if config.output_prefix is None:
         problems.append("Say where to write to with --output_prefix.")
-    if (config.vocab_file is None) != (config.merges_file is None):
-        problems.append("--vocab_file and --merges_file go together; give both.")
-    elif (config.tokenizer_name is None) == (config.vocab_file is None):
+    if (config.tokenizer_name is None) == (config.vocab_file is None):
         problems.append(
             "Name the tokenizer with either --tokenizer_name or --vocab_file and --merges_file."
         )
-    if config.dataset_name is None:
-        for name in ("dataset_config_name", "streaming"):
-            if getattr(config, name):
-                problems.append(f"--{name} belongs to a --dataset_name; give that too.")
     if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
         problems.append("--output_per_input goes with --input and --format megatron only.")
+    problems += lacking(config)
     if problems:
         raise ConfigError(" ".join(problems))
 
@@ -223,6 +226,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
 
     assert config.output_prefix is not None  # `check` asks for it
     prefix = Path(config.output_prefix)
+    key = config.text_column or "text"
     if config.dataset_name is not None:
         from llm.data.text.hub import dataset_sources
 
@@ -230,16 +234,14 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
             dataset_sources(
                 config.dataset_name,
                 config.dataset_config_name,
-                text_column=config.text_column or "text",
+                text_column=key,
                 trust_remote_code=config.trust_remote_code,
                 splits=[config.dataset_split],
                 streaming=config.streaming,
             )[config.dataset_split]
         ]
     else:
-        files = text_sources(
-            config.input, text_column=config.text_column or "text", text_unit=config.text_unit
-        )
+        files = text_sources(config.input, text_column=key, text_unit=config.text_unit)
     if config.shuffle == "documents" and any(file.one_document for file in files):
         raise ConfigError(
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
@@ -247,25 +249,21 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
         )
     if config.format == "nanogpt":
         return [(files, output(prefix))]
-    key = config.text_column or "text"
     if not config.output_per_input:
         return [(files, output(_suffixed(prefix, f"_{key}_document")))]
-    outputs = [
-        ([file], output(_suffixed(prefix, f"_{_stem(file)}_{key}_document"))) for file in files
-    ]
+    outputs: list[tuple[list[Source], Output]] = []
     seen: dict[Path, str] = {}
-    for (file,), made in outputs:
+    for file in files:
+        stem = Path(file.name).name.partition(".")[0]
+        made = output(_suffixed(prefix, f"_{stem}_{key}_document"))
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
                 f"{made.prefix}.bin; rename one, or prepare them one by one."
             )
         seen[made.prefix] = file.name
+        outputs.append(([file], made))
     return outputs
-
-
-def _stem(file: "Source") -> str:
-    return Path(file.name).name.partition(".")[0]
 
 
 def _suffixed(prefix: Path, suffix: str) -> Path:

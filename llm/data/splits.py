@@ -146,7 +146,9 @@ def split_documents(
                 f"--split {text} leaves no {unit} for {_SPLITS[number]} of {file.prefix}, which "
                 f"has {units:,} {unit}; change the split, or give more text."
             )
-        start, end = (first, stop) if by_tokens else _token_range(file, first, stop)
+        start, end = first, stop
+        if not by_tokens:
+            start, end = file.document_start(first), file.document_start(stop)
         streams.append(
             TokenStream(
                 file,
@@ -158,11 +160,6 @@ def split_documents(
             )
         )
     return streams[0], streams[1]
-
-
-def _token_range(file: TokenFile | FlatTokenFile, first: int, stop: int) -> tuple[int, int]:
-    assert isinstance(file, TokenFile)  # a flat file has no documents to ask for
-    return file.document_start(first), file.document_start(stop)
 
 
 def split_rows(

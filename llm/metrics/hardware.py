@@ -69,7 +69,7 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of matrix products, the best of as many of each size as 0.1 s allow.
 
-    A device reaches more with large ones, which are left out where one alone takes 0.5 s. Other
+    Larger ones follow while they are the faster ones and one alone takes less than 0.5 s. Other
     programs make products slow, so this is the least that the device can do at best.
     """
     best = 0.0
@@ -78,6 +78,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
             break
         # As one block, which the C library's allocator gives back to the system when it is freed.
         one, other, product = torch.ones(3, size, size, device=device, dtype=dtype)
+        smaller = best
         began = now = time.perf_counter()
         while now - began < _SECONDS:
             _wait(device)
@@ -86,6 +87,8 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
             _wait(device)
             now = time.perf_counter()
             best = max(best, 2.0 * size**3 / (now - start))
+        if best == smaller:
+            break
     return best
 
 

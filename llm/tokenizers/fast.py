@@ -33,8 +33,14 @@ if TYPE_CHECKING:
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take a tokenizer.json as it is."""
 _PLAIN_KEYS = {
-    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces"),
-    *("bos_token", "eos_token", "unk_token", "pad_token"),
+    "tokenizer_class",
+    "backend",
+    "model_max_length",
+    "clean_up_tokenization_spaces",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
 }
 """Keys of a tokenizer_config.json that change no id."""
 _OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")

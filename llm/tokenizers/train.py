@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 _DEFAULTS = {
-    **{"byte_fallback": False, "split_digits": False, "character_coverage": 0.9995},
-    **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2},
+    "byte_fallback": False,
+    "split_digits": False,
+    "character_coverage": 0.9995,
+    "pad_id": -1,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
 }
 """SentencePiece's own, named so that the model file says what was asked for."""
 

@@ -203,10 +203,10 @@ def test_a_data_set_is_told_by_the_time_of_its_files_too(folder):
         check_unchanged([found])
 
 
-def test_a_link_to_nothing_in_a_folder_is_refused(folder):
+def test_a_broken_link_in_a_folder_is_refused(folder):
     (folder / "more.jsonl").symlink_to("nothing")
 
-    with pytest.raises(DataError, match=r"--dataset_name .*/more\.jsonl is a link to nothing; re"):
+    with pytest.raises(DataError, match=r"--dataset_name .*/more\.jsonl is a broken link; re"):
         splits(folder)
 
 

@@ -221,7 +221,10 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
 
     prepare(tmp_path / "wiki", [ListSource(["a"])])
 
-    assert "cannot be locked on this file system: start no second program" in caplog.text
+    assert (
+        f"{tmp_path}/wiki.parts.lock cannot be locked on this file system: start no second "
+        f"program that writes {tmp_path}/wiki"
+    ) in caplog.messages
     assert names(tmp_path) == THREE
 
 

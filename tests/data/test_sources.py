@@ -171,12 +171,12 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
             found(*inputs)
 
 
-def test_a_link_to_nothing_or_to_itself_is_refused_however_it_is_named(tmp_path):
+def test_a_broken_link_or_one_to_itself_is_refused_however_it_is_named(tmp_path):
     write(tmp_path / "a.txt", "x")
     for target in ("nothing.txt", "link.txt"):
         (tmp_path / "link.txt").symlink_to(target)
         for name in ("link.txt", "*.txt", "", "*/*.txt"):
-            with pytest.raises(DataError, match=r"--input .*/link\.txt is a link to nothing; re"):
+            with pytest.raises(DataError, match=r"--input .*/link\.txt is a broken link; re"):
                 found(tmp_path / name)
         (tmp_path / "link.txt").unlink()
 

@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -317,10 +318,16 @@ def no_locks(*_):
     raise OSError(95, "Operation not supported")
 
 
-def test_a_file_system_without_locks_works_too(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_works_too(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("fcntl.flock", no_locks)
 
     assert num_tokens(tmp_path) == 5
+
+    # A second program has a folder of its own, so that the warning does not forbid it.
+    (key,) = folders(tmp_path)
+    own = f"{tmp_path}/{key}.{socket.gethostname()}.{os.getpid()}"
+    (warning,) = (message for message in caplog.messages if "second program" in message)
+    assert warning.endswith(f": start no second program that writes {own}/tokens")
 
 
 def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_path, monkeypatch):

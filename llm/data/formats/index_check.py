@@ -1,6 +1,6 @@
 """Whether the tables of an `.idx` agree with each other and with the `.bin`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -54,29 +54,22 @@ def index_faults(
         (misplaced, lengths.size, "sequences that do not end where the next one starts"),
         (backward, documents.size - 1, "documents that end before they start"),
     ):
-        count, first = _places(find, _blocks(size, sample))
+        count, first = _places(find, size, sample=sample)
         if count:
             faults.append(f"has {count:,} {what}; the first one is number {first:,}")
     return faults
 
 
-def _blocks(size: int, sample: bool) -> Iterator[tuple[int, int]]:
-    if sample and size > _WHOLE:
-        for number in range(_SAMPLES):
-            start = (size - _BLOCK) * number // (_SAMPLES - 1)
-            yield start, start + _BLOCK
-    else:
-        for start in range(0, size, _BLOCK):
-            yield start, min(start + _BLOCK, size)
-
-
 def _places(
-    find: Callable[[int, int], NDArray[Any]], blocks: Iterator[tuple[int, int]]
+    find: Callable[[int, int], NDArray[Any]], size: int, *, sample: bool
 ) -> tuple[int, int]:
     """How many entries of a table are marked by `find(start, stop)`, and the first of them."""
+    starts: Iterable[int] = range(0, size, _BLOCK)
+    if sample and size > _WHOLE:
+        starts = [(size - _BLOCK) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
     count, first = 0, -1
-    for start, stop in blocks:
-        marked = np.flatnonzero(find(start, stop))
+    for start in starts:
+        marked = np.flatnonzero(find(start, min(start + _BLOCK, size)))
         if marked.size and not count:
             first = start + int(marked[0])
         count += marked.size

@@ -54,14 +54,14 @@ def _missing(path: Path, prefix: Path) -> DataError:
     else:
         hint = f"the folder {folder} holds no .idx at all"
     if prefixes:
-        near = heapq.nlargest(5, sorted(prefixes), lambda name: _likeness(name, prefix.name))
+
+        def likeness(name: str) -> tuple[bool, float]:
+            return name.startswith(prefix.name), SequenceMatcher(None, name, prefix.name).ratio()
+
+        near = heapq.nlargest(5, sorted(prefixes), likeness)
         hint = "near it there are " + ", ".join(str(folder / name) for name in near)
     looked_for = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)
     return DataError(f"There is no token file {path}: looked for {looked_for}; {hint}.")
-
-
-def _likeness(name: str, other: str) -> tuple[bool, float]:
-    return name.startswith(other), SequenceMatcher(None, name, other).ratio()
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

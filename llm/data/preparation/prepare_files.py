@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -138,18 +137,15 @@ def _prepare_file(
 
 def _check_text(sources: list[Source], stats: list[ShardStats]) -> None:
     if not sum(shard.documents for shard in stats):
+        names = _names(sources)
+        held = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
         empty = sum(shard.empty for shard in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
-        raise DataError(f"{_named(sources)} no text{reason}.")
+        raise DataError(f"{held} no text{reason}.")
 
 
 def _names(sources: list[Source]) -> list[str]:
     return list(dict.fromkeys(source.name for source in sources))
-
-
-def _named(sources: list[Source]) -> str:
-    names = _names(sources)
-    return f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
 
 
 def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str, Any]:
@@ -193,13 +189,6 @@ def _is_done(output: Output, plan: str) -> bool:
     return not faults
 
 
-def _read_plan(folder: Path) -> Any:
-    try:
-        return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 @contextmanager
 def _locked(output: Output) -> Iterator[None]:
     folder = output.folder
@@ -216,7 +205,10 @@ def _locked(output: Output) -> Iterator[None]:
                 f"{output.option}."
             ) from error
         if not locked:
-            log.warning(f"{lock} cannot be locked on this file system: start no second program")
+            log.warning(
+                f"{lock} cannot be locked on this file system: start no second program that writes "
+                f"{output.prefix}"
+            )
         # Another process may have removed it in between.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
@@ -242,7 +234,10 @@ def _begin(output: Output, plan: dict[str, Any], num_shards: int) -> int:
                 f"{path} is in a folder for unfinished work, and not of it; move it away, or "
                 f"choose another {output.option}."
             )
-    earlier_plan = _read_plan(folder)
+    try:
+        earlier_plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        earlier_plan = None
     if earlier_plan == plan:
         done = len(list(folder.glob("[0-9]*.json")))
         log.info(f"going on in {folder}: {done:,} of {num_shards:,} parts are there")

@@ -135,7 +135,8 @@ class _ShardWriter:
                 f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
             )
         filled = counts > 0
-        sizes = np.fromiter(map(_utf8_bytes, texts), np.uint32, len(texts))[filled]
+        utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
+        sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
         self._files[".ids"].write(ids)
         self._files[".rows"].write(counts[filled].astype("<i4"))
         self._files[".bytes"].write(sizes.astype("<u4"))
@@ -199,10 +200,6 @@ def remove_shard(stem: Path) -> None:
     """Remove the files of a shard, if there are any."""
     for suffix in (".json", *_FILES):
         stem.with_suffix(suffix).unlink(missing_ok=True)
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class _HashedFile:

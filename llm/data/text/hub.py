@@ -43,7 +43,7 @@ def dataset_sources(
 
     Raises:
         DataError: `dataset_name` is a file, a path at which there is nothing, or a folder with
-            a link to nothing.
+            a broken link.
     """
     path = Path(dataset_name)
     if path.is_file():

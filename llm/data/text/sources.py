@@ -135,7 +135,7 @@ def text_sources(
         option: The option that named them, for messages.
 
     Raises:
-        DataError: One of them gives no file or a link to nothing, or a file is given twice.
+        DataError: One of them gives no file or a broken link, or a file is given twice.
     """
     paths: list[Path] = []
     for name in inputs:
@@ -195,11 +195,11 @@ def _walk(folder: Path, option: str) -> list[Path]:
 
 
 def refuse_broken_links(paths: list[Path], where: str) -> None:
-    """Raises a DataError that begins with `where` if a path is a link to nothing."""
+    """Raises a DataError that begins with `where` if a path is a broken link."""
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
             raise DataError(
-                f"{where} {path} is a link to nothing; remove it, or name what is to be read."
+                f"{where} {path} is a broken link; remove it, or name what is to be read."
             )
 
 
