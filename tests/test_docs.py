@@ -52,7 +52,9 @@ FOREIGN = {
     "mkdocs": {"strict"},
     "wget": {"continue", "directory-prefix"},
     "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
-    "benchmarks": {"make_corpus", "corpus", "earlier", "nanogpt", "llm_pytorch", "hf_trainer", "only"},
+    "benchmarks": {
+        "make_corpus", "corpus", "earlier", "nanogpt", "llm_pytorch", "hf_trainer", "only",
+    },
     "pip and venv": {"system-site-packages"},
     "nanoGPT": {"key", "start"},
     "tensorboard": {"logdir", "port", "bind_all"},
