@@ -10,6 +10,7 @@ from llm.trainers.gpt.inputs import read_evaluation
 from llm.trainers.gpt.results import log_beginning
 from llm.trainers.gpt.setup import (
     check_same_start,
+    described,
     load_weights,
     make_evaluate,
     make_model,
@@ -27,9 +28,10 @@ def evaluate(config: GPTConfig, world: World) -> None:
     """
     setup = read_evaluation(config, world)
     model = make_model(config, setup, world)
+    whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
     check_same_start(setup, strategy)
-    log_beginning(config, setup, strategy, model)
+    log_beginning(config, setup, strategy, whole)
     load_weights(setup.resume_from, strategy)
     evaluate_parts = make_evaluate(config, setup, strategy)
     assert evaluate_parts is not None  # read_evaluation asks for validation data

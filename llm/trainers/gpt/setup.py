@@ -12,7 +12,7 @@ from llm.checkpoint.load import load_state
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.models.build import build_model
-from llm.models.dummy_weights import dummy_weights
+from llm.models.dummy_weights import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.optim.kfac.make import make_kfac
@@ -59,6 +59,14 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
     with dummy_weights(model, device):
         _check_use(config, setup, model)
     return model
+
+
+def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model that the log and the model card describe, before it is divided.
+
+    A pipeline stage keeps its own layers only, so it is a copy without weights there.
+    """
+    return without_weights(model) if setup.layout.pipeline > 1 else model
 
 
 def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:

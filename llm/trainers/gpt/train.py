@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError
-from llm.models.dummy_weights import without_weights
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.events import EventHandler
 from llm.runtime.health import Health
@@ -32,6 +31,7 @@ from llm.trainers.gpt.results import (
 )
 from llm.trainers.gpt.setup import (
     check_same_start,
+    described,
     load_weights,
     make_model,
     make_strategy,
@@ -69,17 +69,16 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     if world.is_main:
         setup.run.lock()
         repository = open_repository(config, setup.run.path)
-    # A pipeline stage keeps its own layers; the log and the model card describe the whole model.
-    described = without_weights(model) if setup.layout.pipeline > 1 else model
+    whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
     check_same_start(setup, strategy)
     load_weights(setup.init_from, strategy)
     with watched(config, setup, strategy) as health:
-        log_beginning(config, setup, strategy, described)
-        trainer = make_trainer(config, setup, strategy, described, health)
+        log_beginning(config, setup, strategy, whole)
+        trainer = make_trainer(config, setup, strategy, whole, health)
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
-        trainer.tracker = make_tracker(config, setup, strategy, described)
+        trainer.tracker = make_tracker(config, setup, strategy, whole)
         restore(config, setup, trainer)
         step, total = trainer.state.step, setup.plan.total_steps
         if step == total:
@@ -89,7 +88,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         if outcome == "preempted":
             tell_preempted(config, setup, trainer)
         else:
-            finish(config, setup, trainer, described)
+            finish(config, setup, trainer, whole)
     strategy.close()
     if outcome == "preempted":
         return EXIT_PREEMPTED
