@@ -40,7 +40,7 @@ WHILE_TOKENISING = [
     ("llm.data.preparation.output_files:sync_folder", (1, 1), None),
 ]
 AT_THE_EDGES = [
-    ("llm.trainers.gpt.reporting:make_tracker", (1, 1), None),
+    ("llm.trainers.gpt.train:make_tracker", (1, 1), None),
     ("llm.trainers.gpt.results:export_model", (1, 1), 0),
 ]
 IN_A_STEP = [("llm.trainers.gpt.loop:Trainer.train_step", (1, STEPS - 6), None)] * 6

@@ -24,7 +24,7 @@ OPTIONS = {
     "resume_from_checkpoint": True,
 }
 BEFORE_TRAINING = {
-    "start-up": ("llm.trainers.gpt.setup:make_strategy", 1),
+    "start-up": ("llm.trainers.gpt.train:make_strategy", 1),
     "tokenising": ("llm.data.preparation.output_files:assemble", 1),
 }
 IN_TRAINING = {
