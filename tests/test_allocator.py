@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = """
 import json, os, sys
 first = os.getpid()
-from llm.allocator import restart_with_kept_memory
+from llm.runtime.allocator import restart_with_kept_memory
 restart_with_kept_memory()
 print(json.dumps([os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.argv[1:], sys.flags.optimize]))
 """

@@ -151,10 +151,12 @@ class _Marks:
         # Python collects the graph's cycles at unpredictable times, which would change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
+        gc.freeze()  # what is there already is not looked through at every collection
         try:
             with self._counter, self._meter:
                 yield
         finally:
+            gc.unfreeze()
             if was_enabled:
                 gc.enable()
 
