@@ -210,9 +210,9 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
         )
-        metadata = {"name": run.resolve().name, "architecture": model.config.model_type}
+        card = {"name": run.resolve().name, "architecture": model.config.model_type}
         known = {} if loss is None else {"eval loss": loss}
-        write_model_card(target, {**metadata, "steps": chosen.step, **known, "seed": config.seed})
+        write_model_card(target, {**card, "steps": chosen.step, **known, "seed": config.seed})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."

@@ -5,20 +5,7 @@ import re
 
 import pytest
 
-from tests.support.package import MODULES, ROOT, imports_of, name_of
-
-# From the ground up. A module imports rooms (folders) of lower floors, or its own room.
-FLOORS = [
-    {"errors"},
-    {"config"},
-    {"runtime", "tokenizers"},
-    {"data", "models", "optim", "checkpoint", "metrics"},
-    {"parallel"},
-    {"trainers"},
-    {"plan", "report", "jobs", "checkpoints", "generate", "preflight"},
-]
-# Programs that lie in the folder of their subject stand on the top floor like the others.
-PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}
+from tests.support.package import FLOORS, MODULES, PROGRAMS, ROOT, imports_of, name_of
 
 
 def room_of(name: str) -> str:

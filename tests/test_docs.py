@@ -34,7 +34,7 @@ from llm.runtime.events import Kind
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
-from tests.support.package import MODULES, PACKAGE, ROOT, name_of
+from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT, name_of
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
@@ -409,6 +409,18 @@ def test_every_section_of_the_ancestors_guide_has_its_counterpart():
 def test_what_the_pages_list_of_the_code_is_generated_from_it():
     for path, page in GENERATOR["pages"]().items():
         assert read(path) == page, f"{path.name} is not what the code says; run: make pages"
+
+
+def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
+    drawing = next(b for b in blocks(ROOT / "docs/architecture.md") if "0  errors" in b)
+    floors: dict[int, set[str]] = {}
+    for line in drawing.splitlines():
+        words = line.partition("#")[0].split()
+        if words[0].isdigit():
+            number = int(words.pop(0))
+        rooms = {word.rstrip("/") for word in words if "/" not in word.rstrip("/")}
+        floors.setdefault(number, set()).update(rooms)
+    assert [floors[number] for number in range(len(floors))] == FLOORS
 
 
 def test_the_readme_names_every_folder_of_the_package_and_no_other():

@@ -68,6 +68,7 @@ def parse(
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls), prog=prog, description=description)
+        parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options; end.")
         parser.epilog = _other_topics(cls) if common(cls) else None
         sys.stdout.write(parser.format_help())
         raise SystemExit(0)
@@ -147,7 +148,8 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
     if not topic:
         by_name = {field.name: field for field in declared}
         return [by_name[name] for name in common(cls)]
-    found = [field for field in declared if topic in _topics(field.option.group)]
+    asked = _topics(topic)
+    found = [field for field in declared if {*asked} & {*_topics(field.option.group)}]
     if not found:
         raise ConfigError(f"--help {topic}: there is no such topic. {_other_topics(cls)}")
     return found
@@ -155,7 +157,8 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
 
 def _topics(group: str) -> list[str]:
     """The words of a heading by which it can be asked for: ["kfac"] for "K-FAC"."""
-    return [word for word in re.sub(r"[^a-z ]", "", group.lower()).split() if len(word) > 2]
+    words = re.sub(r"[^a-z ]", "", group.lower()).split()
+    return [word for word in words if word not in ("and", "of", "the")]
 
 
 def _other_topics(cls: type) -> str:
@@ -179,7 +182,6 @@ def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
         metavar="FILE",
         help="TOML file with any of these options; the command line overrides it.",
     )
-    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options and end.")
     groups: dict[str, Any] = {}
     for field in declared:
         if field.option.group not in groups:

@@ -205,14 +205,19 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
             parameter[rows:] = 0
 
 
+def biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Return the parameters that `no_bias` holds at zero."""
+    return [p for name, p in model.named_parameters() if name.endswith("bias")]
+
+
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    held = biases(model)
     nonzero = "an unknown number"
     if model.device.type != "meta":
-        nonzero = str(sum(bool(bias.any()) for bias in biases))
-    for bias in biases:
+        nonzero = str(sum(bool(bias.any()) for bias in held))
+    for bias in held:
         bias.requires_grad_(False)
         bias.zero_()
     logger.info(
-        "%d biases are held at zero (--no_bias); %s of them were not zero.", len(biases), nonzero
+        "%d biases are held at zero (--no_bias); %s of them were not zero.", len(held), nonzero
     )

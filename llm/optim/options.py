@@ -121,6 +121,8 @@ class OptimizerOptions(KFACOptions):
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
     """What cannot work about the optimizer, a sentence each."""
     problems = []
+    if options.num_warmup_steps and options.num_warmup_samples is not None:
+        problems.append("--num_warmup_steps and --num_warmup_samples exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.optimizer == "sgd":
@@ -136,8 +138,6 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     """What cannot work about the learning rate, a sentence each."""
     problems = []
     kind = options.lr_scheduler_type
-    if options.num_warmup_steps and options.num_warmup_samples is not None:
-        problems.append("--num_warmup_steps and --num_warmup_samples exclude each other.")
     if options.min_learning_rate > options.learning_rate:
         problems.append(
             f"--min_learning_rate {options.min_learning_rate:g} is above --learning_rate "

@@ -40,13 +40,13 @@ class FlagReducer:
         self._under_way: list[Any] = []
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags any rank had set until the vote began that ends now.
+        """Return which flags any rank had set when the exchange began that ends with this call.
 
         Args:
             flags: Always as many; every rank must call it.
 
         Returns:
-            The same on all ranks; none are set where no vote ends.
+            The same on all ranks; none are set where no exchange ends.
         """
         own = torch.tensor([float(flag) for flag in flags])
         self._asked = own if self._asked is None else torch.maximum(self._asked, own)

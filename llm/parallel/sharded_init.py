@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from llm.models.build import biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
 from llm.models.options import ModelOptions
 
@@ -55,9 +56,8 @@ def fill_model(
     init_shards(model, make_recipe, seed=seed, device=device)
     if options.no_bias:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.zero_()
+            for bias in biases(model):
+                bias.zero_()
 
 
 def init_shards(

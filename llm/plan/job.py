@@ -101,7 +101,7 @@ class Job:
         return self._rank_model(tensor)[0]
 
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
-        """The census, and the model with one block left, which is all that a trace takes."""
+        """The parameter counts, and the model with one block left, all that a trace takes."""
         model = self.outline()
         split_model(model, tensor)
         param_counts = count_parameters(model)
@@ -118,7 +118,7 @@ class Job:
         return trace(model, self.options, length=self.length, tensor=tensor, context=context)
 
     @functools.cached_property
-    def _pieces(self) -> PipelineModules:
+    def _modules(self) -> PipelineModules:
         return find_pipeline_modules(self.outline())
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
@@ -132,7 +132,7 @@ class Job:
             return [[*range(num_layers)]]
         num_stages = pipeline * self.options.virtual_stages
         check_depth(num_layers, num_stages)
-        stages = self._pieces.assign_layers(num_stages)
+        stages = self._modules.assign_layers(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
 
 

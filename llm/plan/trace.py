@@ -98,8 +98,9 @@ def trace(
             marks.mark("loss")
             objective.backward()
             del objective  # its graph holds what checkpointing has recomputed
-            while gc.collect():  # in cycles, the last of which take several rounds
-                pass
+            for _ in range(10):  # in cycles, the last of which take several rounds
+                if not gc.collect():
+                    break
             marks.mark("end")
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         head = sum(p.nbytes for p in model.get_output_embeddings().parameters())

@@ -4,7 +4,7 @@ Every rank sends a heartbeat with its progress to the board, a TCPStore of rank 
 rank 0 finds the ranks that make no progress within their limit. Every process also serves a store
 of its own, which answers as long as the process lives, even while Python is blocked: the previous
 rank polls it, and loses the connection as soon as the process dies. A rank that loses the board
-knows that rank 0 has died. The verdict is posted on the board and every rank ends itself, since the
+knows that rank 0 has died. The failure is posted on the board and every rank ends itself, since the
 collective that it waits for would time out only half an hour later, without a name.
 """
 
@@ -196,7 +196,7 @@ class Health:
         if self._attending is not None:
             self._attending.join(_LEAVE_SECONDS)
 
-    def wait_for_verdict(self, seconds: float) -> str | None:
+    def wait_for_failure(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
         deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
         while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):

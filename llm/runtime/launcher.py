@@ -70,9 +70,11 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def task_launcher(environ: Mapping[str, str]) -> str | None:
     """The program that started this process as one of several tasks: "srun", "mpiexec" or None."""
-    if not ranks_of(environ):
+    found = ranks_of(environ)
+    if not found:
         return None
-    return "mpiexec" if _ranks_of_mpi(environ) else "srun"
+    # Cray's PMI sets the names of its mpiexec beside those of srun.
+    return "srun" if _ranks_of_slurm(environ) == found else "mpiexec"
 
 
 def hosts_of(environ: Mapping[str, str]) -> list[str]:

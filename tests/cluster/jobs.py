@@ -155,7 +155,7 @@ class Slurm:
         printed = self.call("sbatch", "--parsable", *options, script.name, cwd=script.parent)
         return int(printed.split(";")[0])
 
-    def metadata(self, job: int | str) -> dict[str, str]:
+    def job_info(self, job: int | str) -> dict[str, str]:
         """What Slurm knows of a job."""
         shown = self.call("scontrol", "--oneliner", "show", "job", job)
         return dict(re.findall(r"(\w+)=(\S*)", shown))
@@ -164,7 +164,7 @@ class Slurm:
         """Wait until a job has ended; returns its state, such as COMPLETED."""
         end = time.monotonic() + timeout
         while True:
-            state = self.metadata(job)["JobState"]
+            state = self.job_info(job)["JobState"]
             if state not in IN_QUEUE:
                 return state
             assert time.monotonic() < end, f"job {job} is still {state}"
@@ -172,7 +172,7 @@ class Slurm:
 
     def restarts(self, job: int) -> int:
         """How often a job was put into the queue again."""
-        return int(self.metadata(job)["Restarts"])
+        return int(self.job_info(job)["Restarts"])
 
 
 def run_pbs(script: Path, *, hosts: list[str], job: str, ranks: int) -> subprocess.CompletedProcess:

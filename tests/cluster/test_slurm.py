@@ -127,7 +127,7 @@ def test_the_signal_comes_from_slurm_itself_before_the_time_limit(slurm, submiss
     # The signal may come a minute early: with three minutes there are at least sixty seconds.
     job = slurm.submit(script, *TWO_NODES[:-1], "--time=3", "--signal=B:USR1@60")
     while "the job goes into the queue again" not in log(submission, job):
-        assert slurm.metadata(job)["JobState"] in IN_QUEUE, log(submission, job)
+        assert slurm.job_info(job)["JobState"] in IN_QUEUE, log(submission, job)
         time.sleep(0.5)
     assert submission.status("limited") == "preempted"
     slurm.call("scancel", job)

@@ -7,6 +7,19 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "llm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
+# From the ground up. A module imports rooms (folders) of lower floors, or its own room.
+FLOORS = [
+    {"errors"},
+    {"config"},
+    {"runtime", "tokenizers"},
+    {"data", "models", "optim", "checkpoint", "metrics"},
+    {"parallel"},
+    {"trainers"},
+    {"plan", "report", "jobs", "checkpoints", "generate", "preflight"},
+]
+# Programs that lie in the folder of their subject stand on the top floor like the others.
+PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}
+
 
 def name_of(path: Path) -> str:
     """The name of a module without the package's, such as `data.loader`."""

@@ -76,9 +76,11 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     for name, value in {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "8"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert results.start_command(8, *words) == f"srun -n 8 python {trainer}"
-    for name in ("PMI_RANK", "MPI_LOCALRANKID"):
+    for name in ("PMI_RANK", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("PMI_SIZE", "8")
+    monkeypatch.setenv("PMI_SIZE", "8")  # as Cray's srun sets it too
+    assert results.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    monkeypatch.delenv("SLURM_PROCID")
     assert results.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 

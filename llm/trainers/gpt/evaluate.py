@@ -30,8 +30,9 @@ def evaluate(config: GPTConfig, world: World) -> None:
     model = make_model(config, setup, world)
     whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
+    model = whole  # the last reference to layers that other stages hold
     check_same_start(setup, strategy)
-    log_beginning(config, setup, strategy, whole)
+    log_beginning(config, setup, strategy, model)
     load_weights(setup.resume_from, strategy)
     evaluate_parts = make_evaluate(config, setup, strategy)
     assert evaluate_parts is not None  # read_evaluation asks for validation data

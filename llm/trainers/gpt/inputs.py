@@ -109,7 +109,7 @@ def read_training(
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
-    run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
+    run = _open_run(config, world)
     resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
     check_folder(config, run, resume_from, config_file=config_file)
     setup = _read(config, world, run, resume_from)
@@ -124,16 +124,13 @@ def read_training(
     check_micro_batches(
         config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=plan.accumulation
     )
-    if config.in_memory and world.local_rank == 0:
+    schedule = make_schedule(
+        config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
+    )
+    if config.in_memory and world.local_rank == 0:  # last, since it reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
-        **vars(setup),
-        data_digest=data_digest,
-        samples=samples,
-        plan=plan,
-        schedule=make_schedule(
-            config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
-        ),
+        **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
     )
 
 
@@ -143,7 +140,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
-    run = RunFolder(Path(config.output_dir or _default_output_dir(config)))
+    run = _open_run(config, world)
     resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
     setup = _read(config, world, run, resume_from)
     if not (setup.weights_from or resume_from):
@@ -158,11 +155,16 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     return setup
 
 
+def _open_run(config: GPTConfig, world: World) -> RunFolder:
+    """Return the run's folder, after what can be refused at once."""
+    check_precision(config.mixed_precision, device_of(world))
+    _check_trackers(config)
+    return RunFolder(Path(config.output_dir or _default_output_dir(config)))
+
+
 def _read(
     config: GPTConfig, world: World, run: RunFolder, resume_from: Checkpoint | None
 ) -> RunSetup:
-    check_precision(config.mixed_precision, device_of(world))
-    _check_trackers(config)
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)

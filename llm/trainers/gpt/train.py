@@ -71,14 +71,15 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         repository = open_repository(config, setup.run.path)
     whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
+    model = whole  # the last reference to layers that other stages hold
     check_same_start(setup, strategy)
     load_weights(setup.init_from, strategy)
     with watched(config, setup, strategy) as health:
-        log_beginning(config, setup, strategy, whole)
-        trainer = make_trainer(config, setup, strategy, whole, health)
+        log_beginning(config, setup, strategy, model)
+        trainer = make_trainer(config, setup, strategy, model, health)
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
-        trainer.tracker = make_tracker(config, setup, strategy, whole)
+        trainer.tracker = make_tracker(config, setup, strategy, model)
         restore(config, setup, trainer)
         step, total = trainer.state.step, setup.plan.total_steps
         if step == total:
@@ -88,7 +89,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         if outcome == "preempted":
             tell_preempted(config, setup, trainer)
         else:
-            finish(config, setup, trainer, whole)
+            finish(config, setup, trainer, model)
     strategy.close()
     if outcome == "preempted":
         return EXIT_PREEMPTED
@@ -130,7 +131,7 @@ def watched(
     except BaseException as error:
         # A collective fails on all ranks when one is lost; which one is known a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
-        failure = health.wait_for_verdict(0.0 if foreseen else PEER_SECONDS)
+        failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
         if failure is not None:
             raise PeerLostError(failure) from error
         with contextlib.suppress(OSError):  # the disk may be what is wrong
