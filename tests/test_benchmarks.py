@@ -218,6 +218,22 @@ def test_our_side_reads_toy_batches_and_a_sample_far_away():
 
 
 @pytest.mark.benchmarks
+def test_a_checkout_is_measured_beside_an_earlier_one_which_here_is_the_same():
+    command = [sys.executable, "-m", "benchmarks.before", "--earlier", str(ROOT)]
+    done = subprocess.run(
+        [*command, "--only", "start", "--shapes", "toy", "--repeats", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| milestone"))
+    _, before, now, ratio = row.strip("| ").split(" | ")
+    assert float(ratio.split()[0]) == pytest.approx(float(now) / float(before), abs=0.01)
+
+
+@pytest.mark.benchmarks
 def test_training_is_measured_at_toy_size_beside_a_bare_loop(tmp_path):
     command = [sys.executable, "-m", "benchmarks.train", "--shapes", "toy", "--repeats", "1"]
     done = subprocess.run(
@@ -445,6 +461,24 @@ def test_a_checkout_that_is_none_is_refused():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "--nanogpt nowhere holds no train.py.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["--earlier", "nowhere"],
+            "--earlier 'nowhere' is no checkout: llm/trainers is missing.\n",
+        ),
+        (["--earlier", "."], "--corpus None is no file; --only prepare needs it.\n"),
+    ],
+    ids=["no checkout", "no corpus"],
+)
+def test_a_comparison_without_its_inputs_is_refused(arguments, complaint):
+    command = [sys.executable, "-m", "benchmarks.before", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == complaint
 
 
 def test_a_line_of_the_log_is_timed(tmp_path):

@@ -76,14 +76,8 @@ def parse(
     known, unknown = parser.parse_known_args(words)
     given = vars(known)
     if positional is not None and positional not in given:
-        # What follows an unknown option is likelier its value.
-        bare = [
-            word
-            for before, word in zip(["", *unknown], unknown, strict=False)
-            if not word.startswith("-") and not before.startswith("-")
-        ]
         many = next(field.many for field in declared if field.name == positional)
-        bare = bare if many else bare[:1]
+        bare = _bare_words(unknown)[: None if many else 1]
         if bare:
             given |= vars(parser.parse_args([f"--{positional}", *bare]))
             unknown = [word for word in unknown if word not in bare]
@@ -101,6 +95,15 @@ def parse(
                 "that is; choose a shorter one."
             )
     return config
+
+
+def _bare_words(words: Sequence[str]) -> list[str]:
+    """The words that are no flag, and do not follow one, whose value they would be."""
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not word.startswith("-") and not before.startswith("-")
+    ]
 
 
 def config_file_of(argv: Sequence[str]) -> Path | None:
