@@ -1,7 +1,6 @@
 """One device, or data parallelism over several, through Accelerate."""
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +13,6 @@ from llm.checkpoint.state import model_tensors
 from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
 from llm.parallel.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer
-
-logger = logging.getLogger("llm.parallel")
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

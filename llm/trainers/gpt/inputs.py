@@ -5,7 +5,6 @@ and no rank waits for another that has given up. Nothing is written but the data
 """
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ from llm.trainers.gpt.resume import (
     find_weights,
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
-
-logger = logging.getLogger("llm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

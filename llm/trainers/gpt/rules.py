@@ -103,7 +103,7 @@ def _run_problems(config: GPTConfig) -> list[str]:
     try:
         span = profiled_steps(config)
     except ConfigError:
-        return problems  # it is told with the other options of its room
+        return problems  # `logging_problems` reports it
     steps = config.max_train_steps
     if span is not None and steps is not None and span[1] > steps:
         problems.append(
