@@ -188,7 +188,7 @@ def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_on_all_of_them(plain):
-    """What else is refused stands in tests/test_layout_rules.py."""
+    """What else is refused stands in tests/trainers/test_rules.py."""
     run = plain.train("refused", ranks=2, data_parallel_shard_size=3)
     assert run.codes == [2, 2]
     assert "3 ranks, which do not divide the 2 that there are" in run.output

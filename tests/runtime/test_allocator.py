@@ -32,7 +32,7 @@ def start(*arguments: str, **environment: str) -> tuple[int, str | None, list[st
         env={**plain, **environment},
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     output, _ = process.communicate()
     number, settings, words, optimize = json.loads(output)
@@ -85,7 +85,7 @@ print(faults() - before)
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
         )
         counts[name] = int(done.stdout)
     assert counts["plain"] > 20_000

@@ -11,7 +11,7 @@ from llm.config.toml import read_toml
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 QUICKSTART = EXAMPLES / "quickstart.toml"
 

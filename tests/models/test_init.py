@@ -84,7 +84,7 @@ def test_gpt2_scales_its_residual_projections_by_depth_and_nothing_else() -> Non
 
 def test_another_process_starts_from_the_same_weights() -> None:
     program = (
-        "from tests.models.test_initialize import keyed_model\n"
+        "from tests.models.test_init import keyed_model\n"
         "print(sum(p.double().sum().item() for p in keyed_model('mamba').parameters()))"
     )
     root = Path(__file__).parents[2]

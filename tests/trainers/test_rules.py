@@ -10,7 +10,7 @@ from llm.errors import ConfigError
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
-GUIDE = Path(__file__).parent.parent / "docs/guides/parallelism.md"
+GUIDE = Path(__file__).parents[2] / "docs/guides/parallelism.md"
 OPTIONS = {
     "shards": [{"data_parallel_shard_size": 2}],
     "tensor": [{"tensor_parallel_size": 2}],
