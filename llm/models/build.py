@@ -21,6 +21,7 @@ from llm.models.configuration import one_line
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import disable_packing_detection
 from llm.models.options import ModelOptions, recomputation
+from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.recomputation import recompute_activations
 from llm.models.patches.tied_embedding import tie_gradients
@@ -75,6 +76,7 @@ def build_model(
         tie_gradients(model)
     recompute_activations(model, recomputation(options))
     disable_packing_detection()
+    autocast_grouped_products()
     return model.train()
 
 
