@@ -9,23 +9,37 @@ from pathlib import Path
 import torch
 
 PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A10": 125.0,
-    "A40": 150.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "GH200": 989.0,
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
     "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 150.0,
+    "A30": 165.0,
+    "A10": 125.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
     "V100": 125.0,
-    "MI250X": 191.5,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "MI355X": 2516.0,
+    "MI325X": 1307.0,
     "MI300X": 1307.0,
+    "MI300A": 980.6,
+    "MI250X": 191.5,
     "GPU Max 1550": 419.0,
 }
 """Dense bf16 or fp16 TFLOP/s of one device (a die or tile, where torch counts those), from the
-makers' data sheets."""
+makers' data sheets: without sparsity, and with sums in fp32."""
 
 _SIZES = (512, 1024, 2048)
 _SECONDS = 0.1

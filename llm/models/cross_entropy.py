@@ -204,8 +204,16 @@ def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
-    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32."""
+    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32.
+
+    The gradient of a frequent token sums over many rows, and no loss scale is in it yet: as fp16
+    it would overflow.
+    """
     if total.dtype == grad_logits.dtype:
         total.addmm_(grad_logits.t(), chunk)
+    elif total.device.type == "cuda":
+        torch.addmm(total, grad_logits.t(), chunk, out_dtype=torch.float32, out=total)
+    elif grad_logits.dtype == torch.float16:
+        total.addmm_(grad_logits.t().float(), chunk.float())
     else:
         total += grad_logits.t() @ chunk

@@ -3,6 +3,7 @@
 import logging
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +12,27 @@ from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
 logger = logging.getLogger("llm.parallel")
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse to train on the CPU of a machine whose NVIDIA GPUs PyTorch does not see.
+
+    Raises:
+        ParallelError: Says what to install, and how to ask for the CPU.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if device.type != "cpu" or hidden or not NVIDIA_DRIVER.exists():
+        return
+    reason = f"reaches none of its GPUs: check that the driver supports CUDA {torch.version.cuda}"
+    if torch.version.cuda is None:
+        reason = "is built without CUDA: install the build for it from pytorch.org"
+    raise ParallelError(
+        f"This machine has an NVIDIA driver, but PyTorch {torch.__version__} {reason}. To train on "
+        "the CPU all the same, set CUDA_VISIBLE_DEVICES to an empty string."
+    )
 
 
 def check_precision(mixed_precision: str, device: torch.device) -> None:
@@ -37,7 +58,12 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
             f"--mixed_precision {mixed_precision} takes several times as long as no on this CPU, "
             "which has no arithmetic for it."
         )
-    if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    # PyTorch counts GPUs that emulate it, such as V100 and T4, many times slower than fp16.
+    if (
+        mixed_precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
     if mixed_precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")

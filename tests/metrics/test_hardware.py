@@ -13,16 +13,23 @@ CPU = torch.device("cpu")
         ("NVIDIA A10", 125),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
         ("NVIDIA L4", 121),
+        ("AMD Instinct MI300A", 980.6),
+        ("Intel(R) Data Center GPU Max 1550", 419),
     ],
 )
 def test_the_peak_is_that_of_the_device(name, tflops):
     assert peak_flops(name) == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["Abacus 2000", "NVIDIA RTX A4000", "NVIDIA L40", "RTX A1000"])
+@pytest.mark.parametrize("name", ["Abacus 2000", "NVIDIA RTX A4000", "NVIDIA A16", "RTX A1000"])
 def test_the_peak_of_an_unknown_device_is_unknown(name):
     assert peak_flops(name) is None
 

@@ -10,6 +10,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from llm.models.plain_head import has_plain_head
 from tests.support.models import FAMILIES, tiny_config, tiny_model
@@ -237,3 +238,17 @@ def test_every_parameter_has_a_gradient_in_every_step(family: str) -> None:
     objective, _ = LanguageModelLoss(model)(input_ids[1:2, :1], labels[1:2, :1])
 
     assert [n for n, gradient in gradients(model, objective).items() if gradient is None] == []
+
+
+def test_an_fp16_head_gradient_does_not_overflow_in_a_large_chunk():
+    model = tiny_model(tiny_config("gpt2"))
+    hidden = torch.full((4096, 32), 100.0)
+    labels = torch.full((4096,), 7)
+    weight = model.get_output_embeddings().weight
+
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_cross_entropy(hidden, weight, None, labels, vocab_size=320, rows=4096)
+    (loss / 4096).backward()
+
+    # Of 4,096 tokens with the label 7 each adds about -100 to its row.
+    assert weight.grad[7].mean().item() == pytest.approx(-100.0, rel=0.01)

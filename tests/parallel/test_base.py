@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.errors import ParallelError
-from llm.parallel.accelerator import check_precision
+from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.data_parallel import make_model, make_strategy, share, step_data
 from tests.support.ranks import run_ranks, values
@@ -186,3 +186,32 @@ def test_all_ranks_learn_of_a_flag_at_the_next_call():
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
         check_precision("fp8", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "remedy"),
+    [
+        (None, r"built without CUDA: install"),
+        ("12.8", r"check that the driver supports CUDA 12\.8"),
+    ],
+)
+def test_a_driver_whose_gpus_torch_does_not_see_is_no_cpu_run(cuda, remedy, tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr("llm.parallel.accelerator.NVIDIA_DRIVER", driver)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    with pytest.raises(ParallelError, match=rf"{remedy}.*CUDA_VISIBLE_DEVICES to an empty string"):
+        check_device(torch.device("cpu"))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_device(torch.device("cpu"))
+
+
+def test_bf16_that_a_gpu_only_emulates_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    with pytest.raises(ParallelError, match=r"--mixed_precision bf16 .* use fp16 or no"):
+        check_precision("bf16", torch.device("cuda"))

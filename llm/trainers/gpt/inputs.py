@@ -21,7 +21,7 @@ from llm.data.open_corpus import open_corpus
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
-from llm.parallel.accelerator import check_precision
+from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
@@ -154,7 +154,9 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
 
 def _open_run(config: GPTConfig, world: World) -> RunFolder:
     """Return the run's folder, after what can be refused at once."""
-    check_precision(config.mixed_precision, device_of(world))
+    device = device_of(world)
+    check_device(device)
+    check_precision(config.mixed_precision, device)
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
