@@ -198,9 +198,11 @@ class Health:
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
-        deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
-        while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
+        # Polls are counted, not seconds: a machine that stalls stalls the watching threads too.
+        polls = 0 if self._attending is None else round(seconds / _POLL_SECONDS)
+        while self.failure is None and (polls > 0 or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
+            polls -= 1
         return self.failure
 
     def _attend(self, board: Board) -> None:

@@ -39,7 +39,7 @@ from llm.trainers.gpt.setup import (
     restore,
 )
 
-PEER_SECONDS = 3.0
+PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
 
 logger = logging.getLogger("llm")
