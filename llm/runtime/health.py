@@ -162,10 +162,8 @@ class Health:
             names.insert(0, "127.0.0.1")
         stores = [_connect(names, port) for _ in range(2)]
         if None in stores:
-            logger.warning(
-                f"Rank {rank} does not reach rank 0 on {self._host_0}, port {port}: if it hangs, "
-                "nobody will say so."
-            )
+            missed = f"rank 0 on {self._host_0}, port {port}: if it hangs, nobody will say so."
+            logger.warning(f"Rank {rank} does not reach {missed}")
             return
         board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
         board.say("address", (_own_address(), self._own.port))
@@ -176,6 +174,8 @@ class Health:
             threading.Thread(target=self._watch_next, args=(other,), daemon=True).start()
         if rank > 0:
             threading.Thread(target=self._watch_clock, daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
+                board.read(f"watched/{rank}", time.monotonic() + _CONNECT_SECONDS)
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
         """Say that this rank makes progress.
@@ -198,11 +198,9 @@ class Health:
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Why this process' communication failed, if another rank is the reason."""
-        # Polls are counted, not seconds: a machine that stalls stalls the watching threads too.
-        polls = 0 if self._attending is None else round(seconds / _POLL_SECONDS)
-        while self.failure is None and (polls > 0 or self._ending.locked()):
+        deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
+        while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
-            polls -= 1
         return self.failure
 
     def _attend(self, board: Board) -> None:
@@ -247,18 +245,17 @@ class Health:
         board.say("beat", beat)
 
     def _watch_next(self, board: Board) -> None:
-        """Asks the store of the next rank until its process dies."""
+        """Ask the store of the next rank until its process dies."""
         rank = self._rank + 1
         with contextlib.suppress(RuntimeError):  # `_attend` finds out that rank 0 has died
             while (found := board.heard_from("address", rank)) is None:
-                time.sleep(_BEAT_SECONDS)
+                time.sleep(_POLL_SECONDS)
             host, port = found
             store = _connect([host], port)
+            board.post(f"watched/{rank}", "")
             if store is None:
-                logger.warning(
-                    f"Rank {self._rank} does not reach rank {rank} at {host}, port {port}: if it "
-                    "dies, nobody will say so."
-                )
+                missed = f"rank {rank} at {host}, port {port}: if it dies, nobody will say so."
+                logger.warning(f"Rank {self._rank} does not reach {missed}")
                 return
             with contextlib.suppress(RuntimeError):  # of a connection that has gone
                 while True:
