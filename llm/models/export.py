@@ -77,14 +77,14 @@ def export_model(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
+def write_model_card(folder: str | Path, entries: Mapping[str, object]) -> None:
     """Write README.md: a model card with a table about the training.
 
     Args:
         folder: The exported model's folder.
-        facts: The rows of the table, in order; "name" becomes the title.
+        entries: The rows of the table, in order; "name" becomes the title.
     """
-    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items() if name != "name"]
+    rows = [f"| {name} | {_cell(value)} |" for name, value in entries.items() if name != "name"]
     lines = [
         "---",
         "library_name: transformers",
@@ -94,7 +94,7 @@ def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
         "- llm-trainers",
         "---",
         "",
-        f"# {_cell(facts.get('name', Path(folder).resolve().name))}",
+        f"# {_cell(entries.get('name', Path(folder).resolve().name))}",
         "",
         "A causal language model, pretrained with llm-trainers. Load it with",
         "`transformers.AutoModelForCausalLM.from_pretrained` and",
