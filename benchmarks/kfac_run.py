@@ -22,7 +22,7 @@ from llm.optim.kfac.make import KFAC, make_kfac
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import restart_with_kept_memory
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -15,7 +15,7 @@ import torch
 from benchmarks.kfac_costs import Taken
 from benchmarks.kfac_run import Stepper, Text, make_model
 from llm.models.loss import LanguageModelLoss
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import restart_with_kept_memory
 
 
 class Training:

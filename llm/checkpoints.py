@@ -192,8 +192,8 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
+    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()

@@ -18,9 +18,9 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import ConfigError, DivergedError, LLMError
+from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
-from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import device_of, world_from_environment
 from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
 

@@ -25,8 +25,7 @@ from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import LLMError, ParallelError
 from llm.runtime.health import Board
-from llm.runtime.launcher import adopt_launcher, hosts_of
-from llm.runtime.world import World, device_of, world_from_environment
+from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:
     import torch

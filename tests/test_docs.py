@@ -30,8 +30,8 @@ from llm.parallel.topology import TopologyOptions
 from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
-from llm.runtime.events import Kind
 from llm.runtime.health import EXIT_PEER_LOST
+from llm.runtime.logging import Kind
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT, name_of

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from llm.config.command_line import parse
 from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
+from llm.models.sizes import find_blocks
 from llm.optim.kfac.make import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator

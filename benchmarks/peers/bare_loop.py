@@ -17,7 +17,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import restart_with_kept_memory
 
 
 def main() -> None:

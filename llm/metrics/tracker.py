@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from llm.runtime.events import event
 from llm.runtime.files import sync, write_whole
+from llm.runtime.logging import event
 
 logger = logging.getLogger("llm")
 

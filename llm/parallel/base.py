@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from llm.checkpoint.state import model_tensors
+from llm.checkpoint.format import model_tensors
 from llm.data.micro_batch import MicroBatch
 from llm.errors import ParallelError
 from llm.parallel.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     """The lines to print, and whether what they plan fits."""
+    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
 from llm.models.build import build_model
 from llm.models.configuration import load_config
+from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules

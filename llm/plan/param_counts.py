@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm.models.blocks import find_blocks
+from llm.models.sizes import find_blocks
 
 FP32 = 4
 

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llm.models.blocks import find_blocks
 from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
+from llm.models.sizes import find_blocks
 from llm.plan.meter import Level, MemoryMeter
 from llm.plan.options import PlanOptions
 

@@ -10,8 +10,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llm.models.loss import LanguageModelLoss
-from llm.models.plain_head import has_plain_head
+from llm.models.loss import LanguageModelLoss, has_plain_head
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 NARROW = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.models.sizes import find_blocks
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel import context_attention as context

@@ -140,7 +140,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
-from llm.models.blocks import find_blocks
+from llm.models.sizes import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.parallel.sharded_init import fill_model

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
+from llm.models.sizes import find_blocks
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims

@@ -11,9 +11,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM
 
 from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
+from llm.models.sizes import find_blocks
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator

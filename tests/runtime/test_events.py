@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.runtime.events import EventHandler, append_event, event
+from llm.runtime.logging import EventHandler, append_event, event
 
 
 @pytest.fixture

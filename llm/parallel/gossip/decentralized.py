@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from llm.checkpoint.state import model_tensors
+from llm.checkpoint.format import model_tensors
 from llm.errors import ParallelError
 from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
 from llm.models.configuration import one_line
 from llm.models.masking import run_model
+from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1
 """Of a weight that is looked up, as a share of one that is multiplied with."""

@@ -19,7 +19,7 @@ from llm.data.documents import DocumentEnds, document_ends
 from llm.data.in_memory import hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
 from llm.errors import ConfigError, DataError
-from llm.models.configuration import load_config, max_positions
+from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerator import check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
@@ -36,7 +36,6 @@ from llm.trainers.gpt.resume import (
     choose_seed,
     find_init,
     find_resume,
-    find_weights,
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
@@ -181,7 +180,7 @@ def _read(
         seed=choose_seed(config, resume_from),
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=find_weights(config, resume_from or init_from),
+        weights_from=None if resume_from or init_from else find_weights(config),
         block_size=block_size,
         corpus=open_corpus(
             config,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, Literal
 
-from llm.checkpoint.format import Stateful
+from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.save import Saver
-from llm.checkpoint.state import TrainState
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
@@ -18,8 +17,8 @@ from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.optim.schedule import Schedule
 from llm.parallel.strategy import Strategy
-from llm.runtime.events import event
 from llm.runtime.health import Health
+from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig

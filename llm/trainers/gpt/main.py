@@ -19,13 +19,11 @@ from typing import Any
 
 from llm.config.command_line import config_file_of, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.health import EXIT_PEER_LOST
-from llm.runtime.launcher import adopt_launcher
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
-from llm.runtime.threads import limit_spin_wait
-from llm.runtime.world import World, world_from_environment
+from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 

@@ -14,8 +14,8 @@ from llm.config.toml import to_toml
 from llm.errors import DivergedError
 from llm.metrics.hardware import device_peak_flops, memory_in_use
 from llm.metrics.tracker import Tracker
-from llm.models.flops import flops_per_token
 from llm.models.sampling import sample_text
+from llm.models.sizes import flops_per_token
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import TrainSetup

@@ -17,11 +17,11 @@ from llm import __version__
 from llm.checkpoint.run_folder import RunFolder
 from llm.data.corpus import CorpusSource
 from llm.models.export import export_model, write_model_card
-from llm.models.param_counts import parameter_counts
+from llm.models.sizes import parameter_counts
 from llm.parallel.strategy import Strategy
-from llm.runtime.events import event
 from llm.runtime.files import write_whole
-from llm.runtime.launcher import task_launcher
+from llm.runtime.logging import event
+from llm.runtime.world import task_launcher
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer

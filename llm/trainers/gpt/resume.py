@@ -10,8 +10,6 @@ from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
-from llm.models.configuration import has_weights
-from llm.models.options import shape_options
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
@@ -205,14 +203,3 @@ def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
     if resume_from is not None:
         return int(resume_from.metadata["fixed"]["seed"])
     return draw_seed()
-
-
-def find_weights(config: GPTConfig, start: Checkpoint | None) -> str | None:
-    """Where pretrained weights come from; None trains from scratch or from a checkpoint."""
-    name = config.model_name_or_path
-    if name is None or config.low_cpu_mem_usage or shape_options(config) or start is not None:
-        return None
-    if has_weights(name):
-        return name
-    logger.info(f"{name} holds no weights: the model is trained from scratch.")
-    return None

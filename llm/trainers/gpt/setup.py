@@ -12,7 +12,7 @@ from llm.checkpoint.load import load_state
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.errors import ParallelError
 from llm.models.build import build_model
-from llm.models.dummy_weights import dummy_weights, without_weights
+from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
 from llm.optim.kfac.make import make_kfac
@@ -22,8 +22,8 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context_attention import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.strategy import Strategy
-from llm.runtime.events import event
 from llm.runtime.health import Health
+from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint, Stateful
 from llm.checkpoint.load import load_state, read_tensors
 from llm.errors import CheckpointError, ConfigError
-from llm.models.blocks import find_blocks
+from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context_attention import divide_attention
 from llm.parallel.dims import ParallelDims
@@ -32,7 +32,7 @@ from llm.parallel.pipeline.stage import cut_model
 from llm.parallel.sharded_init import fill_model
 from llm.parallel.tensor import divide_layers
 from llm.parallel.tensor_plans import tensor_plan
-from llm.runtime.launcher import ranks_per_node
+from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import GPTConfig
 
 MOST_ACCUM_STEPS = 8

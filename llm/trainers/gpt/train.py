@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError
 from llm.parallel.base import AcceleratedStrategy
-from llm.runtime.events import EventHandler
 from llm.runtime.health import Health
-from llm.runtime.logging import log_to_file
+from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
+from llm.models.sizes import find_blocks
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator

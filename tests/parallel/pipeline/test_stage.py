@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.dummy_weights import without_weights
+from llm.models.init import without_weights
 from llm.models.loss import LanguageModelLoss
-from llm.models.param_counts import parameter_counts
+from llm.models.sizes import parameter_counts
 from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
