@@ -6,8 +6,10 @@ word `none` unsets an optional value and empties a list.
 """
 
 import argparse
+import logging
 import re
 import sys
+import tomllib
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from llm.config.options import (
     is_too_long,
     paths,
     refusal,
+    renamed,
     shown,
 )
 from llm.config.toml import read_toml
@@ -29,9 +32,11 @@ from llm.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
+logger = logging.getLogger("llm")
+
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ConfigErrors."""
+    """An argument parser that raises ConfigError."""
 
     def error(self, message: str) -> typing.NoReturn:
         message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1 ", message)
@@ -64,7 +69,7 @@ def parse(
         SystemExit: After `--help`.
     """
     declared = fields(cls)
-    words = [_underscored(word) for word in argv]
+    words = _with_present_names([_underscored(word) for word in argv], cls)
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls), prog=prog, description=description)
@@ -111,6 +116,43 @@ def config_file_of(argv: Sequence[str]) -> Path | None:
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", type=Path)
     return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
+
+
+def log_former_names(cls: type, argv: Sequence[str]) -> None:
+    """Log in one line which former names of options the arguments and their TOML file have."""
+    path = config_file_of(argv)
+    given = {_name_of(_underscored(word)) for word in argv}
+    if path is not None:
+        given |= {name.replace("-", "_") for name in tomllib.loads(path.read_text("utf-8"))}
+    # The files that runs write have both names.
+    changes = [
+        f"{old} is now {new}" for old, new in renamed(cls).items() if {old, new} & given == {old}
+    ]
+    if changes:
+        logger.info(
+            f"Options have new names, and the next release reads no others: {', '.join(changes)}."
+        )
+
+
+def _with_present_names(words: Sequence[str], cls: type) -> list[str]:
+    """Replace the former names of options in arguments.
+
+    Raises:
+        ConfigError: An option is given under both names.
+    """
+    present, names = renamed(cls), [_name_of(word) for word in words]
+    for old, new in present.items():
+        if {old, new} <= {*names}:
+            raise ConfigError(f"--{old} is the former name of --{new}; give --{new} alone.")
+    return [
+        word.replace(name, present.get(name, name), 1)
+        for word, name in zip(words, names, strict=True)
+    ]
+
+
+def _name_of(word: str) -> str:
+    """Return the option of which an argument is the flag or the opposite, or ""."""
+    return word[2:].partition("=")[0].removeprefix("no_") if word.startswith("--") else ""
 
 
 def _value(name: str, value: Any) -> Any:

@@ -14,6 +14,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from llm.errors import ConfigError
@@ -29,6 +30,7 @@ class Option:
     help: str
     group: str
     aliases: tuple[str, ...] = ()
+    renamed_from: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -45,6 +47,7 @@ def option(
     *,
     group: str,
     aliases: tuple[str, ...] = (),
+    renamed_from: str | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -61,6 +64,7 @@ def option(
         help: One or two sentences for `--help` and the configuration page.
         group: Heading under which it is listed.
         aliases: Other names that mean the same.
+        renamed_from: Name of the option in the last release, which is read for one release more.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
@@ -76,6 +80,7 @@ def option(
         help=help,
         group=group,
         aliases=aliases,
+        renamed_from=renamed_from,
         at_least=at_least,
         above=above,
         at_most=at_most,
@@ -190,6 +195,19 @@ def removed(cls: type) -> dict[str, Removed]:
     return getattr(cls, "REMOVED", {})
 
 
+def renamed(cls: type) -> dict[str, str]:
+    """Return the present names of the options that have another one since the last release."""
+    named = {field.option.renamed_from: field.name for field in fields(cls)}
+    return {old: new for old, new in named.items() if old is not None}
+
+
+def with_present_names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the present names of options; a value under a former name counts last."""
+    present = renamed(cls)
+    former = {present[name]: value for name, value in values.items() if name in present}
+    return former | {name: value for name, value in values.items() if name not in present}
+
+
 def after_unknown(name: str, names: list[str], cls: type) -> str:
     """The rest of a sentence about a name that is no option: what to use, or did you mean.
 
@@ -287,6 +305,8 @@ def to_markdown(cls: type) -> str:
         needs = [need.replace("=", " ") for need in field.option.requires]
         if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
             text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+        if field.option.renamed_from is not None:
+            text += f" Formerly `{field.option.renamed_from}`, which is still read."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         if field.option.one_shot:

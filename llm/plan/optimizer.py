@@ -38,7 +38,9 @@ class OptimizerMemory:
 def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
     """Make the optimizer as the trainer does and count what it holds."""
     if not options.kfac:
-        accum_steps = (options.accum_steps or 1) if options.optimizer == "accumadamw" else None
+        accum_steps = (
+            (options.moment_update_steps or 1) if options.optimizer == "accumadamw" else None
+        )
         optimizer = make_optimizer(options, model, accum_steps=accum_steps)
         return OptimizerMemory(per_element=_per_element(optimizer, model))
     with fake_ranks(options.nodes * options.gpus_per_node):

@@ -101,11 +101,12 @@ class RunOptions:
         "learnt.",
         group=RUN,
     )
-    sample_every: int | None = option(
+    sample_steps: int | None = option(
         None,
         "Steps between samples that the model writes into log and TensorBoard while it trains; "
         "they continue sample_prompt, or begin a text.",
         group=RUN,
+        renamed_from="sample_every",
         at_least=1,
     )
     push_to_hub: bool = option(
