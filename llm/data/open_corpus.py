@@ -30,7 +30,7 @@ from llm.data.text.sources import Source, file_source
 from llm.errors import DataError
 from llm.runtime.world import launch_id
 from llm.tokenizers.fast import from_transformers
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

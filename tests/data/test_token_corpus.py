@@ -5,7 +5,7 @@ from llm.data.documents import DocumentEnds
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
 from llm.errors import DataError
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 
