@@ -58,8 +58,8 @@ def parse(
         argv: Arguments without the program's name.
         prog: Name of the program for `--help`.
         description: What the program does, for `--help`.
-        positional: Option whose name can be left out: a word that belongs to no other option is
-            its value, and all such words are if it takes several.
+        positional: Option whose name can be left out: the first word that belongs to no other
+            option is its value; all such words are, if it takes several.
 
     Returns:
         The options.
@@ -103,7 +103,7 @@ def parse(
 
 
 def _bare_words(words: Sequence[str]) -> list[str]:
-    """The words that are no flag, and do not follow one, whose value they would be."""
+    """Return the words that are neither a flag nor follow one, as its value does."""
     return [
         word
         for before, word in zip(["", *words], words, strict=False)
@@ -112,7 +112,7 @@ def _bare_words(words: Sequence[str]) -> list[str]:
 
 
 def config_file_of(argv: Sequence[str]) -> Path | None:
-    """The TOML file that arguments name."""
+    """Return the TOML file that arguments name."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", type=Path)
     return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
@@ -156,7 +156,7 @@ def _name_of(word: str) -> str:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Lists as tuples; `none` alone empties one."""
+    """Return a list as a tuple, an empty one for `none`."""
     if not isinstance(value, list):
         return value
     if None in value and len(value) > 1:
@@ -172,7 +172,7 @@ def _underscored(word: str) -> str:
 
 
 def _help_topic(words: Sequence[str]) -> str | None:
-    """What follows `--help`, "" for nothing; None where nobody asks for help."""
+    """Return the word after `--help`, "" if there is none; None without `--help`."""
     for word, after in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
             return "" if after.startswith("-") else after.lower()
@@ -182,7 +182,7 @@ def _help_topic(words: Sequence[str]) -> str | None:
 
 
 def _on_topic(topic: str, cls: type) -> list[Field]:
-    """The options of which `--help TOPIC` tells.
+    """Return the options that `--help TOPIC` shows.
 
     Raises:
         ConfigError: There is no such topic.
@@ -193,15 +193,15 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
     if not topic:
         by_name = {field.name: field for field in declared}
         return [by_name[name] for name in common(cls)]
-    asked = _topics(topic)
-    found = [field for field in declared if {*asked} & {*_topics(field.option.group)}]
-    if not found:
+    asked = {*_topics(topic)}
+    shown_fields = [field for field in declared if asked & {*_topics(field.option.group)}]
+    if not shown_fields:
         raise ConfigError(f"--help {topic}: there is no such topic. {_other_topics(cls)}")
-    return found
+    return shown_fields
 
 
 def _topics(group: str) -> list[str]:
-    """The words of a heading by which it can be asked for: ["kfac"] for "K-FAC"."""
+    """Return the topics that name a heading, such as ["kfac"] for "K-FAC"."""
     words = re.sub(r"[^a-z ]", "", group.lower()).split()
     return [word for word in words if word not in ("and", "of", "the")]
 

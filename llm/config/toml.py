@@ -24,13 +24,13 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
 
     Args:
         cls: Option dataclass.
-        path: The file. Options that are gone may stand in it with their default.
-        recorded: Whether it describes a run that is over, maybe one of an earlier version: what
-            no longer has a meaning is left out.
+        path: The file. It may set removed options to their default.
+        recorded: Whether it is the file of a run that has ended, maybe of an earlier version;
+            removed options are skipped then.
 
     Raises:
-        ConfigError: The file is absent or no TOML, a key is unknown (its nearest
-            neighbour is named) or gone, or a value has the wrong type.
+        ConfigError: The file is missing or no TOML, a key is unknown (the error suggests the
+            nearest) or removed, or a value has the wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -77,10 +77,10 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """Write every option that has a value as TOML, group by group, but for one-shot options.
+    """Return every option that has a value as TOML, group by group, except one-shot options.
 
-    Reading the text back with `read_toml` gives the same options. Those that have another name
-    since the last release are repeated under it, for programs that read the files of runs.
+    `read_toml` reads the same options back. Renamed options are written under both names, since
+    other programs read the files of runs too.
     """
     lines: list[str] = []
     former: list[str] = []
@@ -106,5 +106,5 @@ def to_toml(config: Any) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's as well, but for surrogate pairs and DEL.
+    # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

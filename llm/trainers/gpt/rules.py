@@ -1,8 +1,8 @@
 """Combinations of options of several rooms that cannot work.
 
-Where an option needs another one, its declaration says so (`requires`); what options of one room
-may not do together stands beside them. All of it runs before anything heavy is imported, so that
-a command that cannot work is refused at once.
+An option that needs another declares it (`requires`); rules within a room are in the room's
+`options.py`. All rules run before torch is imported, so that a command that cannot work is refused
+at once.
 """
 
 from llm.checkpoint.options import checkpoint_problems
@@ -29,7 +29,7 @@ def check(config: GPTConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
-        ConfigError: With all the complaints in one message, one sentence each.
+        ConfigError: All problems in one message, a sentence each.
     """
     problems = [
         *data_problems(config),
@@ -46,7 +46,7 @@ def check(config: GPTConfig) -> None:
 
 
 def check_planned(config: GPTConfig) -> list[str]:
-    """Complaints about a run that is only planned, which needs no data and no tokenizer."""
+    """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
         *model_problems(config),
         *batch_problems(config),
