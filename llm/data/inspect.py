@@ -130,7 +130,7 @@ def _tokenizer(
         # Looked for on this machine alone: nobody has asked for a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.runtime.logging import quiet_libraries
-    from llm.tokenizers.load import fingerprint, load_tokenizer
+    from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 
     quiet_libraries()
     try:

@@ -30,7 +30,7 @@ from llm.data.text.sources import Source, file_source
 from llm.errors import DataError
 from llm.runtime.world import launch_id
 from llm.tokenizers.fast import from_transformers
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,7 +218,12 @@ class _Opener:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it anew.")
         sidecar = read_sidecar(file.prefix)
         if sidecar is not None:
-            check_tokenizer(file.prefix, sidecar, self.tokenizer_fingerprint, self.options.force)
+            check_tokenizer(
+                file.prefix,
+                sidecar,
+                self.tokenizer_fingerprint,
+                self.options.ignore_tokenizer_mismatch,
+            )
             if sidecar.largest_token >= self.vocab_size:
                 raise DataError(
                     f"{file.prefix}.bin holds the token id {sidecar.largest_token}, and the "

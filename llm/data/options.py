@@ -87,7 +87,12 @@ class DataOptions:
         group=DATA,
         resume="fixed",
     )
-    force: bool = option(False, "Train on token files that another tokenizer made.", group=DATA)
+    ignore_tokenizer_mismatch: bool = option(
+        False,
+        "Train on token files that another tokenizer made.",
+        group=DATA,
+        renamed_from="force",
+    )
     validation_split_percentage: float = option(
         5,
         "Percentage of the training rows, from the start, that validate when there is no "
@@ -218,8 +223,10 @@ def _token_file_problems(options: DataOptions) -> list[str]:
             "--validation_file is text and does not go with token files; name token files to "
             "evaluate on with --valid_data_path."
         )
-    if options.force and not token_files:
-        problems.append("--force is for token files, and none are given.")
+    if options.ignore_tokenizer_mismatch and not token_files:
+        problems.append(
+            "ignore_tokenizer_mismatch (formerly --force) is for token files, and none are given."
+        )
     if token_files:
         problems += [
             f"--{name} is for text, and token files are ready; leave it out."

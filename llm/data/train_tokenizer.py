@@ -27,7 +27,7 @@ from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
-from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
+from llm.tokenizers.training import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")

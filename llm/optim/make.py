@@ -1,4 +1,4 @@
-"""The one place where an optimizer is chosen; `llm.optim.kfac.make` has K-FAC's."""
+"""The one place where an optimizer is chosen; `llm.optim.kfac.make_kfac` has K-FAC's."""
 
 import torch
 

@@ -15,18 +15,19 @@ class OptimizerOptions(KFACOptions):
 
     optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW; AccumAdamW, whose moments advance once in accum_steps steps; torch's Muon for the "
-        "matrices inside the model, with AdamW for the rest; SOAP, AdamW in the eigenbasis of "
-        "Shampoo's factors; or gradient descent with momentum. By default accumadamw for gossip, "
-        "else adamw.",
+        "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
+        "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
+        "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
+        "accumadamw for gossip, else adamw.",
         group=OPTIMIZER,
         resume="fixed",
     )
-    accum_steps: int | None = option(
+    moment_update_steps: int | None = option(
         None,
-        "Steps in which the moments of accumadamw advance once; by default as many as models are "
-        "trained side by side, 8 at most.",
+        "Steps between two updates of accumadamw's moments; by default the number of models that "
+        "are trained side by side, 8 at most.",
         group=OPTIMIZER,
+        renamed_from="accum_steps",
         at_least=1,
         resume="fixed",
     )

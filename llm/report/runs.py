@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
+from llm.config.options import with_present_names
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
@@ -115,7 +117,7 @@ def _read_run(path: Path, name: str) -> Run:
         path=path,
         rows=rows,
         num_unread=num_unread,
-        config=_parsed(config, tomllib.loads),
+        config=with_present_names(GPTConfig, _parsed(config, tomllib.loads)),
         status=_parsed(status, json.loads),
         events=_events(lines, rows, saved={at.step for at in list_checkpoints(folder.checkpoints)}),
         start=next((line for line in reversed(lines) if line.get("event") == "start"), {}),

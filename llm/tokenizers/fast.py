@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import ConfigError
-from llm.tokenizers.load import (
+from llm.tokenizers.load_tokenizer import (
     FilePlace,
     ModelPlace,
     NamedPlace,
@@ -62,7 +62,7 @@ class TextTokenizer:
         bos_token_id: Id of the token that begins one; None where there is none.
         size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
             than the largest.
-        fingerprint: Equal for tokenizers that give equal ids, `llm.tokenizers.load.fingerprint`.
+        fingerprint: Equal for tokenizers that give equal ids, `load_tokenizer.fingerprint`.
     """
 
     name: str

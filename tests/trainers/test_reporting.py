@@ -25,7 +25,7 @@ def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
     bench = Bench(tmp_path)
     options = {"max_train_steps": 6, "report_to": "tensorboard", "learning_rate": 0.003}
     quiet = bench.train_well("quiet", **options)
-    told = bench.train_well("told", sample_every=3, sample_prompt="The king", **options)
+    told = bench.train_well("told", sample_steps=3, sample_prompt="The king", **options)
 
     assert without_times(told) == without_times(quiet)
     assert weights_hash(told.folder) == weights_hash(quiet.folder)
@@ -57,7 +57,7 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
 
 
 def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
-    run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_every=2, ranks=2)
+    run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_steps=2, ranks=2)
     assert run.output.count("a sample at step 2:") == 1
 
 

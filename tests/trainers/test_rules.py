@@ -22,7 +22,7 @@ OPTIONS = {
         {"data_parallel": "gossip"},
         {"data_parallel": "diloco"},
     ],
-    "`--sample_every`": [{"sample_every": 5}],
+    "`--sample_steps`": [{"sample_steps": 5}],
     "`--torch_compile`": [{"torch_compile": True}],
     "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
 }

@@ -252,14 +252,16 @@ def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> l
     return faults
 
 
-def check_tokenizer(prefix: Path, sidecar: Sidecar, fingerprint: str, force: bool) -> None:
+def check_tokenizer(
+    prefix: Path, sidecar: Sidecar, fingerprint: str, ignore_mismatch: bool
+) -> None:
     """Whether token files were made with the tokenizer of this run.
 
     Args:
         prefix: Of the token files, to name them.
         sidecar: Of the token files.
         fingerprint: Of the tokenizer of this run.
-        force: Warn, rather than refuse, where it is another one.
+        ignore_mismatch: Warn, rather than refuse, where it is another one.
 
     Raises:
         DataError: It is another one.
@@ -271,6 +273,9 @@ def check_tokenizer(prefix: Path, sidecar: Sidecar, fingerprint: str, force: boo
         f"{sidecar.tokenizer_fingerprint}), not with the one of this run (fingerprint "
         f"{fingerprint})"
     )
-    if not force:
-        raise DataError(f"{fault}; train with that one, or pass --force to train all the same.")
-    log.warning(f"{fault}; going on because of --force.")
+    if not ignore_mismatch:
+        raise DataError(
+            f"{fault}; train with that one, or pass --ignore_tokenizer_mismatch to train all the "
+            "same."
+        )
+    log.warning(f"{fault}; going on because of --ignore_tokenizer_mismatch.")

@@ -16,7 +16,7 @@ class DecentralizedOptions:
         "allreduce",
         "How ranks train one model: with the mean gradient of all in each step; or each with "
         "weights of its own, averaged with a few other ranks in each step (gossip), or with all "
-        "every sync_every steps (diloco).",
+        "every inner_steps steps (diloco).",
         group=DECENTRALIZED,
         resume="fixed",
     )
@@ -42,10 +42,11 @@ class DecentralizedOptions:
         requires=("data_parallel=gossip",),
         resume="fixed",
     )
-    sync_every: int = option(
+    inner_steps: int = option(
         500,
         "Steps that ranks train alone between two common steps of diloco.",
         group=DECENTRALIZED,
+        renamed_from="sync_every",
         requires=("data_parallel=diloco",),
         at_least=1,
         resume="fixed",

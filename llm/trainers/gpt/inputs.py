@@ -27,7 +27,7 @@ from llm.parallel.pipeline.passes import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
-from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (

@@ -192,7 +192,7 @@ class Trainer:
             loss = None
             if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()
-            if self.sample is not None and self.is_due(config.sample_every, or_last=False):
+            if self.sample is not None and self.is_due(config.sample_steps, or_last=False):
                 self.sample(step)
             self.tracker.commit(step)
             if saving:

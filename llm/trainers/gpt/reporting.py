@@ -109,7 +109,7 @@ def make_sample(
 
     All ranks call it; rank 0 writes.
     """
-    if config.sample_every is None:
+    if config.sample_steps is None:
         return None
 
     def sample(step: int) -> None:

@@ -39,8 +39,10 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
         found = newest
     if config.eval_only:
         return found  # its weights are all that is taken
-    saved = found.metadata["fixed"]
-    allowed = (*config.change_on_resume, *_lengthened(config, found))
+    saved = _saved_options(found, "fixed")
+    present = options.renamed(GPTConfig)
+    named = [present.get(name, name) for name in config.change_on_resume]
+    allowed = (*named, *_lengthened(config, found))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return found
 
@@ -184,9 +186,14 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
     return {n: list(value) if isinstance(value, tuple) else value for n, value in values.items()}
 
 
+def _saved_options(found: Checkpoint, kind: str) -> dict[str, Any]:
+    """Return the fixed or the logged options of a checkpoint, which may have former names."""
+    return options.with_present_names(GPTConfig, found.metadata.get(kind, {}))
+
+
 def log_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
     """Log the settings that differ from those before the resume, if they change its numbers."""
-    fixed, logged = found.metadata["fixed"], found.metadata.get("logged", {})
+    fixed, logged = _saved_options(found, "fixed"), _saved_options(found, "logged")
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
         *differences(logged, logged_options(config)),

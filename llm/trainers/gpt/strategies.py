@@ -97,8 +97,8 @@ def _check_whole_nodes(config: GPTConfig, ranks_per_node: int) -> None:
 
 
 def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
-    if config.accum_steps is not None:
-        return config.accum_steps
+    if config.moment_update_steps is not None:
+        return config.moment_update_steps
     if resume_from is not None and "accum_steps" in resume_from.metadata:
         # On other ranks the blocks stay what they were: the optimizer has counted them.
         saved: int | None = resume_from.metadata["accum_steps"]
@@ -183,7 +183,7 @@ def _decentralized(
             tensors,
             world_size=replicas.number,
             # One rank has nobody to step with: it trains on as it would without.
-            sync_every=config.sync_every if replicas.number > 1 else sys.maxsize,
+            sync_every=config.inner_steps if replicas.number > 1 else sys.maxsize,
             learning_rate=config.outer_learning_rate,
             momentum=config.outer_momentum,
         )

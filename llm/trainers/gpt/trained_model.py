@@ -96,7 +96,7 @@ def load_trained(
 
     from llm.models.build import build_model
     from llm.models.configuration import has_weights, load_config
-    from llm.tokenizers.load import load_tokenizer
+    from llm.tokenizers.load_tokenizer import load_tokenizer
 
     name = config.model_name_or_path
     tokenizer = load_tokenizer(

@@ -155,7 +155,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 def backend_fingerprint(
     backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
 ) -> str:
-    """The [fingerprint][llm.tokenizers.load.fingerprint] of a tokenizer that is written in Rust.
+    """Return the fingerprint of a tokenizer that is written in Rust.
 
     Template, decoder, truncation and padding have no part in it: none touches these ids.
     """
