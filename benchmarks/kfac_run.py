@@ -18,7 +18,7 @@ from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.optim.groups import parameter_groups
-from llm.optim.kfac.make import KFAC, make_kfac
+from llm.optim.kfac.make_kfac import KFAC, make_kfac
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule

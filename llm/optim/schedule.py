@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step.
 
-The shapes agree with those of `transformers.get_scheduler` where it has the name;
+Schedules of a name that `transformers.get_scheduler` has agree with its schedules;
 `linear` and `cosine` can also end at a minimum and stay there.
 """
 
@@ -12,7 +12,7 @@ from llm.errors import ConfigError
 from llm.optim.options import OptimizerOptions
 
 Schedule = Callable[[float], float]
-"""Optimizer steps done -> learning rate of the next one."""
+"""Number of optimizer steps done -> learning rate of the next step."""
 
 
 def make_schedule(
@@ -21,9 +21,9 @@ def make_schedule(
     """Make the schedule that `lr_scheduler_type` names.
 
     Args:
-        options: Name and phases of the schedule, peak and minimum of the rate.
+        options: Name and phases of the schedule, peak and minimum of the learning rate.
         total_steps: Optimizer steps of the run.
-        global_batch_size: Samples of a step, for a warm-up that is given in samples.
+        global_batch_size: Samples of a step, to convert a warm-up in samples to steps.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.make import make_kfac
+from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.plan.options import PlanOptions
 from llm.plan.param_counts import FP32

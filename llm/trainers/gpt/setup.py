@@ -15,7 +15,7 @@ from llm.models.build import build_model
 from llm.models.dummy_weights import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
-from llm.optim.kfac.make import make_kfac
+from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
