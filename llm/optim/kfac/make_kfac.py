@@ -14,9 +14,8 @@ from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import find_layers
-from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
 from llm.optim.kfac.preconditioner import Preconditioner
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import KFACOptions, OptimizerOptions, kfac_method, preconditioner_options
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
