@@ -175,7 +175,8 @@ def _divide_modules(
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         if not own:
             continue
-        is_linear = isinstance(module, nn.Linear) or _is_conv1d(module)
+        is_conv1d = _is_conv1d(module)
+        is_linear = is_conv1d or isinstance(module, nn.Linear)
         reason = None if is_linear else _stack_reason(module, stacks=stacks)
         if reason is not None:
             skipped[name] = reason
@@ -191,13 +192,7 @@ def _divide_modules(
                 skipped[full] = why
                 continue
             layers.append(
-                Layer(
-                    name=full,
-                    module=module,
-                    leaf=leaf,
-                    transposed=_is_conv1d(module),
-                    input_name=full,
-                )
+                Layer(name=full, module=module, leaf=leaf, transposed=is_conv1d, input_name=full)
             )
     if unmatched:
         raise ConfigError(
