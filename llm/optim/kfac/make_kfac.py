@@ -1,7 +1,8 @@
-"""From the options to K-FAC in one of its forms."""
+"""From the options to K-FAC and its optimizer."""
 
 import contextlib
-from typing import Any, TypedDict
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,15 @@ from llm.optim.groups import parameter_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
-from llm.optim.kfac.layers import Coverage, find_layers
-from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
+from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import KFACOptions, OptimizerOptions, kfac_method, preconditioner_options
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
-"""Width of ekfac's widest blocks, in widths of the model; narrower ones cost steps."""
+"""Width of ekfac's widest blocks, in widths of the model; with narrower ones the loss is higher."""
 UPDATE_STEPS = 10
-"""Of eigen and cholesky."""
+"""Steps between updates with eigen and cholesky."""
 EKFAC_STEP_DECAY = 0.99
 """Weight of the past in ekfac's averages after one step."""
 DAMPING = 0.001
@@ -29,74 +29,67 @@ KL_CLIP = 0.001
 MAX_DIM = 8192
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KFAC:
-    """What a run with K-FAC has; the trainer's `SecondOrder`.
-
-    Args:
-        optimizer: Takes the steps.
-        recorder: Sees the passes of a step.
-        preconditioner: Changes the gradient before the optimizer has it; None with EKFAC, which
-            is the optimizer and does everything in its own step.
-        description: What is covered, kept and done, in a few lines.
+    """K-FAC and the optimizer of a run, as the strategy and the training loop use them.
 
     Attributes:
-        optimizer: The same.
-        recorder: The same.
+        optimizer: The optimizer that takes the steps.
+        recorder: Records the tokens of a step.
+        preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which
+            is the optimizer itself.
+        description: What is covered, kept and done, in a few lines.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        recorder: Curvature | ExternalPreconditioner,
-        preconditioner: Preconditioner | ExternalPreconditioner | None,
-        description: str,
-    ) -> None:
-        self.optimizer = optimizer
-        self._description = description
-        self.recorder = recorder
-        self._preconditioner = preconditioner
-        self._state = recorder if preconditioner is None else preconditioner
+    optimizer: torch.optim.Optimizer
+    recorder: Curvature | ExternalPreconditioner
+    preconditioner: Preconditioner | ExternalPreconditioner | None
+    description: str
 
     def capture_stats(
         self, *, token_weight: float, loss_scale: Tensor
     ) -> contextlib.AbstractContextManager[None]:
-        """Surround a step's passes; see `SecondOrder`."""
+        """Surround one step's forward and backward passes, all micro-batches of it.
+
+        Args:
+            token_weight: Factor on the loss of each token in the objective of a rank.
+            loss_scale: Factor on the objective before `backward`.
+        """
         return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale)
 
     def precondition(self, *, learning_rate: float) -> None:
-        """Change the gradients of the covered layers, where the method does so."""
-        if self._preconditioner is not None:
-            self._preconditioner.precondition(learning_rate=learning_rate)
+        """Change the gradients of the covered layers, unless the optimizer does so."""
+        if self.preconditioner is not None:
+            self.preconditioner.precondition(learning_rate=learning_rate)
 
     def describe(self) -> str:
-        """A few lines for the beginning of the log."""
-        return self._description
+        """Return a few lines for the beginning of the log."""
+        return self.description
 
     def metrics(self) -> dict[str, Tensor]:
-        """Numbers for the log, on the device."""
-        return self._state.metrics()
+        """Return numbers for the log, on the device."""
+        return (self.preconditioner or self.recorder).metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages and bases; the moments are the optimizer's."""
-        return self._state.state_dict()
+        """Return averages and bases; the moments are in the optimizer's state."""
+        return (self.preconditioner or self.recorder).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self._state.load_state_dict(state)
+        """Load what `state_dict` returned."""
+        (self.preconditioner or self.recorder).load_state_dict(state)
 
 
 def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compile: bool) -> KFAC:
-    """Make K-FAC and its optimizer; process groups must have been formed.
+    """Make K-FAC and its optimizer; process groups must exist.
 
     Args:
         options: K-FAC's, and those of AdamW.
-        model: What to train.
+        model: The model to train.
         torch_compile: Whether the model is compiled; all factors are then due at the same steps.
 
     Raises:
-        ConfigError: Nothing is covered, a pattern matches nothing, the ranks cannot be divided
-            as asked, or a library is missing.
+        ConfigError: No layer is covered, a pattern matches none, the ranks cannot be divided
+            as the strategy asks, or a library is missing.
     """
     coverage = find_layers(
         model,
@@ -104,18 +97,57 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
         stacks=covers_stacks(options),
         sample_forward=_sample_forward,
     )
+    method, settings = kfac_method(options), _settings(options)
+    kl_clip = options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
-        return _make_kfac_pytorch(options, model, coverage)
-    return _make_native(options, model, coverage, torch_compile=torch_compile)
+        assert method != "ekfac"  # The library is one of the options that select eigen.
+        adamw = make_adamw(options, model)
+        external = ExternalPreconditioner(
+            coverage, _parameters(adamw), method=method, kl_clip=kl_clip, **settings
+        )
+        description = f"{external.describe()}\n{_describe_method(options)}"
+        return KFAC(
+            optimizer=adamw, recorder=external, preconditioner=external, description=description
+        )
+    curvature = Curvature(
+        coverage,
+        method=method,
+        max_dim=max_dim(options, model),
+        strategy=options.kfac_strategy or "comm-opt",
+        spread=not torch_compile,
+        compat=options.kfac_compat,
+        **settings,
+    )
+    description = f"{curvature.describe()}\n{_describe_method(options)}"
+    if method == "ekfac":
+        groups = parameter_groups(model, weight_decay=options.weight_decay)
+        ekfac = EKFAC(groups, curvature, **adamw_settings(options))
+        return KFAC(
+            optimizer=ekfac, recorder=curvature, preconditioner=None, description=description
+        )
+    adamw = make_adamw(options, model)
+    preconditioner = Preconditioner(
+        curvature,
+        _parameters(adamw),
+        damping=settings["damping"],
+        kl_clip=kl_clip,
+        graft=not options.kfac_compat,
+    )
+    return KFAC(
+        optimizer=adamw,
+        recorder=curvature,
+        preconditioner=preconditioner,
+        description=description,
+    )
 
 
 def covers_stacks(options: KFACOptions) -> bool:
-    """Whether stacks of experts are covered: the library, whose arithmetic compat is, has none."""
+    """Return whether stacks of experts are covered: the library and its arithmetic have none."""
     return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
 
 
 def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
-    """The widest block of a factor: as the option says, or with ekfac twice the model's width."""
+    """Return the width of a factor's widest block; by default twice the model's with ekfac."""
     if options.kfac_max_dim is not None:
         return options.kfac_max_dim
     if kfac_method(options) != "ekfac":
@@ -124,79 +156,22 @@ def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
     return min(EKFAC_BLOCK * width, MAX_DIM)
 
 
-def _make_native(
-    options: OptimizerOptions, model: PreTrainedModel, coverage: Coverage, *, torch_compile: bool
-) -> KFAC:
-    method, settings = kfac_method(options), _settings(options)
-    curvature = Curvature(
-        coverage,
-        method=method,
-        **settings,
-        max_dim=max_dim(options, model),
-        strategy=options.kfac_strategy or "comm-opt",
-        spread=not torch_compile,
-        compat=options.kfac_compat,
-    )
-    description = f"{curvature.describe()}\n{_describe_updates(options)}"
-    if method == "ekfac":
-        groups = parameter_groups(model, weight_decay=options.weight_decay)
-        ekfac = EKFAC(groups, curvature, **adamw_settings(options))
-        return KFAC(ekfac, recorder=curvature, preconditioner=None, description=description)
-    adamw = make_adamw(options, model)
-    preconditioner = Preconditioner(
-        curvature,
-        _optimized_parameters(adamw),
-        damping=settings["damping"],
-        kl_clip=options.kfac_kl_clip or KL_CLIP,
-        graft=not options.kfac_compat,
-    )
-    return KFAC(adamw, recorder=curvature, preconditioner=preconditioner, description=description)
-
-
-def _make_kfac_pytorch(
-    options: OptimizerOptions, model: PreTrainedModel, coverage: Coverage
-) -> KFAC:
-    method = kfac_method(options)
-    assert method != "ekfac"  # the library is one of the options that select eigen
-    adamw = make_adamw(options, model)
-    external = ExternalPreconditioner(
-        coverage,
-        _optimized_parameters(adamw),
-        method=method,
-        **_settings(options),
-        kl_clip=options.kfac_kl_clip or KL_CLIP,
-    )
-    description = (
-        f"{coverage.describe()}\nkfac-pytorch keeps {external.num_bytes() / 2**20:,.1f} MiB of "
-        f"factors and what it computes of them on this rank.\n{_describe_updates(options)}"
-    )
-    return KFAC(adamw, recorder=external, preconditioner=external, description=description)
-
-
 def _sample_forward(model: torch.nn.Module) -> None:
     """Run the model once on a few tokens, to see which layers read the same tensor."""
     device = next(model.parameters()).device
     model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device))
 
 
-def _optimized_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class _Settings(TypedDict):
-    """What our K-FAC and the library take by the same names."""
-
-    factor_update_steps: int
-    inv_update_steps: int
-    factor_decay: float
-    damping: float
-
-
-def _settings(options: KFACOptions) -> _Settings:
-    """The settings that are given, and the method's defaults for the others."""
+def _settings(options: KFACOptions) -> dict[str, Any]:
+    """Return the settings that our K-FAC and the library share, with the method's defaults."""
     is_ekfac = kfac_method(options) == "ekfac"
     default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
     factor_update_steps = options.kfac_factor_update_steps or default_steps
+    # So that ekfac forgets as much in a step, however many steps are between two updates.
     default_decay = EKFAC_STEP_DECAY**factor_update_steps if is_ekfac else 0.95
     return {
         "factor_update_steps": factor_update_steps,
@@ -206,8 +181,8 @@ def _settings(options: KFACOptions) -> _Settings:
     }
 
 
-def _describe_updates(options: KFACOptions) -> str:
-    """The method, why it is this one, and its update intervals, for the log."""
+def _describe_method(options: KFACOptions) -> str:
+    """Return a line for the log: the method, which options selected it, and its intervals."""
     asked = [f"--{name}" for name in preconditioner_options(options)]
     chosen = options.kfac_method is None and asked
     reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""

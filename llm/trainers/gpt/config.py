@@ -13,8 +13,7 @@ from llm.config.options import Removed, option
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
-from llm.optim.kfac.options import KFACOptions
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import KFACOptions, OptimizerOptions
 from llm.parallel.gossip.options import DecentralizedOptions
 from llm.parallel.options import ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions

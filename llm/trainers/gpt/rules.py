@@ -11,8 +11,7 @@ from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
-from llm.optim.kfac.options import kfac_problems
-from llm.optim.options import optimizer_problems, schedule_problems
+from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import GPTConfig
