@@ -107,8 +107,10 @@ class _Blockwise:
 
     def __call__(self, samples: Int64s) -> Int64s:
         """Return int64 [num_values, num_samples] for int64 [num_samples]."""
-        values = np.empty((self._num_values, samples.size), np.int64)
         blocks, places = np.divmod(samples, self._size)
+        if samples.size and (blocks == blocks[0]).all():  # the usual case, in one copy
+            return self._block(int(blocks[0]))[:, places]
+        values = np.empty((self._num_values, samples.size), np.int64)
         for block in np.unique(blocks).tolist():
             here = blocks == block
             values[:, here] = self._block(block)[:, places[here]]
