@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions

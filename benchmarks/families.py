@@ -31,7 +31,7 @@ def our_step(family: str) -> Callable[[], None]:
     """One step of the trainer's strategy, without data and log."""
     import torch
 
-    from llm.data.micro_batch import MicroBatch
+    from llm.data.loader import MicroBatch
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.models.options import ModelOptions

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusSource, Samples, TokenStream, whole
+from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _pass_time(seconds: float, *, busy: bool) -> None:
 
 
 def _stream(args: argparse.Namespace) -> TokenStream:
-    return whole(TokenFile(Path(args.prefix)), None, vocab_size=_VOCAB_SIZE)
+    return TokenStream(TokenFile(Path(args.prefix)), vocab_size=_VOCAB_SIZE)
 
 
 def _samples(args: argparse.Namespace) -> Samples:

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llm.config.command_line import parse
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss

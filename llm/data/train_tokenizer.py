@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.data.preparation.workers import bounded_workers, num_cores
+from llm.data.options import bounded_workers, num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.errors import ConfigError, LLMError

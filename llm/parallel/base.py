@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llm.checkpoint.format import model_tensors
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.errors import ParallelError
 from llm.parallel.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.parallel.dims import ParallelDims
 
 

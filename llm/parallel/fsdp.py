@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.parallel.base import AcceleratedStrategy, stepped_by
 from llm.parallel.context import ContextPart
 from llm.parallel.dims import ParallelDims

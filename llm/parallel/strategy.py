@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

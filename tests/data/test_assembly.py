@@ -7,10 +7,10 @@ import pytest
 
 from llm.data.formats.megatron import TokenFile, TokenFileWriter
 from llm.data.formats.token_check import check
-from llm.data.preparation.assembly import assemble, assemble_shuffled
+from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import assemble, assemble_shuffled
 from llm.data.preparation.tokenize_shards import tokenize_shards
-from llm.data.sampler import permute
 from tests.support.corpora import ListSource, byte_tokenizer
 
 
@@ -65,7 +65,7 @@ def test_documents_of_several_texts_end_with_their_shard(tmp_path):
 
 
 def test_blocks_leave_no_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm.data.preparation.assembly._BLOCK", 3)
+    monkeypatch.setattr("llm.data.preparation.output_files._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
     stems, stats = make_shards(tmp_path / "parts", sources)
@@ -113,7 +113,7 @@ def shuffled(folder, texts, *, seed, part_sizes):
 def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_keyed_permutation(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("llm.data.preparation.assembly._SHUFFLED_DOCUMENTS", 7)
+    monkeypatch.setattr("llm.data.preparation.output_files._SHUFFLED_DOCUMENTS", 7)
     texts = [str(number) for number in range(100)]
     plain = [[*ids(text), 0] for text in texts]
 

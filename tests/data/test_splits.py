@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
-from llm.data.splits import WeightedPath, parse_blend, parse_split, split_documents, split_rows
+from llm.data.splits import parse_blend, parse_split, split_documents, split_rows
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 
@@ -23,14 +23,11 @@ def parts(file, text):
 
 
 def test_prefixes_stand_alone_or_each_after_its_weight():
-    assert parse_blend(["a", "b/c"], option="--data_path") == [
-        WeightedPath(Path("a"), None),
-        WeightedPath(Path("b/c"), None),
-    ]
-    assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == [
-        WeightedPath(Path("a"), 0.7),
-        WeightedPath(Path("b"), 3.0),
-    ]
+    assert parse_blend(["a", "b/c"], option="--data_path") == ([Path("a"), Path("b/c")], None)
+    assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == (
+        [Path("a"), Path("b")],
+        [0.7, 3.0],
+    )
 
 
 @pytest.mark.parametrize(

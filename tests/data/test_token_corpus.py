@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from llm.data.documents import DocumentEnds
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
+from llm.data.order import DocumentEnds
 from llm.errors import DataError
 from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair

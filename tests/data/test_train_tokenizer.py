@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llm.data import train_tokenizer as program
-from llm.data.preparation.workers import num_cores
+from llm.data.options import num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.data.train_tokenizer import main

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.sizes import find_blocks
 from llm.optim.adamw import make_adamw

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.models.sizes import find_blocks

@@ -5,7 +5,7 @@ import os
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.adamw import make_adamw

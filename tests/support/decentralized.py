@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
 
 

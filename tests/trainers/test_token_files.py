@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.sampler import WindowSampler
+from llm.data.order import WindowSampler
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.config import GPTConfig

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.passes import Chunk, Schedule, bubble_fraction, make_schedule

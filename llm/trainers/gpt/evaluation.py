@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.parallel.strategy import Strategy
 

@@ -14,10 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import Corpus, Samples, digest_of
-from llm.data.documents import DocumentEnds, document_ends
-from llm.data.in_memory import hold_corpus_in_memory
+from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
+from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule

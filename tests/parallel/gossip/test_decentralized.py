@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.parallel.accelerator import make_accelerator
