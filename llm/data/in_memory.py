@@ -9,7 +9,7 @@ import logging
 import os
 
 from llm.data.corpus import Corpus, TokenStream
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import beside
 
 _CHUNK_BYTES = 32 * 2**20
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from llm.data.corpus import Corpus, CorpusSource, whole
 from llm.data.documents import DocumentEnds, check_document_ends
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, open_token_file, token_dtype
+from llm.data.formats.flat import FlatTokenFile, open_token_file
+from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
 from llm.data.options import DataOptions
 from llm.data.preparation.cache import TokenCache

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from llm.data.documents import DocumentEnds, check_document_ends, document_ends
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from llm.data.options import DataOptions
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair

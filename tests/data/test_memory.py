@@ -6,7 +6,7 @@ import pytest
 
 from llm.data import in_memory
 from llm.data.corpus import TokenStream
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from tests.support.token_files import write_pair
 
 
@@ -42,7 +42,7 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
 from pathlib import Path
 from llm.data.corpus import whole
 from llm.data.in_memory import hold_in_memory
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 stream = whole(open_token_file(Path({str(prefix)!r})), None)
 assert hold_in_memory(stream)
 """

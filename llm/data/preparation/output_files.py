@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import TokenFile, beside
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.preparation.assembly import assemble, assemble_shuffled
 from llm.data.preparation.encoder import Encoding
