@@ -15,7 +15,8 @@ import numpy as np
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile
+from tests.support.token_files import TokenFileWriter
 
 if TYPE_CHECKING:
     from llm.data.loader import TrainLoader

@@ -12,8 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import TokenFile, beside
 from llm.data.order import Blend, WindowSampler
 from llm.errors import DataError
 

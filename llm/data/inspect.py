@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _describe(options: InspectOptions) -> list[str]:
-    from llm.data.formats.megatron import TokenFile, open_token_file
+    from llm.data.formats.flat import open_token_file
+    from llm.data.formats.megatron import TokenFile
     from llm.data.formats.sidecar import read_sidecar
 
     file = open_token_file(Path(options.path))
@@ -152,8 +153,7 @@ def _row(name: str, value: str) -> str:
 
 
 def _describe_file(file: "TokenFile | FlatTokenFile") -> list[str]:
-    from llm.data.formats.megatron import TokenFile
-    from llm.data.formats.paths import beside
+    from llm.data.formats.megatron import TokenFile, beside
 
     if isinstance(file, TokenFile):
         name = file.prefix

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.data.corpus import Corpus, CorpusSource, TokenStream
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, open_token_file, token_dtype
+from llm.data.formats.flat import FlatTokenFile, open_token_file
+from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
 from llm.data.options import DataOptions, bounded_workers
 from llm.data.order import DocumentEnds

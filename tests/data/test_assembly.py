@@ -5,13 +5,13 @@ import resource
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
-from llm.data.formats.token_check import check
+from llm.data.formats.megatron import TokenFile
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import assemble, assemble_shuffled
 from llm.data.preparation.tokenize_shards import tokenize_shards
 from tests.support.corpora import ListSource, byte_tokenizer
+from tests.support.token_files import TokenFileWriter
 
 
 def make_shards(folder, sources, dtype="<u2"):
@@ -61,7 +61,7 @@ def test_documents_of_several_texts_end_with_their_shard(tmp_path):
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
     assert file.documents.tolist() == [0, 2, 3, 4, 6]
     assert documents_of(tmp_path / "out")[0] == [*ids("ab"), 0]
-    assert check(file) == []
+    assert file.index_faults(sample=False) == []
 
 
 def test_blocks_leave_no_seam(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_blocks_leave_no_seam(tmp_path, monkeypatch):
     assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
-    assert check(TokenFile(tmp_path / "out")) == []
+    assert TokenFile(tmp_path / "out").index_faults(sample=False) == []
 
 
 @pytest.mark.parametrize("works", [0, 1, 3])
@@ -106,7 +106,7 @@ def shuffled(folder, texts, *, seed, part_sizes):
     stems, stats = make_shards(folder, sources)
     assemble_shuffled(stems, stats, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
-    assert check(TokenFile(folder / "out")) == []
+    assert TokenFile(folder / "out").index_faults(sample=False) == []
     return documents_of(folder / "out")
 
 

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import TokenStream
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 
 def token_file(folder, *, rows):

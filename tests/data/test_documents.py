@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from llm.data.open_corpus import check_document_ends
 from llm.data.options import DataOptions
 from llm.data.order import DocumentEnds, document_ends

@@ -6,10 +6,11 @@ import torch
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile
 from llm.data.loader import EvalLoader, TrainLoader
 from llm.data.order import DocumentEnds, WindowSampler
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

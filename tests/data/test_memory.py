@@ -6,7 +6,7 @@ import pytest
 
 from llm.data import corpus
 from llm.data.corpus import TokenStream
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from tests.support.token_files import write_pair
 
 
@@ -41,7 +41,7 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
     code = f"""
 from pathlib import Path
 from llm.data.corpus import TokenStream, hold_in_memory
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 stream = TokenStream(open_token_file(Path({str(prefix)!r})))
 assert hold_in_memory(stream)
 """

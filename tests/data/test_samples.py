@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from llm.data.order import WindowSampler
 from llm.errors import DataError
 from tests.support.token_files import write_pair

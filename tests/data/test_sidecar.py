@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from llm.data.formats.megatron import TokenFileWriter
 from llm.data.formats.sidecar import (
     Sidecar,
     check_tokenizer,
@@ -16,6 +15,7 @@ from llm.data.formats.sidecar import (
     write_sidecar,
 )
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 MIB = 2**20
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llm import errors
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import beside
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import Output, damage
 from llm.data.preparation.prepare_files import prepare_files, recipe_digest

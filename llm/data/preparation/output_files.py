@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, write_index
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import TokenFile, beside, write_index
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding

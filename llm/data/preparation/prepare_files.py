@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import beside
 from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import (

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.runtime.files import checksum
