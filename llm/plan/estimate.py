@@ -3,7 +3,7 @@
 import dataclasses
 
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.passes import bubble_fraction
+from llm.parallel.pipeline.schedule import bubble_fraction
 from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory
 from llm.plan.param_counts import FP32

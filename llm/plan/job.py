@@ -14,7 +14,7 @@ from llm.models.blocks import find_blocks
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.passes import check_micro_batches
+from llm.parallel.pipeline.schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_depth
 from llm.plan.devices import DEVICES, GIB, Device

@@ -30,7 +30,7 @@ MAX_DIM = 8192
 
 
 class KFAC:
-    """What a run with K-FAC has; the trainer's `SecondOrder`.
+    """What a run with K-FAC has, as the strategy and the loop call it.
 
     Args:
         optimizer: Takes the steps.
@@ -61,7 +61,12 @@ class KFAC:
     def capture_stats(
         self, *, token_weight: float, loss_scale: Tensor
     ) -> contextlib.AbstractContextManager[None]:
-        """Surround a step's passes; see `SecondOrder`."""
+        """Return a context for the passes of a step, in which statistics are captured.
+
+        Args:
+            token_weight: The weight of each token's loss in the objective of a rank.
+            loss_scale: The factor of the objective before `backward`.
+        """
         return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale)
 
     def precondition(self, *, learning_rate: float) -> None:

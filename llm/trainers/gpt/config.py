@@ -15,8 +15,7 @@ from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
 from llm.optim.kfac.options import KFACOptions
 from llm.optim.options import OptimizerOptions
-from llm.parallel.gossip.options import DecentralizedOptions
-from llm.parallel.options import ParallelOptions, PrecisionOptions
+from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 
 EVALUATION = "Evaluation"
