@@ -20,10 +20,9 @@ from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
-from llm.parallel.gossip.diloco import OuterOptimizer
+from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds
+from llm.parallel.options import DecentralizedOptions, PrecisionOptions
 
 
 class _Compute(torch.autograd.Function):
@@ -66,23 +65,19 @@ class _Loss(nn.Module):
 def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
     """The strategy of a mode, as the trainer makes it."""
     torch.manual_seed(0)
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    accelerator = make_accelerator(PrecisionOptions(), device=torch.device("cpu"))
     ranks, mode = accelerator.num_processes, options["mode"]
     loss = _Loss(layers=options["layers"], width=options["width"], seconds=options["compute"])
     adamw = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-
-    def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
-        if mode == "diloco":
-            return OuterOptimizer(tensors, world_size=ranks, sync_every=options["sync_every"])
-        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
-        return GossipAverager(list(tensors.values()), rounds=rounds, rank=accelerator.process_index)
-
     if mode == "allreduce":
-        strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+        strategy = AcceleratedStrategy(accelerator)
+    elif mode == "diloco":
+        diloco = DecentralizedOptions(data_parallel="diloco", sync_every=options["sync_every"])
+        strategy = DecentralizedStrategy(diloco, accelerator)
     else:
-        strategy = DecentralizedStrategy(
-            accelerator=accelerator, mixed_precision="no", make_averaging=make_averaging
-        )
+        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
+        gossip = DecentralizedOptions(data_parallel="gossip")
+        strategy = DecentralizedStrategy(gossip, accelerator, rounds=rounds)
     if mode in ("allreduce", "diloco"):
         strategy.prepare(loss, lambda model: make_adamw(adamw, model))
     else:
@@ -97,7 +92,7 @@ def step(strategy: AcceleratedStrategy, width: int) -> None:
     inputs = torch.ones(1, width)
     strategy.forward_backward([MicroBatch(inputs, inputs)], num_tokens=1)
     strategy.optimizer_step(1.0)
-    strategy.agree([False, False])
+    strategy.any_rank([False, False])
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.optim.options import OptimizerOptions
     from llm.parallel.accelerator import make_accelerator
     from llm.parallel.base import AcceleratedStrategy
+    from llm.parallel.options import PrecisionOptions
     from tests.support.models import tiny_config
 
     config = tiny_config(family)
@@ -51,9 +52,7 @@ def our_step(family: str) -> Callable[[], None]:
         device=device,
         vocab_size=config.get_text_config().vocab_size,
     )
-    strategy = AcceleratedStrategy(
-        accelerator=make_accelerator("no", device=device), mixed_precision="no"
-    )
+    strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=device))
     options = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1)
     strategy.prepare(LanguageModelLoss(model), lambda module: make_adamw(options, module))
     inputs, labels = _tokens(config.get_text_config().vocab_size)

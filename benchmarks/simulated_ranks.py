@@ -24,6 +24,7 @@ from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import TOPOLOGIES, make_rounds, mixing_matrix
+from llm.parallel.options import DecentralizedOptions
 
 MAX_GRAD_NORM = 1.0
 
@@ -221,7 +222,9 @@ class _Outer:
         self._replicas = replicas
         self._sync_every = sync_every
         self._mean = replicas.mean()
-        self._optimizer = OuterOptimizer(self._mean, world_size=1, sync_every=1)
+        self._optimizer = OuterOptimizer(
+            DecentralizedOptions(sync_every=1), self._mean, world_size=1
+        )
         self._optimizer.before_step()
 
     def after_step(self, step: int) -> None:

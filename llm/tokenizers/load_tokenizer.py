@@ -216,7 +216,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 def backend_fingerprint(
     backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
 ) -> str:
-    """Return the [fingerprint][llm.tokenizers.load_tokenizer.fingerprint] of a tokenizer written in Rust.
+    """Return the `fingerprint` of a tokenizer written in Rust.
 
     Template, decoder, truncation and padding are left out: they do not change these ids.
     """

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from llm.errors import ParallelError
 from llm.parallel.accelerator import check_precision
 from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.options import PrecisionOptions
 from tests.support.data_parallel import make_model, make_strategy, share, step_data
 from tests.support.ranks import run_ranks, values
 
@@ -185,4 +186,4 @@ def test_all_ranks_learn_of_a_flag_at_the_next_call():
 
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
-        check_precision("fp8", torch.device("cpu"))
+        check_precision(PrecisionOptions(mixed_precision="fp8"), torch.device("cpu"))

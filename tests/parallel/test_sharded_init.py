@@ -129,7 +129,9 @@ def test_what_cannot_be_drawn_alone_is_drawn_as_a_whole_and_said(
         assert_same_start(*both_starts(make))
 
     (message,) = caplog.messages
-    assert message.startswith("Each rank draws the whole _Normalised and then keeps its part")
+    assert message.startswith(
+        "Each rank initializes the whole _Normalised and then keeps its shards"
+    )
     assert reason in message
 
 

@@ -14,8 +14,7 @@ from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
 from llm.optim.options import KFACOptions, OptimizerOptions
-from llm.parallel.gossip.options import DecentralizedOptions
-from llm.parallel.options import ParallelOptions, PrecisionOptions
+from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 
 EVALUATION = "Evaluation"

@@ -10,7 +10,7 @@ import torch
 
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
-from llm.parallel.strategy import Strategy
+from llm.parallel.base import AcceleratedStrategy
 
 ACCURACY = Path(__file__).parent / "next_token_accuracy.py"
 
@@ -41,7 +41,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
 
 
 def evaluate_model(
-    strategy: Strategy,
+    strategy: AcceleratedStrategy,
     batches: Iterable[MicroBatch],
     *,
     bytes_per_token: float | None,
@@ -99,7 +99,7 @@ class EvaluatedPart:
 
 
 def evaluate_parts(
-    strategy: Strategy,
+    strategy: AcceleratedStrategy,
     parts: Sequence[EvaluatedPart],
     *,
     metrics: dict[str, Any],
@@ -170,7 +170,9 @@ def share_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def _add_predictions(strategy: Strategy, batch: MicroBatch, metrics: dict[str, Any]) -> None:
+def _add_predictions(
+    strategy: AcceleratedStrategy, batch: MicroBatch, metrics: dict[str, Any]
+) -> None:
     predictions = strategy.gather(strategy.predict(batch))
     references = strategy.gather(batch.labels)
     counted = references != -100

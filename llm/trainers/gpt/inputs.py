@@ -22,7 +22,7 @@ from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerator import check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.pipeline.passes import check_micro_batches
+from llm.parallel.pipeline.schedule import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
@@ -152,7 +152,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
 
 def _open_run(config: GPTConfig, world: World) -> RunFolder:
     """Return the run's folder, after what can be refused at once."""
-    check_precision(config.mixed_precision, device_of(world))
+    check_precision(config, device_of(world))
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
@@ -207,13 +207,7 @@ def choose_layout(
     config: GPTConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
     """How the ranks divide the model and its data; a ConfigError where they cannot."""
-    layout = parallel_dims(
-        world_size,
-        pipeline=config.pipeline_parallel_size,
-        shard=config.data_parallel_shard_size,
-        context=config.context_parallel_size,
-        tensor=config.tensor_parallel_size,
-    )
+    layout = parallel_dims(config, world_size)
     check_tensor_parallel(model_config, layout.tensor)
     if layout.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers

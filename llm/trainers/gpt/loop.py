@@ -16,7 +16,7 @@ from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.optim.schedule import Schedule
-from llm.parallel.strategy import Strategy
+from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
 from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
@@ -57,7 +57,7 @@ class Trainer:
         run: RunFolder,
         metadata: Mapping[str, Any],
         *,
-        strategy: Strategy,
+        strategy: AcceleratedStrategy,
         loader: TrainLoader,
         schedule: Schedule,
         health: Health,

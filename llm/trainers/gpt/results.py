@@ -18,7 +18,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.data.corpus import CorpusSource
 from llm.models.export import export_model, write_model_card
 from llm.models.sizes import parameter_counts
-from llm.parallel.strategy import Strategy
+from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.files import write_whole
 from llm.runtime.logging import event
 from llm.runtime.world import task_launcher
@@ -31,7 +31,7 @@ logger = logging.getLogger("llm")
 
 
 def log_beginning(
-    config: GPTConfig, setup: RunSetup, strategy: Strategy, model: PreTrainedModel
+    config: GPTConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> None:
     """State model, data, batch arithmetic, world, precision and versions."""
     import accelerate

@@ -19,9 +19,8 @@ from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.context_attention import check_divisible
+from llm.parallel.context import check_divisible
 from llm.parallel.pipeline.stage import check_cut
-from llm.parallel.strategy import Strategy
 from llm.runtime.health import Health
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
@@ -83,10 +82,8 @@ def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> No
 def make_strategy(
     config: GPTConfig, setup: RunSetup, model: PreTrainedModel, world: World
 ) -> AcceleratedStrategy:
-    """Form the process groups and hand the model and its optimizer to them."""
-    accelerator = make_accelerator(
-        config.mixed_precision, device=device_of(world), timeout=config.timeout
-    )
+    """Form the process groups, and prepare the strategy with the model and its optimizer."""
+    accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     strategy = choose_strategy(
         config, setup.replicas, setup.layout, accelerator, model, seed=setup.seed
     )
@@ -128,7 +125,7 @@ def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
             )
 
 
-def load_weights(checkpoint: Checkpoint | None, strategy: Strategy) -> None:
+def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -> None:
     """Take the weights of a checkpoint, if there is one, and nothing else.
 
     Raises:
@@ -142,7 +139,7 @@ def load_weights(checkpoint: Checkpoint | None, strategy: Strategy) -> None:
 class _Weights:
     """The weights of a strategy without its optimizer, to start from."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: AcceleratedStrategy) -> None:
         self._strategy = strategy
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +152,7 @@ class _Weights:
 def make_evaluate(
     config: GPTConfig,
     setup: RunSetup,
-    strategy: Strategy,
+    strategy: AcceleratedStrategy,
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:

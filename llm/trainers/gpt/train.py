@@ -116,7 +116,7 @@ def watched(
         rank=strategy.rank,
         world_size=strategy.world_size,
         timeout=config.timeout,
-        share=strategy.share,
+        share=strategy.broadcast_object,
         on_loss=report,
         stacks=run.stacks,
     )
