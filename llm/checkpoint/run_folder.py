@@ -233,22 +233,6 @@ class RunFolder:
         if status != "running":
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 
-    def cut_metrics(self, *, step: int) -> None:
-        """Drop the metrics after a step, before training goes on from there.
-
-        A line that was cut short by a kill is dropped as well.
-        """
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                break
-        write_whole(self.metrics, "".join(kept))
-
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():

@@ -163,15 +163,13 @@ def _read_metrics(path: Path) -> tuple[list[Row], int]:
     ]
     if lines and lines[-1] is None:
         lines.pop()  # a run that is under way, or was killed, may have written half of it
-    by_step = {
-        line["step"]: {
-            key: math.nan if value is None else float(value)
+    by_step: dict[int, Row] = {}
+    for line in filter(None, lines):
+        by_step.setdefault(line["step"], {}).update(
+            (key, math.nan if value is None else float(value))
             for key, value in line.items()
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        }
-        for line in lines
-        if line is not None
-    }
+        )
     rows = [by_step[step] for step in sorted(by_step)]
     # An evaluation alone has its place between the reports of training.
     for key in ("tokens", "seconds"):

@@ -141,15 +141,11 @@ class Trainer:
     def evaluate_on_resume(self) -> None:
         """Evaluate where a stop at this very step left no time for it."""
         self.report_skipped()  # a run that gave up does not get on by being started again
-        step = self.state.step
-        due = self.is_due(self.eval_every, or_last=True) and self.state.evaluated_at != step
-        evaluates = due and self.evaluate is not None
-        with self.tracker.paused():
-            self.tracker.resume(step, evaluates=evaluates)
-            if evaluates:
+        due = self.is_due(self.eval_every, or_last=True)
+        if self.evaluate and due and self.state.evaluated_at != self.state.step:
+            with self.tracker.paused():
                 self.run_evaluation()
-                self.tracker.commit(step)
-                self.health.heartbeat(step=step, phase="start")
+            self.health.heartbeat(step=self.state.step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """Take one optimizer step. Nothing here reads from the device, so the host runs ahead."""
@@ -195,7 +191,6 @@ class Trainer:
                 loss = self.run_evaluation()
             if self.sample is not None and self.is_due(config.sample_every, or_last=False):
                 self.sample(step)
-            self.tracker.commit(step)
             if saving:
                 self.health.heartbeat(step=step, phase="save")
                 # Before the state is copied, so that any number of ranks can go on from the sums.
@@ -223,8 +218,7 @@ class Trainer:
         self.train_loss = values["loss"]
         state = self.state
         self.report_skipped()
-        if self.strategy.second_order is not None:
-            self.tracker.log_kfac(self.strategy.second_order.metrics(), step=state.step)
+        second_order = self.strategy.second_order
         self.tracker.log_training(
             values,
             step=state.step,
@@ -233,6 +227,7 @@ class Trainer:
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.global_batch_size,
+            kfac={} if second_order is None else second_order.metrics(),
         )
 
     def report_skipped(self) -> None:

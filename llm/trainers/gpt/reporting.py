@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from llm.checkpoint.retention import mark_superseded
 from llm.config.toml import to_toml
 from llm.errors import DivergedError
-from llm.metrics.hardware import device_peak_flops, memory_in_use
+from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker
 from llm.models.flops import flops_per_token
 from llm.models.sampling import sample_text
@@ -28,13 +28,11 @@ logger = logging.getLogger("llm")
 def make_tracker(
     config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
-    """Open metrics.jsonl and the trackers, cut back to where training goes on."""
+    """Open the trackers, and remove what an earlier start left of later steps."""
     accelerator = strategy.accelerator
     step = setup.resume_from.step if setup.resume_from else 0
-    if strategy.rank == 0:
-        setup.run.cut_metrics(step=step)
-        if setup.resume_from is not None:
-            mark_superseded(setup.run.checkpoints, after=step)
+    if strategy.rank == 0 and setup.resume_from is not None:
+        mark_superseded(setup.run.checkpoints, after=step)
     _open_trackers(config, setup, accelerator, step=step)
 
     def find_peak_flops() -> float:
@@ -45,10 +43,10 @@ def make_tracker(
     return Tracker(
         metrics_path=setup.run.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: accelerator.log(values, step=step),
+        device=strategy.device,
         total_steps=setup.plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=setup.block_size),
         find_peak_flops=find_peak_flops,
-        memory_in_use=lambda: memory_in_use(strategy.device),
     )
 
 
@@ -57,9 +55,9 @@ def _open_trackers(
 ) -> None:
     names: list[Any] = [name for name in config.report_to if name != "none"]
     if "tensorboard" in names:
-        # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
-        # The checkpoint's own step is told again by Tracker.resume.
-        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step)
+        # TensorBoard drops the points of an earlier start from this step on: no step shows twice.
+        # Those of the checkpoint's own step were written before it was saved, and stay.
+        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step + 1)
         names[names.index("tensorboard")] = board
     accelerator.project_configuration.set_directories(str(setup.run.path))
     accelerator.log_with = names
