@@ -117,11 +117,9 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     limit_spin_wait()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
-    if config.eval_only:
-        from llm.trainers.gpt.evaluate import evaluate
+    from llm.trainers.gpt.train import evaluate, train
 
+    if config.eval_only:
         evaluate(config, world)
         return 0
-    from llm.trainers.gpt.train import train
-
     return train(config, world, config_file=config_file)
