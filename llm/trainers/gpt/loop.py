@@ -2,12 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any, Literal
+from typing import Literal
 
 from llm.checkpoint.format import Stateful
-from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.save import Saver
 from llm.checkpoint.state import TrainState
 from llm.data.loader import StepBatch, TrainLoader
@@ -16,13 +15,14 @@ from llm.metrics.meter import Meter
 from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
-from llm.optim.schedule import Schedule
 from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import TrainSetup
+from llm.trainers.gpt.resume import fixed_options, logged_options
 
 logger = logging.getLogger("llm")
 
@@ -34,12 +34,9 @@ class Trainer:
     """Trains a prepared model to the last step of the batch plan.
 
     Args:
-        config: The options, with the run's seed.
-        run: The run's folder.
-        metadata: Plain values to keep in every checkpoint.
+        config: The options.
+        setup: The run's folder, seed, samples, batch plan and schedule.
         strategy: Forward, backward and optimizer step, on any layout.
-        loader: Yields the batch of each step.
-        schedule: Learning rate by step.
         health: Receives a heartbeat after each step and before what takes long.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
@@ -54,22 +51,24 @@ class Trainer:
     def __init__(
         self,
         config: GPTConfig,
-        run: RunFolder,
-        metadata: Mapping[str, Any],
-        *,
+        setup: TrainSetup,
         strategy: Strategy,
-        loader: TrainLoader,
-        schedule: Schedule,
+        *,
         health: Health,
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int | None], None],
     ) -> None:
-        assert config.seed is not None
-        self.config, self.seed = config, config.seed
+        self.config, self.seed = config, setup.seed
         self.strategy = strategy
-        self.loader, self.plan = loader, loader.plan
-        self.schedule = schedule
+        self.plan, self.schedule = setup.plan, setup.schedule
+        self.loader = TrainLoader(
+            samples=setup.samples,
+            plan=setup.plan,
+            rank=strategy.data_rank,
+            device=strategy.device,
+            ends=setup.ends,
+        )
         self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
@@ -77,16 +76,22 @@ class Trainer:
         self.meter = Meter(strategy.device, rank=strategy.rank)
         self.saver = Saver(
             config,
-            run.checkpoints,
+            setup.run.checkpoints,
             parts=self.parts,
-            metadata=metadata,
+            metadata={
+                "fixed": fixed_options(config),
+                "logged": logged_options(config),
+                "global_batch_size": setup.plan.global_batch_size,
+                "data": setup.data_digest,
+                **setup.replicas.metadata(),
+            },
             rank=strategy.rank,
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
         )
         self.profiler = StepProfiler(
             profiled_steps(config),
-            folder=run.path / "profile",
+            folder=setup.run.path / "profile",
             rank=strategy.rank,
             device=strategy.device,
         )

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state
 from llm.checkpoint.retention import mark_superseded
-from llm.data.loader import EvalLoader, TrainLoader
+from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
-from llm.metrics.tracker import Tracker
 from llm.models.build import build_model
 from llm.models.dummy_weights import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
@@ -26,14 +25,12 @@ from llm.parallel.context_attention import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.strategy import Strategy
 from llm.runtime.events import event
-from llm.runtime.health import Health
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evaluate_sources
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.reporting import log_sample
-from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
+from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")
@@ -189,43 +186,6 @@ def make_evaluate(
         bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
         sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
     return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
-
-
-def make_trainer(
-    config: GPTConfig,
-    setup: TrainSetup,
-    strategy: AcceleratedStrategy,
-    model: PreTrainedModel,
-    health: Health,
-    tracker: Tracker,
-) -> Trainer:
-    """Put the trainer together, at step 0."""
-    loader = TrainLoader(
-        samples=setup.samples,
-        plan=setup.plan,
-        rank=strategy.data_rank,
-        device=strategy.device,
-        ends=setup.ends,
-    )
-    metadata = {
-        "fixed": fixed_options(config),
-        "logged": logged_options(config),
-        "global_batch_size": setup.plan.global_batch_size,
-        "data": setup.data_digest,
-        **setup.replicas.metadata(),
-    }
-    return Trainer(
-        config,
-        setup.run,
-        metadata,
-        strategy=strategy,
-        loader=loader,
-        schedule=setup.schedule,
-        health=health,
-        tracker=tracker,
-        evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
-        sample=partial(log_sample, config, setup, strategy, model),
-    )
 
 
 def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:

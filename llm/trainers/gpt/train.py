@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import (
     generate_command,
     log_end,
+    log_sample,
     log_start,
     make_tracker,
     resume_command,
@@ -37,7 +39,6 @@ from llm.trainers.gpt.setup import (
     make_evaluate,
     make_model,
     make_strategy,
-    make_trainer,
     restore,
 )
 
@@ -79,7 +80,15 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     with watched(config, setup, strategy) as health:
         log_start(config, setup, strategy, model)
         tracker = make_tracker(config, setup, strategy, model)
-        trainer = make_trainer(config, setup, strategy, model, health, tracker)
+        trainer = Trainer(
+            config,
+            setup,
+            strategy,
+            health=health,
+            tracker=tracker,
+            evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
+            sample=partial(log_sample, config, setup, strategy, model),
+        )
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
         restore(config, setup, trainer)
