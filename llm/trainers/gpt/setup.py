@@ -1,4 +1,4 @@
-"""Build the objects of a run from its configuration and from what `inputs` has read."""
+"""The objects of a run, built from its configuration and from what `inputs` has read."""
 
 import logging
 from collections.abc import Callable
