@@ -250,7 +250,7 @@ def measure_long(options: TrainBenchmarkOptions, folder: Path) -> Section:
     case = our_case(shape, inputs, folder)
     run(case)
     lines = (case.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
     rows = [
         [f"{r['step']:,}", f"{r['ms_per_step']:.2f}", f"{r['memory'] / 1e6:.1f}"] for r in records
     ]

@@ -56,7 +56,7 @@ def our_case(
 
 def _our_figures(folder: Path, shape: Shape) -> dict[str, Any]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
     counted = [r["ms_per_step"] for r in records if r["step"] > _WARM_UP * shape.steps]
     return {
         "tokens_per_second": 1000 * shape.tokens / median(counted),

@@ -449,7 +449,8 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     page = ROOT / "docs/run-folder.md"
     training = keys_written_by("metrics/tracker.py", "log_training") | {"step"}
     written = [
-        keys_written_by("trainers/gpt/evaluation.py", f"evaluate_{of}") for of in ("model", "parts")
+        keys_written_by("trainers/gpt/evaluation.py", f"evaluate_{name}")
+        for name in ("source", "sources")
     ]
     evaluation = {f"eval_{key}" for key in set().union(*written)}
     results = keys_written_by("trainers/gpt/results.py", "collect_results")

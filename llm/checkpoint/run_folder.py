@@ -235,22 +235,6 @@ class RunFolder:
         if status != "running":
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 
-    def cut_metrics(self, *, step: int) -> None:
-        """Drop the metrics after a step, from which training is resumed.
-
-        A line that a kill has cut short is dropped as well.
-        """
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                break
-        write_whole(self.metrics, "".join(kept))
-
 
 def _places(*paths: Path) -> set[Path]:
     """Return paths as written, with the links in their folders followed, and with all followed."""

@@ -21,8 +21,8 @@ class OuterOptimizer:
     """Counts inner steps and takes the outer ones; every rank calls it at the same steps.
 
     Args:
-        options: H (`inner_steps`), and learning rate and momentum of the outer step; a learning rate
-            of 1 without momentum is a plain mean.
+        options: The inner steps (H), and the learning rate and momentum of the outer step; a
+            learning rate of 1 without momentum is a plain mean.
         tensors: The weights by name, equal on all ranks.
         world_size: Number of ranks.
     """

@@ -1,7 +1,7 @@
 """What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
 
-All of it runs before process groups form, so that bad input is refused by one sentence
-and no rank waits for another that has given up. Nothing is written but the data cache.
+All of it runs before process groups form, so that bad input is refused by one sentence and no rank
+waits for another that has given up. Only the data cache is written.
 """
 
 import dataclasses
@@ -41,19 +41,19 @@ from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """What is read before a model is trained or evaluated.
+    """What a training and an evaluation read before they start.
 
     Attributes:
         run: The run's folder.
-        resume_from: The checkpoint to go on from or to evaluate, or None.
-        init_from: The checkpoint whose weights a fresh start takes, or None.
-        seed: The run's seed, drawn if nobody chose one.
+        resume_from: The checkpoint to resume from or to evaluate, or None.
+        init_from: The checkpoint whose weights a new run starts from, or None.
+        seed: The run's seed, drawn unless the options have one.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        ends: How to keep the documents of a sample apart; None lets samples run over them.
+        ends: How to keep the documents of a sample apart; None lets attention cross them.
         metrics: Metrics of the evaluate library by name.
         layout: How the ranks divide one model and its data.
         replicas: The models that train side by side.
@@ -76,10 +76,10 @@ class RunSetup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSetup(RunSetup):
-    """What is read besides before a model is trained.
+    """What a training reads besides.
 
     Attributes:
-        data_digest: Tells the training tokens from others.
+        data_digest: Digest of the training tokens.
         samples: The training samples.
         plan: Batch arithmetic.
         schedule: Learning rate by step.
@@ -94,18 +94,18 @@ class TrainSetup(RunSetup):
 def read_training(
     config: GPTConfig, world: World, *, config_file: Path | None = None
 ) -> TrainSetup:
-    """Read everything that a run needs, and refuse what cannot work; writes only the data cache.
+    """Read everything that a run needs, and refuse what cannot work.
 
     Args:
         config: The options.
-        world: Which rank this is.
-        config_file: The TOML file that some of them are from.
+        world: Rank and world size of this process.
+        config_file: The TOML file of `--config`.
 
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
+    resume_from = find_resume(config, run)
     check_folder(config, run, resume_from, config_file=config_file)
     setup = _read(config, world, run, resume_from)
     if not setup.corpus.train:
@@ -122,7 +122,7 @@ def read_training(
     schedule = make_schedule(
         config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
     )
-    if config.in_memory and world.local_rank == 0:  # last, since it reads the whole corpus
+    if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
         **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
@@ -136,9 +136,8 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
-    setup = _read(config, world, run, resume_from)
-    if not (setup.weights_from or resume_from):
+    setup = _read(config, world, run, find_resume(config, run))
+    if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
             "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
@@ -151,7 +150,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
 
 
 def _open_run(config: GPTConfig, world: World) -> RunFolder:
-    """Return the run's folder, after what can be refused at once."""
+    """Return the run's folder, after the checks that read nothing."""
     check_precision(config, device_of(world))
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
@@ -160,6 +159,7 @@ def _open_run(config: GPTConfig, world: World) -> RunFolder:
 def _read(
     config: GPTConfig, world: World, run: RunFolder, resume_from: Checkpoint | None
 ) -> RunSetup:
+    # In the order of what they cost: wrong options are refused before text is tokenised.
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)
@@ -206,7 +206,11 @@ def _nothing_to_evaluate_on(option: str) -> str:
 def choose_layout(
     config: GPTConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
-    """How the ranks divide the model and its data; a ConfigError where they cannot."""
+    """Return how the ranks divide the model and its data.
+
+    Raises:
+        ConfigError: They cannot be divided so.
+    """
     layout = parallel_dims(config, world_size)
     check_tensor_parallel(model_config, layout.tensor)
     if layout.pipeline > 1:
@@ -239,7 +243,7 @@ def _default_output_dir(config: GPTConfig) -> str:
     else:
         words = config.data_path or config.train_data_path or config.valid_data_path
         prefixes = [Path(word).name for word in words if isinstance(word, str)]
-        # A prefix may have dots of its own: only the suffix of a flat file goes.
+        # A prefix may contain dots: only the suffix of a flat file is removed.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"
         if len(prefixes) > 1:
             data += f"+{len(prefixes) - 1}"
@@ -247,7 +251,11 @@ def _default_output_dir(config: GPTConfig) -> str:
 
 
 def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
-    """Tokens of a sample; a ConfigError where the model has fewer positions."""
+    """Return the tokens of a sample.
+
+    Raises:
+        ConfigError: The model has fewer positions, or context parallelism cannot divide them.
+    """
     positions = max_positions(model_config)
     size = config.block_size or min(1024, positions or 1024)
     if positions is not None and size > positions:
@@ -269,7 +277,7 @@ def _plan(
 ) -> BatchPlan:
     saved: int | None = None
     if resume_from is not None and "global_batch_size" not in config.change_on_resume:
-        # The order of samples rests on it: on other ranks, accumulation gives way.
+        # The order of samples depends on it: on another number of ranks, accumulation changes.
         saved = int(resume_from.metadata["global_batch_size"])
         check_unchanged(
             {"global_batch_size": saved},
