@@ -1,7 +1,7 @@
-"""Models and batches that are measured, and what programs need to train them.
+"""The measured models and batches, and the inputs that programs need to train them.
 
-Speed does not depend on what a text says, so the inputs are random words of a made-up vocabulary:
-a tokenizer of one token a word for those that read text, and the same ids as a flat file.
+Speed does not depend on the text, so the inputs are random words of an artificial vocabulary: a
+tokenizer with one token for each word for programs that read text, and the same ids as a flat file.
 """
 
 import array
@@ -16,14 +16,14 @@ class Shape:
     """A GPT-2 and its batch.
 
     Attributes:
-        name: For the table.
-        layers: Blocks.
-        width: Of the hidden states.
-        heads: Of attention.
+        name: Its name in tables.
+        layers: Number of blocks.
+        width: Width of the hidden states.
+        heads: Attention heads.
         block_size: Tokens of a sample.
         batch_size: Samples of a step.
-        vocab_size: Tokens.
-        steps: Optimizer steps of one run.
+        vocab_size: Size of the vocabulary.
+        steps: Optimizer steps of a run.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the tokens of a step."""
         return self.batch_size * self.block_size
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of forward and backward: 6 a weight of a product, and attention in full."""
+        """Return the FLOPs of a token: 6 a weight of a matrix product, and attention in full."""
         weights = 12 * self.layers * self.width**2 + self.vocab_size * self.width
         return 6.0 * weights + 12.0 * self.layers * self.width * self.block_size
 
@@ -104,7 +104,7 @@ class Inputs:
     Attributes:
         model: Folder with a configuration, a tokenizer and no weights.
         text: Random words, a few hundred a line.
-        validation: A short text for those that insist on one.
+        validation: A short text for programs that need one.
         tokens: The same as a nanoGPT data folder.
     """
 
@@ -115,7 +115,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, folder: Path) -> Inputs:
-    """Write a configuration, a tokenizer, and more than enough text for all steps."""
+    """Write a configuration, a tokenizer, and text for all steps."""
     model = folder / "gpt2"
     model.mkdir(parents=True)
     config = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, kfac_shorter, report
+from benchmarks import gpu, report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
-from benchmarks.kfac_curves import reached, share_of_steps
+from benchmarks.kfac_report import reached, share_of_steps, shorter_section
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
@@ -171,13 +171,16 @@ def test_help_loads_no_heavy_library():
         (("--make_corpus", "1"), "--vocab_file is missing: preparation is measured with GPT-2's."),
         (("--only", "far", "--megatron", "nowhere"), "--megatron nowhere is no checkout"),
         (("--only", "far", "--peer_python", "nowhere"), "--peer_python nowhere cannot be run."),
-        (("--only", "far", "--output", "/dev/null/x"), "--output /dev/null/x cannot be made"),
+        (
+            ("--only", "far", "--output", "/dev/null/x"),
+            "--output /dev/null/x is in a folder that does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
     done = data_benchmark(*arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith(complaint)
+    assert done.stderr.startswith(f"error: {complaint}")
     assert "Traceback" not in done.stderr
 
 
@@ -379,7 +382,7 @@ def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts()
         0.4: {"ekfac": ends_at(2.5, 1.5)},
         0.2: {"ekfac": ends_at(2.5, 1.6)},
     }
-    made = kfac_shorter.section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
+    made = shorter_section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
     assert made.lines[2:] == [
         "| method | after 200 | after 400 | after 500 |",
         "|---|---:|---:|---:|",
@@ -387,7 +390,7 @@ def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts()
     ]
     assert [(goal.measured, goal.met) for goal in made.goals] == [("0.40", True), ("0.50", True)]
     too_short = {0.2: shorter[0.2]}
-    made = kfac_shorter.section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
+    made = shorter_section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
     assert [(goal.measured, goal.met) for goal in made.goals] == [("never", False)] * 2
 
 
@@ -460,7 +463,7 @@ def test_a_checkout_that_is_none_is_refused():
     command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "--nanogpt nowhere holds no train.py.\n"
+    assert done.stderr == "error: --nanogpt nowhere holds no train.py.\n"
 
 
 @pytest.mark.parametrize(
@@ -478,7 +481,7 @@ def test_a_comparison_without_its_inputs_is_refused(arguments, complaint):
     command = [sys.executable, "-m", "benchmarks.before", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == complaint
+    assert done.stderr == f"error: {complaint}"
 
 
 def test_a_line_of_the_log_is_timed(tmp_path):
