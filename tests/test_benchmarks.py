@@ -308,6 +308,20 @@ def test_a_packet_on_a_delayed_link_takes_its_time_and_is_counted():
     assert network.carried[0, 1] > 40  # one byte, and the headers that bring it
 
 
+@pytest.mark.benchmarks
+def test_one_rank_of_the_slow_link_takes_steps_without_a_network():
+    options = {
+        "mode": "allreduce", "phases": 1, "warmup": 1, "steps": 2, "layers": 2, "width": 4,
+        "compute": 0.01, "sync_every": 2, "ranks_per_node": 1,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.delayed_step", json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, input="go\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert answers[0] == {"phase": 0}
+    assert answers[1]["seconds"] >= 0.01
+
+
 def test_the_bytes_of_a_step_by_theory():
     setting = DelaySetting(
         ranks=4, ranks_per_node=1, compute=1, delay=0, layers=1, width=10,
