@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from transformers import GPTNeoConfig
 
-from benchmarks.kfac_run import BETAS, WEIGHT_DECAY, Text, validation_loss
+from benchmarks.kfac_run import BETAS, WEIGHT_DECAY, Text, make_model, validation_loss
 from benchmarks.measure import say
 from benchmarks.report import Section, table
-from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.optim.accum_adamw import AccumAdamW
@@ -141,23 +139,14 @@ class _Replicas:
 
 
 def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModelLoss:
-    config = GPTNeoConfig(
+    model = make_model(
+        width=setting.width,
+        layers=setting.layers,
+        block_size=setting.block_size,
         vocab_size=vocab_size,
-        hidden_size=setting.width,
-        num_layers=setting.layers,
-        num_heads=4,
-        attention_types=[[["global"], setting.layers]],
-        max_position_embeddings=setting.block_size,
-        **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
-    )
-    # Without the kernels that torch.func cannot transform.
-    model = build_model(
-        ModelOptions(fused_gelu=False, tied_gradients=False),
-        config,
-        weights_from=None,
         seed=seed,
-        device=torch.device("cpu"),
-        vocab_size=vocab_size,
+        # Without the kernels that torch.func cannot transform.
+        options=ModelOptions(fused_gelu=False, tied_gradients=False),
     )
     return LanguageModelLoss(model, chunked=False)
 

@@ -59,25 +59,39 @@ class Text:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def make_model(options: dict[str, Any], vocab_size: int) -> Any:
-    """Build the GPT-Neo of the comparison; the seed determines its initial weights."""
+def make_model(
+    *,
+    width: int,
+    layers: int,
+    block_size: int,
+    vocab_size: int,
+    seed: int,
+    options: ModelOptions | None = None,
+) -> Any:
+    """Build the GPT-Neo of the comparisons; the seed determines its initial weights."""
     config = GPTNeoConfig(
         vocab_size=vocab_size,
-        hidden_size=options["width"],
-        num_layers=options["layers"],
+        hidden_size=width,
+        num_layers=layers,
         num_heads=4,
-        attention_types=[[["global"], options["layers"]]],
-        max_position_embeddings=options["block_size"],
+        attention_types=[[["global"], layers]],
+        max_position_embeddings=block_size,
         **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
     )
     return build_model(
-        ModelOptions(),
+        options or ModelOptions(),
         config,
         weights_from=None,
-        seed=options["seed"],
+        seed=seed,
         device=torch.device("cpu"),
         vocab_size=vocab_size,
     )
+
+
+def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
+    """Build the model of a training from its settings."""
+    sizes = {name: settings[name] for name in ("width", "layers", "block_size", "seed")}
+    return make_model(vocab_size=vocab_size, **sizes)
 
 
 class Stepper:
@@ -138,7 +152,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     text = Text(
         Path(options["text"]), batch_size=options["batch_size"], block_size=options["block_size"]
     )
-    model = make_model(options, len(text.vocab))
+    model = model_of(options, len(text.vocab))
     loss = LanguageModelLoss(model)
     stepper = Stepper(options, model)
     steps, peak = options["steps"], options["learning_rate"]
@@ -186,7 +200,7 @@ class Training:
     """
 
     def __init__(self, options: dict[str, Any], method: str, vocab_size: int) -> None:
-        model = make_model(options, vocab_size)
+        model = model_of(options, vocab_size)
         self._model, self._loss = model, LanguageModelLoss(model)
         self._stepper = Stepper(options | {"method": method}, model)
         self._rate = float(options["learning_rate"])

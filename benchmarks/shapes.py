@@ -55,46 +55,22 @@ class Shape:
 
 SHAPES = {
     "A": Shape(
-        name="A",
-        layers=4,
-        width=128,
-        heads=4,
-        block_size=64,
-        batch_size=12,
-        vocab_size=65,
-        steps=250,
+        name="A", layers=4, width=128, heads=4,
+        block_size=64, batch_size=12, vocab_size=65, steps=250,
     ),
     "B": Shape(
-        name="B",
-        layers=6,
-        width=384,
-        heads=6,
-        block_size=256,
-        batch_size=4,
-        vocab_size=50_257,
-        steps=25,
+        name="B", layers=6, width=384, heads=6,
+        block_size=256, batch_size=4, vocab_size=50_257, steps=25,
     ),
     "C": Shape(
-        name="C",
-        layers=12,
-        width=768,
-        heads=12,
-        block_size=1024,
-        batch_size=1,
-        vocab_size=50_257,
-        steps=8,
+        name="C", layers=12, width=768, heads=12,
+        block_size=1024, batch_size=1, vocab_size=50_257, steps=8,
     ),
     "toy": Shape(
-        name="toy",
-        layers=2,
-        width=32,
-        heads=2,
-        block_size=16,
-        batch_size=2,
-        vocab_size=65,
-        steps=10,
+        name="toy", layers=2, width=32, heads=2,
+        block_size=16, batch_size=2, vocab_size=65, steps=10,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
