@@ -491,11 +491,10 @@ def test_the_tests_that_the_readme_calls_as_witnesses_exist():
     assert all((ROOT / witness).exists() for witness in witnesses)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships(page):
-    """Where this fails, run the quick start again and show what it says now."""
+def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
+    """Where this fails, run the quick start again and replace the output on the page."""
     shipped = tomllib.loads(read(ROOT / "examples/quickstart.toml"))
-    text = read(ROOT / page)
+    text = read(ROOT / "docs/quickstart.md")
     assert re.search(rf"^step +25/ +{shipped['max_train_steps']} ", text, flags=re.MULTILINE)
     assert f"a step\nlength: {shipped['max_train_steps']} " in text or "length:" not in text
     peak, warmup = shipped["learning_rate"], shipped["num_warmup_steps"]
