@@ -54,7 +54,7 @@ def test_no_two_files_have_one_name():
 
 def test_one_batch_crosses_seven_files_at_most():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split("\nOne batch, ")[1].split("\n\nA text's way")[0]
+    section = page.split("\nOne batch crosses ")[1].split("\n\nA text becomes")[0]
     files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
     listed = {name_of(PACKAGE / file) for file in files}
     assert 5 <= len(listed) == len(files) <= 7

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from llm.errors import ConfigError
 from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.schedule import bubble_fraction
+from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
 from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory
 from llm.plan.rank_model import FP32, num_elements

@@ -15,7 +15,7 @@ from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.schedule import check_micro_batches
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_depth
 from llm.plan.options import PlanOptions

@@ -104,7 +104,7 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
     options = DecentralizedOptions(
         data_parallel="gossip" if case.sync_every is None else "diloco",
         gossip_order="overlap" if case.overlap else "blocking",
-        sync_every=case.sync_every or 500,
+        inner_steps=case.sync_every or 500,
     )
     strategy = DecentralizedStrategy(options, accelerator, rounds=rounds, ranks_per_replica=each)
     loss = Loss(unused=case.unused)

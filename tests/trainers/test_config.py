@@ -354,7 +354,11 @@ def old_checkpoint(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_the_first_edition_keeps_options_to_their_former_names(old_checkpoint):
     config = GPTConfig(
-        data_parallel="gossip", moment_update_steps=4, inner_steps=20, learning_rate=0.1
+        data_parallel="gossip",
+        moment_update_steps=4,
+        inner_steps=20,
+        learning_rate=0.1,
+        resume_from_checkpoint=True,
     )
     run = RunFolder(old_checkpoint.path)
     assert resume.find_resume(config, run) is old_checkpoint

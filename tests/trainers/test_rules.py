@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def cells() -> list[tuple[str, str, str]]:
-    table = GUIDE.read_text(encoding="utf-8").split("## What goes together")[1]
+    table = GUIDE.read_text(encoding="utf-8").split("## Combinations")[1]
     lines = re.findall(r"(?m)^\|(.*)\|$", table)
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     head = rows[0]

@@ -22,7 +22,7 @@ from llm.parallel.base import MakeOptimizer
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor
 from llm.parallel.options import ParallelOptions
-from llm.parallel.pipeline.schedule import bubble_fraction, make_schedule
+from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.runtime.rng import seed_torch

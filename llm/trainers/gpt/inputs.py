@@ -22,7 +22,7 @@ from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerator import check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.pipeline.schedule import check_micro_batches
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
