@@ -1,4 +1,4 @@
-# One command each; every target does all of its own set-up, once.
+# Every target does all of its own set-up, once.
 # Needs Python >= 3.11 and a package index. pip's own settings (PIP_INDEX_URL, ...) hold as usual.
 
 PYTHON ?= python3
@@ -14,26 +14,26 @@ BIN := $(VENV)/bin
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make train      train the quick start's GPT (ARGS='--flag value' adds flags)"
-	@echo "make test       run the tests (ARGS='-k resume' adds pytest's)"
-	@echo "make test-slow  run what takes long and repeats other tests in large"
-	@echo "make test-layouts  train whole runs in every layout that fits 4 processes"
+	@echo "make train            train the quick start's GPT (ARGS='--flag value' adds flags)"
+	@echo "make test             run the tests (ARGS='-k resume' adds pytest's)"
+	@echo "make test-slow        run slow tests, which repeat others at larger sizes"
+	@echo "make test-layouts     train whole runs in every layout that fits 4 processes"
 	@echo "make test-benchmarks  run every benchmark at toy size"
-	@echo "make test-faults  kill, stop and starve training runs, and compare what they end with"
-	@echo "make test-cluster  run the job scripts in Slurm and under mpiexec"
-	@echo "make test-peers run the tests against Megatron-LM's own reader and writer"
-	@echo "make check      lint, format check, types, spelling"
-	@echo "make format     format and sort imports"
-	@echo "make docs       build the documentation into site/"
-	@echo "make pages      write what docs/ lists of the code (options, modules) anew"
-	@echo "make install    only make $(VENV) with everything for development"
+	@echo "make test-faults      kill, stop and starve training runs, and compare their results"
+	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec"
+	@echo "make test-peers       run the tests against Megatron-LM's own reader and writer"
+	@echo "make check            lint, format check, types, spelling"
+	@echo "make format           format and sort imports"
+	@echo "make docs             build the documentation into site/"
+	@echo "make pages            write the generated parts of docs/ (options, modules)"
+	@echo "make install          only make $(VENV) with everything for development"
 
 train: $(VENV)/.core
 	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
 
 ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
 
-# Files in their order, since xdist would keep those of few but long tests for the end.
+# Files in their order, since xdist would start files with few but long tests last.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(ORDINARY)" $(ARGS)
 
@@ -46,11 +46,11 @@ test-layouts: $(VENV)/.dev
 test-benchmarks: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m benchmarks $(ARGS)
 
-# One after the other: some of them measure how soon a run ends.
+# Sequential, since some of them measure how soon a run ends.
 test-faults: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults $(ARGS)
 
-# In a real Slurm of virtual nodes, and under mpiexec: skips what is not installed, and says so.
+# In a real Slurm of virtual nodes, and under mpiexec; missing programs are skipped and named.
 test-cluster: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
@@ -77,7 +77,7 @@ pages: $(VENV)/.core
 
 install: $(VENV)/.dev $(VENV)/.docs
 
-# $(1): what, for people; $(2): what, for pip. Quiet, unless it fails.
+# $(1): description for the log; $(2): requirement for pip. Quiet, unless it fails.
 define pip_install
 	@echo "Installing $(1) into $(VENV) (log: $(VENV)/pip.log) ..."
 	@$(BIN)/python -m pip install -c constraints.txt -e "$(2)" >$(VENV)/pip.log 2>&1 \
@@ -85,7 +85,7 @@ define pip_install
 	@touch $@
 endef
 
-# An environment whose making was cut short has no working pip, and is made again.
+# An interrupted environment has no working pip, and is made again.
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python >= 3.11; name one: make PYTHON=python3.12"; exit 1; }

@@ -1,7 +1,7 @@
-"""Measures the reading of batches: tokens per CPU-second, far samples, waiting for data."""
+"""Measure the reading of batches: tokens per CPU-second, far samples, waiting for data."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Case, Usage, interleave, median, run
@@ -27,7 +27,7 @@ def _ours(name: str, task: str, prefix: Path, folder: Path, *options: str) -> Ca
 
 
 def write_tokens(prefix: Path, num_tokens: int, work_dir: Path) -> None:
-    """Writes a uint16 token file of random ids.
+    """Write a uint16 token file of random ids.
 
     Raises:
         CaseFailed: The disk is full, for example.
@@ -42,17 +42,15 @@ def measure_assembly(
     peers: Peers,
     work_dir: Path,
     repeats: int,
-    say: Callable[[str], None],
 ) -> Section:
-    """Batches of 32 x 1024 tokens from a token file; imports do not count.
+    """Measure batches of 32 x 1024 tokens from a token file, without the time of imports.
 
     Args:
         prefix: The token file.
-        num_batches: To read in each run.
+        num_batches: Batches of each run.
         peers: The other programs.
-        work_dir: Where the cases write.
+        work_dir: Folder in which the cases write.
         repeats: Runs of each.
-        say: Told of the progress.
     """
     number = ("--batches", str(num_batches))
     cases = [
@@ -64,14 +62,14 @@ def measure_assembly(
         command = [peers.python, str(PEERS / "nanogpt_batches.py"), *given]
         cases.append(Case(name=_NANOGPT, command=command, folder=work_dir / "nanogpt_batches"))
     for workers in (0, 2) if peers.megatron is not None else ():
-        # Its index is built anew in every run: the folder of the case is emptied before.
+        # Every run builds the index again, since the case's folder is emptied before it.
         folder = work_dir / f"megatron_batches_{workers}"
         command = [peers.python, str(PEERS / "megatron_batches.py"), *given]
         command += ["--num_workers", str(workers), "--cache_dir", str(folder / "cache")]
         environment = {"PYTHONPATH": str(peers.megatron)}
         name = f"{_MEGATRON}, {workers} workers"
         cases.append(Case(name=name, command=command, folder=folder, environment=environment))
-    results = interleave(cases, repeats, say)
+    results = interleave(cases, repeats)
 
     def cells(_: str, runs: Sequence[Usage]) -> Sequence[str]:
         setup = "setup_cpu_seconds" in runs[0].reported
@@ -106,7 +104,7 @@ def _assembly_goals(results: dict[str, list[Usage]]) -> list[Goal]:
     goals = []
     for ours in (_GATHER, _LOADER):
         for peer, bound in ((_NANOGPT, 5), (_MEGATRON, 8)):
-            # The better one of a peer's settings counts.
+            # The best of a peer's settings counts.
             theirs = [
                 _speed(runs) for name, runs in results.items() if runs and name.startswith(peer)
             ]
@@ -116,10 +114,10 @@ def _assembly_goals(results: dict[str, list[Usage]]) -> list[Goal]:
     return goals
 
 
-def measure_far(work_dir: Path, *, repeats: int, say: Callable[[str], None]) -> Section:
-    """Opens a sparse file of 10**12 tokens and fetches sample 10**9."""
+def measure_far(work_dir: Path, *, repeats: int) -> Section:
+    """Measure opening a sparse file of 10**12 tokens and fetching sample 10**9."""
     case = _ours(_FAR, "far", Path("far"), work_dir)
-    results = interleave([case], repeats, say)
+    results = interleave([case], repeats)
     goals = []
     if runs := results[case.name]:
         milliseconds = median(runs, "open_ms") + median(runs, "fetch_ms")
@@ -132,15 +130,13 @@ def measure_far(work_dir: Path, *, repeats: int, say: Callable[[str], None]) -> 
     return Section(title="Far away", lines=lines, goals=goals)
 
 
-def measure_waiting(
-    prefix: Path, *, num_steps: int, work_dir: Path, repeats: int, say: Callable[[str], None]
-) -> Section:
-    """How long a loop with steps of 50 ms waits for its batches."""
+def measure_waiting(prefix: Path, *, num_steps: int, work_dir: Path, repeats: int) -> Section:
+    """Measure how long a loop with steps of 50 ms waits for its batches."""
     cases = []
     for name, flags in (("the step sleeps", ()), ("the step computes", ("--busy",))):
         folder = work_dir / f"wait_{len(flags)}"
         cases.append(_ours(name, "wait", prefix, folder, "--batches", str(num_steps), *flags))
-    results = interleave(cases, repeats, say)
+    results = interleave(cases, repeats)
     goals = [
         at_most(f"waiting for data, {name}", 100 * median(runs, "waited_share"), 1, " %")
         for name, runs in results.items()

@@ -1,14 +1,12 @@
-"""Measures this checkout beside an earlier one of the same project: what a change costs or saves.
+"""Compare this checkout with an earlier one of the same project.
 
 python -m benchmarks.before --earlier ../llm-before --corpus corpus.jsonl --vocab_file vocab.json
     --merges_file merges.txt
 """
 
 import re
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,32 +14,39 @@ from typing import Any, Literal
 
 from benchmarks.corpus import cut
 from benchmarks.measure import Case, CaseFailed, figures, interleave, run
-from benchmarks.report import Section, machine, render, spread, table
+from benchmarks.preparation import prepare_command
+from benchmarks.report import (
+    ReportOptions,
+    Section,
+    machine,
+    render,
+    run_benchmark,
+    spread,
+    table,
+)
 from benchmarks.shapes import SHAPES, make_inputs
 from benchmarks.training import ROOT, our_case
-from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers")
 Part = Literal["training", "start", "prepare", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeforeOptions:
-    """What to measure."""
+class BeforeOptions(ReportOptions):
+    """Options of the benchmark."""
 
     earlier: str = option("", "A checkout of the commit to compare with.", group="Run")
     only: tuple[Part, ...] = option(
-        (),
-        "Parts to measure; none means all: training, start (to the first step, tokens "
-        "cached), prepare (text to token files, and a run that makes its own), save (how long a "
-        "checkpoint holds training up).",
+        ("training", "start", "prepare", "save"),
+        "Parts to measure: training, start (to the first step, tokens cached), prepare (text to "
+        "token files), save (how long a checkpoint blocks training).",
         group="Run",
     )
     shapes: tuple[Literal["A", "B", "C", "toy"], ...] = option(
         ("A", "B"),
-        "Models and batches that are trained; the first one's start counts.",
+        "Models and batches to train; the start is measured with the first one.",
         group="Run",
     )
     repeats: int = option(5, "Runs of each, interleaved.", group="Run", at_least=1)
@@ -54,19 +59,18 @@ class BeforeOptions:
     )
     vocab_file: str | None = option(None, "GPT-2's vocab.json.", group="Input")
     merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Input")
-    output: str | None = option(None, "File for the report, besides the console.", group="Run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One case of either checkout, and the figures that count.
+    """The same case for both checkouts.
 
     Attributes:
-        title: For the table.
+        title: The section's heading.
         now: The case of this checkout.
-        before: The same of the earlier one.
-        figures: Of `Usage`, each with its number of digits.
-        warm_up: Whether each runs once before, uncounted (caches are then there).
+        before: The case of the earlier checkout.
+        figures: Names of figures, each with its number of digits.
+        warm_up: Whether each case first runs once, unmeasured, to fill its cache.
     """
 
     title: str
@@ -77,78 +81,73 @@ class Comparison:
 
 
 def check(options: BeforeOptions) -> None:
-    """Refuses what cannot be measured.
+    """Refuse options that cannot work.
 
     Raises:
-        ConfigError: A path is missing or is not what it should be.
+        ConfigError: A path is missing or wrong.
     """
     if not Path(options.earlier, "llm", "trainers").is_dir() or not options.earlier:
         raise ConfigError(f"--earlier {options.earlier!r} is no checkout: llm/trainers is missing.")
-    if wanted(options, "prepare"):
+    if "prepare" in options.only:
         for name in ("corpus", "vocab_file", "merges_file"):
             path = getattr(options, name)
             if path is None or not Path(path).is_file():
                 raise ConfigError(f"--{name} {path} is no file; --only prepare needs it.")
 
 
-def wanted(options: BeforeOptions, part: Part) -> bool:
-    """Whether a part is to be measured."""
-    return not options.only or part in options.only
-
-
 def both(case: Case, earlier: Path) -> dict[str, Case]:
     """Return a case for this checkout and the same for the earlier one, each in its own folder."""
-    return {
-        name: replace(
+    pair = {}
+    for name, checkout in (("now", ROOT), ("before", earlier)):
+        command = list(case.command)
+        if "--data_cache_dir" in command:
+            # Separate caches: the two checkouts may write different files.
+            command[command.index("--data_cache_dir") + 1] += f"-{name}"
+        pair[name] = replace(
             case,
             name=name,
+            command=command,
             folder=case.folder / name,
             environment={**case.environment, "PYTHONPATH": str(checkout)},
         )
-        for name, checkout in (("now", ROOT), ("before", earlier))
-    }
+    return pair
 
 
 def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
-    """Everything that is wanted, its inputs made when it is its turn."""
+    """Yield the comparisons of all chosen parts, and make the inputs of each before it."""
     earlier = Path(options.earlier).resolve()
-    if wanted(options, "training"):
+    if "training" in options.only:
         for name in options.shapes:
             shape = SHAPES[name]
             inputs = make_inputs(shape, folder / name)
             case = our_case(shape, inputs, folder, name=f"train {name}")
             counted = {"tokens_per_second": 0, "cpu_seconds": 1, "peak_megabytes": 0}
-            # Each with a cache of its own: the two may not write the same files.
-            pair = {
-                key: replace(one, command=_cache_apart(one.command, folder / f"{name}-{key}"))
-                for key, one in both(case, earlier).items()
-            }
-            yield Comparison(title=f"Training {shape}", figures=counted, **pair)
-    if wanted(options, "start"):
+            yield Comparison(title=f"Training {shape}", figures=counted, **both(case, earlier))
+    if "start" in options.only:
         shape = replace(SHAPES[options.shapes[0]], steps=10)
         inputs = make_inputs(shape, folder / "start")
         case = our_case(shape, inputs, folder, name="start", flags=("--logging_steps", "1"))
-        pair = {
-            key: replace(one, command=_cache_apart(one.command, folder / f"start-{key}"))
-            for key, one in both(case, earlier).items()
-        }
         yield Comparison(
             title=f"From the command to the first step ({shape.name})",
             figures={"milestone_seconds": 2},
-            **pair,
+            **both(case, earlier),
         )
-    if wanted(options, "prepare"):
+    if "prepare" in options.only:
+        vocab_file, merges_file = (
+            Path(path or "").resolve() for path in (options.vocab_file, options.merges_file)
+        )
         for size in options.sizes:
             text = cut(Path(options.corpus or ""), folder / "input.jsonl", size).path
             for workers in (1, 2):
-                case = prepare_case(options, text, folder / "prepare", workers)
+                command = prepare_command(text, workers, vocab_file, merges_file)
+                case = Case(name="prepare", command=command, folder=folder / "prepare")
                 yield Comparison(
                     title=f"Text to token files, {size:g} MB, --workers {workers}",
                     figures={"wall_seconds": 2, "cpu_seconds": 2, "peak_megabytes": 0},
                     warm_up=False,
                     **both(case, earlier),
                 )
-    if wanted(options, "save"):
+    if "save" in options.only:
         case = Case(
             name="save",
             command=[sys.executable, "-m", "benchmarks.save", "--repeats", "3"],
@@ -163,23 +162,8 @@ def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
         )
 
 
-def prepare_case(options: BeforeOptions, text: Path, folder: Path, workers: int) -> Case:
-    """`llm.data.prepare` with GPT-2's vocabulary."""
-    command = [sys.executable, "-m", "llm.data.prepare", "--input", str(text)]
-    command += ["--json_key", "text", "--append_eod", "--workers", str(workers)]
-    command += ["--vocab_file", str(Path(options.vocab_file or "").resolve())]
-    command += ["--merges_file", str(Path(options.merges_file or "").resolve())]
-    return Case(name="prepare", command=[*command, "--output_prefix", "out"], folder=folder)
-
-
-def _cache_apart(command: Sequence[str], cache: Path) -> list[str]:
-    command = list(command)
-    command[command.index("--data_cache_dir") + 1] = str(cache)
-    return command
-
-
 def _held_up(folder: Path) -> dict[str, Any]:
-    """The figures of a report of `benchmarks.save`."""
+    """Read the figures from a report of `benchmarks.save`."""
     text = (folder / "log.txt").read_text()
     background = re.search(r"in the background \(written in ([\d.]+) s\) *\| *([\d.]+)", text)
     blocking = re.search(r"--no_async_checkpoint *\| *([\d.]+)", text)
@@ -193,12 +177,12 @@ def _held_up(folder: Path) -> dict[str, Any]:
 
 
 def measure(options: BeforeOptions, comparison: Comparison) -> Section:
-    """Run both in turns; the ratio is the median of those of the pairs."""
+    """Run both cases alternately; the ratio is the median of the pairs' ratios."""
     cases = [comparison.now, comparison.before]
     if comparison.warm_up:
         for case in cases:
             run(case)
-    results = interleave(cases, options.repeats, say)
+    results = interleave(cases, options.repeats)
     now, before = (results[case.name] for case in cases)
     if not now or not before:
         raise CaseFailed(f"{comparison.title}: a run failed (see above)")
@@ -213,48 +197,25 @@ def measure(options: BeforeOptions, comparison: Comparison) -> Section:
                 f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
             ]
         )
-    return Section(
-        title=comparison.title,
-        lines=table(["figure", "before", "now", "now / before"], rows),
-        goals=(),
-    )
+    header = ["figure", "before", "now", "now / before"]
+    return Section(title=comparison.title, lines=table(header, rows))
 
 
-def say(message: str) -> None:
-    """Tells what has been done, beside the report."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report as Markdown, and returns 0, or 2 when that is not possible."""
-    # So that a run that is cut short ends the program it measures, and removes its files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        options = parse(
-            BeforeOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.before",
-            description="Measures this checkout beside an earlier one.",
-        )
-        check(options)
-        facts = [
-            *machine(_PACKAGES),
-            f"Medians of {options.repeats} interleaved runs, smallest and largest in brackets; a "
-            "ratio is the median of those of the pairs",
-        ]
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            sections = [measure(options, one) for one in comparisons(options, Path(folder))]
-            report = render("This checkout beside an earlier one", facts, sections)
-    except (LLMError, CaseFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    print(report)
-    if options.output is not None:
-        Path(options.output).write_text(report, encoding="utf-8")
-    return 0
+def report(options: BeforeOptions, folder: Path) -> str:
+    """Measure all chosen parts and return the report."""
+    check(options)
+    facts = [
+        *machine(_PACKAGES),
+        f"Medians of {options.repeats} interleaved runs, smallest and largest in brackets; a "
+        "ratio is the median of those of the pairs",
+    ]
+    sections = [measure(options, one) for one in comparisons(options, folder)]
+    return render("This checkout beside an earlier one", facts, sections)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_benchmark(
+            "before", "Compares this checkout with an earlier one.", BeforeOptions, report
+        )
+    )

@@ -1,4 +1,4 @@
-"""Makes a corpus of source code out of the files that any machine with Python has."""
+"""Make a corpus of source code from the files of any machine with Python, and cut inputs of it."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from llm.errors import DataError
 
 _SUFFIXES = frozenset((".py", ".pyi", ".md", ".rst", ".txt", ".c", ".h", ".hpp", ".cpp"))
 _SMALLEST, _LARGEST = 200, 400_000  # bytes
-# Most programs make the end-of-text token of this text, some keep the text: no input for a race.
+# Most programs encode this text as the end-of-text token, some as text: left out of all inputs.
 _SPECIAL = b"<|endoftext|>"
 
 
@@ -22,8 +22,8 @@ class Slice:
     Attributes:
         path: The file.
         megabytes: Its size, in 10**6 bytes.
-        documents: Its lines.
-        passes: How often the corpus was begun to fill it.
+        documents: Number of lines.
+        passes: Passes over the corpus that filled it.
         digest: The first 16 hex digits of its SHA-256.
     """
 
@@ -42,15 +42,15 @@ class Slice:
 
 
 def make_corpus(path: Path, megabytes: int, roots: tuple[Path, ...] | None = None) -> int:
-    """Writes source files and documentation as JSONL, one file a line under the key `text`.
+    """Write source files and documentation as JSONL, one file a line under the key `text`.
 
-    The files are Python, C, Markdown and plain text from below the folders of this Python and
-    /usr/include, in an order that depends on nothing but their names.
+    The files are Python, C, Markdown and plain text from the folders of this Python and
+    /usr/include, in an order that depends only on their names.
 
     Args:
         path: The JSONL file to write.
-        megabytes: Where to stop, in 10**6 bytes.
-        roots: Other folders to take the files from.
+        megabytes: Size of the corpus, in 10**6 bytes.
+        roots: Other folders to read files from.
 
     Returns:
         The number of documents.
@@ -72,7 +72,7 @@ def make_corpus(path: Path, megabytes: int, roots: tuple[Path, ...] | None = Non
 
 
 def _in_hashed_order(roots: tuple[Path, ...]) -> Iterator[Path]:
-    # By the hash of the name below its root: neighbours have nothing to do with one another.
+    # Sorted by a hash of the name below its root, so that neighbours are unrelated.
     found: dict[bytes, Path] = {}
     for root in roots:
         for file in root.rglob("*"):
@@ -86,9 +86,9 @@ def _in_hashed_order(roots: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def cut(corpus: Path, out: Path, megabytes: float) -> Slice:
-    """Writes the first lines of a corpus, and begins again at its first where it is too short.
+    """Write the first lines of a corpus, which is repeated if it is too short.
 
-    Lines that spell the end-of-text token out are left out.
+    Lines that spell out the end-of-text token are left out.
 
     Args:
         corpus: A JSONL file.

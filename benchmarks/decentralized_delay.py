@@ -1,4 +1,4 @@
-"""Time of a step, and bytes that a rank sends in it, on links with a delay."""
+"""Measure the time of a step, and the bytes that a rank sends in it, on links with a delay."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.delayed_link import DelayedNetwork, why_not
+from benchmarks.measure import say
 from benchmarks.report import Goal, Section, table
 from llm.errors import LLMError
 from llm.parallel.gossip.rounds import link_bytes, make_rounds
@@ -23,18 +24,18 @@ _FLOAT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySetting:
-    """What is measured.
+    """The settings of the measurement.
 
     Attributes:
-        ranks: Ranks, each behind a link of its own.
-        ranks_per_node: How many share a node, for the topologies that ask; links are all alike.
-        compute: Seconds that the passes of a step take.
-        delay: Seconds that a packet takes from rank to rank.
-        layers: Of the model.
+        ranks: Number of ranks, each behind a link of its own.
+        ranks_per_node: Ranks of a node, for topologies that depend on it; all links are equal.
+        compute: Seconds of the passes of a step.
+        delay: Seconds of a packet from rank to rank.
+        layers: Layers of the model.
         width: Each layer has width x width float32 weights.
         sync_every: Inner steps of DiLoCo.
-        steps: Measured in each phase.
-        repeats: Phases without the delay, and as many with it, in turn.
+        steps: Measured steps of each phase.
+        repeats: Number of phases without the delay, which alternate with as many with it.
     """
 
     ranks: int
@@ -49,13 +50,13 @@ class DelaySetting:
 
     @property
     def model_bytes(self) -> int:
-        """Size of the weights."""
+        """Return the bytes of the weights."""
         return self.layers * self.width**2 * _FLOAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One mode's figures: mean seconds of a step by phase, and bytes per step and rank."""
+    """The figures of a mode: seconds of a step by phase, and bytes per step and rank."""
 
     without: list[float]
     delayed: list[float]
@@ -63,7 +64,7 @@ class Measured:
 
 
 def measure_mode(setting: DelaySetting, mode: str) -> Measured:
-    """Run the ranks of a mode, and change the delay between its phases.
+    """Run the ranks of a mode, with a change of the delay between its phases.
 
     Raises:
         LLMError: A rank failed.
@@ -90,7 +91,7 @@ def measure_mode(setting: DelaySetting, mode: str) -> Measured:
         stack.callback(_end, ranks)
         for phase in range(2 * setting.repeats):
             _answer(ranks, "phase")
-            before = before or network.carried.total()  # what it took to meet
+            before = before or network.carried.total()  # bytes of the rendezvous
             network.delay = setting.delay * (phase % 2)
             assert ranks[0].stdin is not None
             ranks[0].stdin.write("go\n")
@@ -99,7 +100,7 @@ def measure_mode(setting: DelaySetting, mode: str) -> Measured:
         network.delay = 0.0
         for rank in ranks:
             rank.wait(300)
-        # All phases together: the last message of one arrives in the next.
+        # Counted over all phases, since the last message of one arrives in the next.
         sent = network.carried.total() - before
     all_steps = 2 * setting.repeats * (warmup + steps)
     return Measured(without=times[0], delayed=times[1], sent=sent / setting.ranks / all_steps)
@@ -128,7 +129,7 @@ def _start(
 
 
 def _answer(ranks: "Sequence[subprocess.Popen[str]]", name: str) -> object:
-    """What rank 0 says next under a name."""
+    """Return the next value that rank 0 prints under a name."""
     assert ranks[0].stdout is not None
     for line in ranks[0].stdout:
         if line.startswith("{"):
@@ -145,7 +146,7 @@ def _end(ranks: "Sequence[subprocess.Popen[str]]") -> None:
 
 
 def theory(setting: DelaySetting, mode: str) -> float:
-    """Bytes of weights or gradients that a rank sends in a step, on average."""
+    """Return the mean bytes of weights or gradients that a rank sends in a step."""
     everyone = (tuple(range(setting.ranks)),)
     if mode in ("allreduce", "diloco"):
         total = sum(link_bytes(everyone, setting.model_bytes).values())
@@ -156,7 +157,7 @@ def theory(setting: DelaySetting, mode: str) -> float:
 
 
 def delay_section(setting: DelaySetting, modes: Sequence[str]) -> Section:
-    """Measure the modes, and say whether gossip hides the delay where all-reduce does not."""
+    """Measure the modes; the goals are that gossip hides the delay and all-reduce does not."""
     reason = why_not()
     if reason is not None:
         return Section(title="A slow link", lines=[f"Not measured: {reason}."])
@@ -165,7 +166,7 @@ def delay_section(setting: DelaySetting, modes: Sequence[str]) -> Section:
         found = measure_mode(setting, mode)
         without, delayed = statistics.median(found.without), statistics.median(found.delayed)
         ratio, expected = delayed / without, theory(setting, mode)
-        print(f"{mode}: {found}", file=sys.stderr, flush=True)
+        say(f"{mode}: {found}")
         rows.append(
             [
                 mode,
@@ -177,7 +178,7 @@ def delay_section(setting: DelaySetting, modes: Sequence[str]) -> Section:
                 f"{found.sent / expected:.3f}",
             ]
         )
-        if mode != "diloco":  # which waits in one step of many
+        if mode != "diloco":  # it waits only in outer steps
             goals.append(_goal(mode, ratio))
     lines = [
         f"{setting.ranks} gloo ranks, each in a network namespace; a step's passes sleep for "
@@ -185,7 +186,7 @@ def delay_section(setting: DelaySetting, modes: Sequence[str]) -> Section:
         f"{setting.model_bytes / 1e6:.1f} MB. A packet takes {1000 * setting.delay:.0f} ms from "
         f"rank to rank where there is a delay. Medians of {setting.repeats} phases of "
         f"{setting.steps} steps, with and without the delay in turn. Bytes are those of IP "
-        "packets, acknowledgements and the ranks' vote to go on included.",
+        "packets, acknowledgements and the ranks' flags included.",
         "",
         *table(
             (

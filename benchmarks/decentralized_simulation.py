@@ -1,4 +1,4 @@
-"""Topologies for clusters that nobody has at hand: agreement and traffic, by arithmetic."""
+"""Simulate topologies on large clusters: distance from the mean and traffic, by arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +26,15 @@ _LARGEST_ERROR = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What a topology does on so many ranks.
+    """The properties of a topology for a number of ranks.
 
     Attributes:
         rounds: Rounds of a period.
-        factor: By how much a round brings ranks closer to their mean, over a period; 0 is exact.
-        distance: From the mean, where each step moves every rank by 1 at random.
+        factor: Contraction of the distance from the mean in a round, averaged over a period; 0 if
+            a period makes all ranks equal.
+        distance: Distance from the mean if each step moves every rank by 1 at random.
         out_of_node: Sizes of the model that the busiest node sends out in a step, on average.
-        error: Of the matrices: how far they are from symmetric and doubly stochastic.
+        error: Largest deviation of the matrices from symmetric and doubly stochastic.
     """
 
     rounds: int
@@ -49,7 +50,7 @@ def simulate(topology: str, *, ranks: int, ranks_per_node: int) -> Simulated:
     Args:
         topology: One of `TOPOLOGIES`.
         ranks: Number of ranks.
-        ranks_per_node: How many share a node.
+        ranks_per_node: Ranks of a node.
     """
     rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
     steps = max(200, min(4 * len(rounds), 1000), 2 * ranks)
@@ -65,7 +66,7 @@ def simulate(topology: str, *, ranks: int, ranks_per_node: int) -> Simulated:
 
 
 def _out_of_node(rounds: Sequence[Round], ranks_per_node: int) -> float:
-    """The mean over the rounds, of the node that sends most."""
+    """Return the mean over the rounds of the bytes of the node that sends most."""
     total: dict[tuple[int, int], float] = {}
     for groups in rounds:
         for link, carried in link_bytes(groups, 1.0).items():
@@ -84,7 +85,7 @@ def simulation_section(sizes: Sequence[int], *, ranks_per_node: int, plot: Path 
 
     Args:
         sizes: Numbers of ranks, powers of two.
-        ranks_per_node: How many share a node.
+        ranks_per_node: Ranks of a node.
         plot: Image to draw; needs matplotlib.
     """
     found = {
@@ -127,7 +128,7 @@ def simulation_section(sizes: Sequence[int], *, ranks_per_node: int, plot: Path 
 
 
 def draw(path: Path, sizes: Sequence[int], found: dict[str, list[Simulated]]) -> None:
-    """Distance and bytes against the number of ranks, and agreement step by step on the largest."""
+    """Draw distance and bytes by number of ranks, and the largest topologies' distance by step."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(12, 3.6), layout="constrained")

@@ -1,8 +1,8 @@
-"""A network of namespaces whose packets take their time: what netem does, for a kernel without it.
+"""A network of namespaces with delayed packets, for kernels without netem.
 
-Every rank runs in a network namespace of its own, with a TUN device for its only way out. A thread
-here takes each packet from the device of its sender and hands it to that of its addressee when the
-delay has passed. TCP, and what is built on it, is the real one. Linux, as root.
+Every rank runs in a network namespace of its own, whose only link is a TUN device. A thread in this
+process reads each packet from the sender's device and writes it to the receiver's after the delay.
+TCP and everything above it is real. Linux, as root.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from pathlib import Path
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_WITHOUT_HEADER = 0x0001 | 0x1000
-_MTU = 60_000  # few large packets: each costs a turn of the thread
+_MTU = 60_000  # few large packets, since the thread handles each of them
 _DEVICE = "link0"
 _SEND_BUFFER = "net.ipv4.tcp_wmem=4096 1048576 33554432"
 
 
 def why_not() -> str | None:
-    """Why there can be no such network here; None where there can."""
+    """Return why no such network can be made here, or None if it can."""
     if os.geteuid() != 0:
         return "it takes root to make network namespaces"
     if shutil.which("ip") is None:
@@ -42,11 +42,11 @@ class DelayedNetwork:
     """Namespaces that reach one another through this process.
 
     Attributes:
-        delay: Seconds that a packet takes from one to another; may change at any time.
-        carried: Bytes by the numbers of the sender and of the addressee, headers included.
+        delay: Seconds of a packet between namespaces; may change at any time.
+        carried: Bytes by the numbers of sender and receiver, headers included.
 
     Args:
-        size: How many namespaces.
+        size: Number of namespaces.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,20 +58,20 @@ class DelayedNetwork:
         self._thread = threading.Thread(target=self._carry, name="link", daemon=True)
 
     def address(self, number: int) -> str:
-        """The address of a namespace."""
+        """Return the address of a namespace."""
         return f"10.99.0.{number + 1}"
 
     def environment(self) -> dict[str, str]:
-        """What lets gloo find its way out of a namespace."""
+        """Return the variables by which gloo finds the link of a namespace."""
         return {"GLOO_SOCKET_IFNAME": _DEVICE, "MASTER_ADDR": self.address(0)}
 
     def inside(self, number: int, command: Sequence[str]) -> list[str]:
-        """A command that runs another one in a namespace."""
+        """Return a command that runs another one in a namespace."""
         return ["ip", "netns", "exec", self._names[number], *command]
 
     @contextlib.contextmanager
     def up(self) -> Iterator["DelayedNetwork"]:
-        """The network is there meanwhile."""
+        """Make the network for the time of the context."""
         try:
             for number, name in enumerate(self._names):
                 _run("ip", "netns", "add", name)
@@ -80,11 +80,11 @@ class DelayedNetwork:
                     "ip link set lo up",
                     f"ip addr add {self.address(number)}/24 dev {_DEVICE}",
                     f"ip link set {_DEVICE} mtu {_MTU} up",
-                    # A connection that was quiet for a moment shall not begin slowly again.
+                    # Idle connections must not fall back to slow start.
                     "sysctl -q -w net.ipv4.tcp_slow_start_after_idle=0",
                 ):
                     _run(*self.inside(number, command.split()))
-                # Room for what is under way on a long link.
+                # Send buffers for the bandwidth-delay product of a long link.
                 _run(*self.inside(number, ["sysctl", "-q", "-w", _SEND_BUFFER]))
             self._thread.start()
             yield self
@@ -98,7 +98,7 @@ class DelayedNetwork:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def _carry(self) -> None:
-        """Reads what is sent, and delivers it in turn: the delay is the same for all."""
+        """Deliver packets in the order of sending, since the delay is the same for all."""
         waiting: deque[tuple[float, int, int, bytes]] = deque()
         while not self._ended.is_set():
             now = time.monotonic()
@@ -112,7 +112,7 @@ class DelayedNetwork:
             now = time.monotonic()
             for device in readable:
                 packet = os.read(device, 65536)
-                if packet[0] >> 4 != 4:  # IPv6 looks for neighbours
+                if packet[0] >> 4 != 4:  # IPv6 neighbour discovery
                     continue
                 target = packet[19] - 1
                 if 0 <= target < len(self._devices):
@@ -120,10 +120,10 @@ class DelayedNetwork:
 
 
 def _open_device(namespace: str) -> int:
-    """A TUN device in a namespace; its file descriptor."""
+    """Open a TUN device in a namespace; return its file descriptor."""
     opened: list[int] = []
 
-    def work() -> None:  # in a thread: it alone moves to the namespace
+    def work() -> None:  # setns moves only the calling thread
         place = os.open(Path("/run/netns") / namespace, os.O_RDONLY)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(place, _CLONE_NEWNET) == 0:

@@ -1,8 +1,7 @@
 """One rank that measures steps on a slow link, started by `benchmarks.decentralized_delay`.
 
-The model's layers are real, and so are their gradients and messages; the time that they take is
-slept, as a processor sleeps while an accelerator computes. So ranks that share few cores do not
-wait for one another's arithmetic.
+The model's layers, gradients and messages are real. The compute time is slept, as a processor waits
+for an accelerator, so that ranks on few cores do not wait for one another's arithmetic.
 """
 
 import json
@@ -14,20 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.decentralized import Averaging, DecentralizedStrategy
-from llm.parallel.gossip.diloco import OuterOptimizer
+from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds
+from llm.parallel.options import DecentralizedOptions, PrecisionOptions
 
 
 class _Compute(torch.autograd.Function):
-    """Takes its time in the forward pass, and twice that in the backward pass."""
+    """Sleeps in the forward pass, and twice as long in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
@@ -42,12 +40,12 @@ class _Compute(torch.autograd.Function):
 
 
 class _Loss(nn.Module):
-    """A stack of layers in the place of a model and its loss.
+    """A stack of layers in place of a model and its loss.
 
     Args:
-        layers: How many.
-        width: Each has width x width weights.
-        seconds: What a step's passes take in all.
+        layers: Number of layers.
+        width: Each layer has width x width weights.
+        seconds: Time of a step's passes.
     """
 
     def __init__(self, *, layers: int, width: int, seconds: float) -> None:
@@ -56,7 +54,7 @@ class _Loss(nn.Module):
         self._seconds = seconds / layers / 3
 
     def forward(self, inputs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The summed loss of inputs [batch, width], twice as a model's loss gives it."""
+        """Return the summed loss of inputs [batch, width] with and without gradients."""
         for layer in self.model:
             inputs = _Compute.apply(layer(inputs), self._seconds)
         loss = inputs.square().sum()
@@ -64,25 +62,21 @@ class _Loss(nn.Module):
 
 
 def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
-    """The strategy of a mode, as the trainer makes it."""
+    """Make the strategy of a mode as the trainer does."""
     torch.manual_seed(0)
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
+    accelerator = make_accelerator(PrecisionOptions(), device=torch.device("cpu"))
     ranks, mode = accelerator.num_processes, options["mode"]
     loss = _Loss(layers=options["layers"], width=options["width"], seconds=options["compute"])
     adamw = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-
-    def make_averaging(tensors: dict[str, Tensor]) -> Averaging:
-        if mode == "diloco":
-            return OuterOptimizer(tensors, world_size=ranks, sync_every=options["sync_every"])
-        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
-        return GossipAverager(list(tensors.values()), rounds=rounds, rank=accelerator.process_index)
-
     if mode == "allreduce":
-        strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+        strategy = AcceleratedStrategy(accelerator)
+    elif mode == "diloco":
+        diloco = DecentralizedOptions(data_parallel="diloco", sync_every=options["sync_every"])
+        strategy = DecentralizedStrategy(diloco, accelerator)
     else:
-        strategy = DecentralizedStrategy(
-            accelerator=accelerator, mixed_precision="no", make_averaging=make_averaging
-        )
+        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
+        gossip = DecentralizedOptions(data_parallel="gossip")
+        strategy = DecentralizedStrategy(gossip, accelerator, rounds=rounds)
     if mode in ("allreduce", "diloco"):
         strategy.prepare(loss, lambda model: make_adamw(adamw, model))
     else:
@@ -93,15 +87,15 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
 
 
 def step(strategy: AcceleratedStrategy, width: int) -> None:
-    """What the trainer's loop does in a step, without a report."""
+    """Do what the trainer's loop does in a step without a report."""
     inputs = torch.ones(1, width)
     strategy.forward_backward([MicroBatch(inputs, inputs)], num_tokens=1)
     strategy.optimizer_step(1.0)
-    strategy.agree([False, False])
+    strategy.any_rank([False, False])
 
 
 def main() -> None:
-    """Take phases of steps; rank 0 asks for each on its console and says what a step took."""
+    """Run phases of steps; rank 0 reads a line before each and prints its step time."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     strategy = make_strategy(options)
@@ -117,7 +111,7 @@ def main() -> None:
             step(strategy, options["width"])
             times.append(time.perf_counter() - began)
         counted = times[options["warmup"] :]
-        # Of DiLoCo's steps one in so many is unlike the others.
+        # The mean for DiLoCo, whose outer steps take longer than the others.
         middle = statistics.fmean if options["mode"] == "diloco" else statistics.median
         seconds = middle(counted)
         if strategy.rank == 0:

@@ -1,4 +1,4 @@
-"""Our step beside a plain Hugging Face loop's, at toy size, for every family that is tested.
+"""Compare our step with that of a plain Hugging Face loop, at toy size, for every tested family.
 
 python -m benchmarks.families [--families gpt2 llama] [--steps 100]
 """
@@ -8,30 +8,36 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Section, at_most, machine, render, table
-from llm.config.command_line import parse
+from benchmarks.report import (
+    ReportOptions,
+    Section,
+    at_most,
+    machine,
+    render,
+    run_benchmark,
+    table,
+)
 from llm.config.options import option
-from llm.errors import LLMError
 
 _BATCH, _LENGTH = 4, 64
 
 
-@dataclass(kw_only=True)
-class FamiliesBenchmarkOptions:
+@dataclass(frozen=True, kw_only=True)
+class FamiliesBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
-    families: tuple[str, ...] = option((), "Which; by default all.", group="Run")
-    steps: int = option(100, "Steps of each, in turns of ten.", group="Run", at_least=10)
-    output: str | None = option(None, "File for the report, besides the console.", group="Run")
+    families: tuple[str, ...] = option((), "Families; by default all.", group="Run")
+    steps: int = option(100, "Steps of each, ten at a time.", group="Run", at_least=10)
 
 
 def our_step(family: str) -> Callable[[], None]:
-    """One step of the trainer's strategy, without data and log."""
+    """Return a step of the trainer's strategy, without data and log."""
     import torch
 
-    from llm.data.micro_batch import MicroBatch
+    from llm.data.loader import MicroBatch
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.models.options import ModelOptions
@@ -39,6 +45,7 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.optim.options import OptimizerOptions
     from llm.parallel.accelerator import make_accelerator
     from llm.parallel.base import AcceleratedStrategy
+    from llm.parallel.options import PrecisionOptions
     from tests.support.models import tiny_config
 
     config = tiny_config(family)
@@ -51,9 +58,7 @@ def our_step(family: str) -> Callable[[], None]:
         device=device,
         vocab_size=config.get_text_config().vocab_size,
     )
-    strategy = AcceleratedStrategy(
-        accelerator=make_accelerator("no", device=device), mixed_precision="no"
-    )
+    strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=device))
     options = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1)
     strategy.prepare(LanguageModelLoss(model), lambda module: make_adamw(options, module))
     inputs, labels = _tokens(config.get_text_config().vocab_size)
@@ -67,7 +72,7 @@ def our_step(family: str) -> Callable[[], None]:
 
 
 def plain_step(family: str) -> Callable[[], None]:
-    """The same as the libraries' introductions write it."""
+    """Return the same step as the libraries' introductions write it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +102,7 @@ def _tokens(vocab_size: int) -> tuple[Any, Any]:
 
 
 def times(steps: Sequence[Callable[[], None]], number: int) -> list[float]:
-    """Median seconds of each kind of step, done in turns of ten."""
+    """Return the median seconds of each kind of step, ten of each alternately."""
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(-(-number // 10)):
         for step, seconds in zip(steps, found, strict=True):
@@ -108,8 +113,8 @@ def times(steps: Sequence[Callable[[], None]], number: int) -> list[float]:
     return [statistics.median(seconds) for seconds in found]
 
 
-def measure(options: FamiliesBenchmarkOptions) -> Section:
-    """All families, one after the other."""
+def report(options: FamiliesBenchmarkOptions, _: Path) -> str:
+    """Measure all families and return the report."""
     from tests.support.models import FAMILIES
 
     rows, ratios = [], []
@@ -117,32 +122,20 @@ def measure(options: FamiliesBenchmarkOptions) -> Section:
         ours, plain = times([our_step(family), plain_step(family)], options.steps)
         ratios.append(ours / plain)
         rows.append([family, f"{1000 * ours:.1f}", f"{1000 * plain:.1f}", f"{ours / plain:.2f}"])
-    return Section(
+    section = Section(
         title=f"{_BATCH} x {_LENGTH} tokens a step, ms",
         lines=table(["family", "llm", "plain loop", "llm / plain"], rows),
         goals=[at_most("the slowest family beside a plain loop", max(ratios), 1.0, "x")],
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    try:
-        options = parse(
-            FamiliesBenchmarkOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.families",
-            description="Our step beside a plain Hugging Face loop's, for every family.",
-        )
-    except LLMError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text = render("Families", machine(["torch", "transformers"]), [measure(options)])
-    print(text)
-    if options.output is not None:
-        with open(options.output, "w", encoding="utf-8") as file:
-            file.write(text)
-    return 0
+    return render("Families", machine(["torch", "transformers"]), [section])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_benchmark(
+            "families",
+            "Compares our step with a plain Hugging Face loop's, for every family.",
+            FamiliesBenchmarkOptions,
+            report,
+        )
+    )

@@ -1,27 +1,34 @@
-"""Measures training on a GPU: model-FLOP utilisation, memory, precisions, beside other programs.
+"""Measure training on a GPU: model FLOP utilisation, memory and precisions of several programs.
 
 python -m benchmarks.gpu --help. Without a GPU `--models toy` runs everything on the CPU, which
-shows that the program works and nothing else.
+only shows that the benchmark works.
 """
 
 import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.measure import Case, CaseFailed, Usage, figures, interleave, median, run
-from benchmarks.report import Goal, Section, at_least, at_most, machine, program_table, render
+from benchmarks.report import (
+    Goal,
+    ReportOptions,
+    Section,
+    at_least,
+    at_most,
+    machine,
+    program_table,
+    render,
+    run_benchmark,
+)
 from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
-from benchmarks.train import say
 from benchmarks.training import nanogpt_case, our_case, peer_case
-from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError
 
 Model = Literal["gpt2", "gpt2-xl", "llama-1b", "toy"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -45,8 +52,8 @@ _LEAST_MFU = {"gpt2": 0.5, "gpt2-xl": 0.55, "llama-1b": 0.55}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPUBenchmarkOptions:
-    """What to measure."""
+class GPUBenchmarkOptions(ReportOptions):
+    """Options of the benchmark."""
 
     models: tuple[Model, ...] = option(
         ("gpt2", "gpt2-xl", "llama-1b"), "Models to train.", group="Run"
@@ -56,18 +63,15 @@ class GPUBenchmarkOptions:
     )
     compile: bool = option(True, "Also measure bf16 with --torch_compile.", group="Run")
     largest: bool = option(
-        True, "Look for the largest micro-batch that fits, ours and a plain loop's.", group="Run"
+        True, "Search the largest micro-batch that fits, for ours and a plain loop.", group="Run"
     )
     repeats: int = option(3, "Runs of each program, interleaved.", group="Run", at_least=1)
     nanogpt: str | None = option(None, "A checkout of nanoGPT, for gpt2.", group="Peers")
     peer_python: str = option(sys.executable, "The Python that runs nanoGPT.", group="Peers")
-    output: str | None = option(
-        None, "File to write the report to, besides printing it.", group="Run"
-    )
 
 
 def check(options: GPUBenchmarkOptions) -> None:
-    """Refuses what cannot be measured.
+    """Refuse options that cannot work.
 
     Raises:
         ConfigError: There is no GPU for such a model, no bf16 to compare with, or no nanoGPT.
@@ -86,7 +90,7 @@ def check(options: GPUBenchmarkOptions) -> None:
 
 
 def device_name() -> str | None:
-    """The GPU's name, asked in another process so that this one stays small."""
+    """Return the GPU's name, read in another process so that this one stays small."""
     source = (
         "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     )
@@ -95,7 +99,7 @@ def device_name() -> str | None:
 
 
 def inputs_of(model: str, shape: Shape, folder: Path) -> Inputs:
-    """Text, tokens and a configuration; Llama's takes the place of GPT-2's."""
+    """Make text, tokens and a configuration, for a Llama in place of GPT-2's."""
     inputs = make_inputs(shape, folder)
     if model == "llama-1b":
         config = {
@@ -118,7 +122,7 @@ def inputs_of(model: str, shape: Shape, folder: Path) -> Inputs:
 def cases_of(
     options: GPUBenchmarkOptions, model: str, shape: Shape, inputs: Inputs, folder: Path
 ) -> list[Case]:
-    """All programs that train one model."""
+    """Return all programs, each training one model."""
     cases = [
         our_case(
             shape, inputs, folder, name=f"llm, {precision}", flags=("--mixed_precision", precision)
@@ -150,17 +154,17 @@ def cases_of(
 
 
 def measure(options: GPUBenchmarkOptions, model: str, folder: Path) -> Section:
-    """Speed and memory of all programs on one model."""
+    """Measure speed and memory of all programs on one model."""
     shape = _MODELS[model]
     inputs = inputs_of(model, shape, folder / "inputs")
     cases = cases_of(options, model, shape, inputs, folder)
-    run(cases[0])  # tokenises
-    results = interleave(cases, options.repeats, say)
+    run(cases[0])  # warm-up: tokenises
+    results = interleave(cases, options.repeats)
     bf16 = results["llm, bf16"]
 
     def cells(_: str, runs: Sequence[Usage]) -> Sequence[str]:
         speed = median(runs, "tokens_per_second")
-        # What the peers' share is follows from ours: they train the same model.
+        # The peers' MFU follows from ours by speed, since they train the same model.
         share = median(bf16, "mfu") * speed / median(bf16, "tokens_per_second") if bf16 else 0.0
         return [
             f"{speed:,.0f}",
@@ -182,11 +186,11 @@ def _one(runs: Sequence[Usage], name: str) -> str:
 
 
 def largest_batches(shape: Shape, inputs: Inputs, folder: Path) -> list[str]:
-    """A line for ours and one for the plain loop, both in bf16: the largest batch that fits."""
+    """Search the largest batch that fits in bf16, for ours and for the plain loop; return lines."""
     found = []
     for name in ("llm", "plain loop"):
         batch, fits = shape.batch_size, 0
-        # Each time twice as much; a toy fits for ever.
+        # Doubled each time, with a bound for the toy, which always fits.
         while batch <= 64 * shape.batch_size:
             tried = replace(shape, batch_size=batch, steps=3)
             flags = ("--mixed_precision", "bf16")
@@ -206,7 +210,7 @@ def largest_batches(shape: Shape, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def goals(model: str, results: dict[str, list[Usage]]) -> list[Goal]:
-    """What was to be reached."""
+    """Return the goals of a model."""
     ours = results.get("llm, bf16, compiled") or results["llm, bf16"]
     found: list[Goal] = []
     if not ours or model not in _LEAST_MFU:
@@ -231,30 +235,21 @@ def goals(model: str, results: dict[str, list[Usage]]) -> list[Goal]:
     return found
 
 
+def report(options: GPUBenchmarkOptions, folder: Path) -> str:
+    """Measure all chosen models and return the report."""
+    check(options)
+    facts = [
+        *machine(("torch", "transformers", "accelerate")),
+        f"GPU: {device_name() or 'none, so that the figures say nothing'}",
+        f"Medians of {options.repeats} interleaved runs",
+    ]
+    sections = [measure(options, model, folder / model) for model in options.models]
+    return render("Training on a GPU", facts, sections)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report as Markdown, and returns 0, or 2 when that is not possible."""
-    try:
-        options = parse(
-            GPUBenchmarkOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.gpu",
-            description="Measures training on a GPU.",
-        )
-        check(options)
-        facts = [
-            *machine(("torch", "transformers", "accelerate")),
-            f"GPU: {device_name() or 'none, so that the figures say nothing'}",
-            f"Medians of {options.repeats} interleaved runs",
-        ]
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            sections = [measure(options, model, Path(folder, model)) for model in options.models]
-    except (LLMError, CaseFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(report := render("Training on a GPU", facts, sections))
-    if options.output is not None:
-        Path(options.output).write_text(report, encoding="utf-8")
-    return 0
+    """Run the benchmark; return the exit code."""
+    return run_benchmark("gpu", "Measures training on a GPU.", GPUBenchmarkOptions, report, argv)
 
 
 if __name__ == "__main__":

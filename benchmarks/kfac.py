@@ -1,8 +1,8 @@
-"""K-FAC beside other optimizers: steps and time to AdamW's validation loss, and the cost of a step.
+"""Compare K-FAC with other optimizers: steps and time to AdamW's validation loss, cost of a step.
 
-python -m benchmarks.kfac --help. Every method gets the best of the same learning rates, found in
-shorter trainings of one seed; then all seeds train in full. What a step costs is measured apart,
-with all methods stepping in turns: for the model that was trained, and for wider ones.
+python -m benchmarks.kfac --help. Every method uses the best of the same learning rates, chosen in
+shorter trainings of one seed; then all seeds train in full. The cost of a step is measured
+separately, with all methods alternating, for the trained model and for wider ones.
 """
 
 import importlib.util
@@ -18,11 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import kfac_costs, kfac_shorter
-from benchmarks.kfac_costs import Taken
-from benchmarks.kfac_curves import Found, plot, share_of_steps
-from benchmarks.report import Goal, Section, at_most, machine, render, table
-from llm.config.command_line import parse
+from benchmarks import kfac_report
+from benchmarks.kfac_report import Found, Taken, plot, share_of_steps
+from benchmarks.measure import say
+from benchmarks.report import (
+    Goal,
+    ReportOptions,
+    Section,
+    at_most,
+    check_folder,
+    machine,
+    render,
+    run_benchmark,
+    table,
+)
 from llm.config.options import option
 from llm.errors import ConfigError, LLMError
 
@@ -33,8 +42,8 @@ _ROWS = {"eigen-compat": "eigen, compat"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class KFACBenchmarkOptions:
-    """What to train, and how often."""
+class KFACBenchmarkOptions(ReportOptions):
+    """Options of the benchmark."""
 
     methods: tuple[Method, ...] = option(
         ("adamw", "ekfac", "soap", "muon", "eigen-compat"),
@@ -60,7 +69,7 @@ class KFACBenchmarkOptions:
         group="Methods",
         at_least=1,
     )
-    only: tuple[Part, ...] = option((), "Parts to measure; none means both.", group="Run")
+    only: tuple[Part, ...] = option(("convergence", "step"), "Parts to measure.", group="Run")
     text: str = option(
         "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
     )
@@ -70,8 +79,8 @@ class KFACBenchmarkOptions:
     )
     shares: tuple[float, ...] = option(
         (0.5,),
-        "Shares of --steps that all methods but AdamW are also trained for, by schedules that end "
-        "there.",
+        "Fractions of --steps for which all methods but AdamW are also trained, each with a "
+        "schedule of that length.",
         group="Training",
         above=0,
         below=1,
@@ -88,10 +97,13 @@ class KFACBenchmarkOptions:
         8192, "Characters of a timed step, in samples of 256.", group="Step", at_least=256
     )
     step_factor_update_steps: int = option(
-        10, "Steps between updates of factors then.", group="Step", at_least=1
+        10, "Steps between updates of factors in timed steps.", group="Step", at_least=1
     )
     step_inv_update_steps: int = option(
-        100, "Steps between updates of bases then, and timed steps.", group="Step", at_least=3
+        100,
+        "Steps between updates of bases in timed steps, and their number.",
+        group="Step",
+        at_least=3,
     )
     turns: int = option(
         200,
@@ -102,20 +114,19 @@ class KFACBenchmarkOptions:
     jobs: int = option(
         len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
     )
-    output: str | None = option(None, "File for the report, besides the console.", group="Run")
     plot: str | None = option(
         None, "PNG of the curves; needs `pip install 'llm-trainers[report]'`.", group="Run"
     )
 
 
 def check(options: KFACBenchmarkOptions) -> None:
-    """Refuse, before hours of training, what would fail after them.
+    """Refuse options that would fail after hours of training.
 
     Raises:
         ConfigError: A method, file or package is missing.
     """
     if "adamw" not in options.methods:
-        raise ConfigError("--methods must have adamw, whose loss the others are to reach.")
+        raise ConfigError("--methods must have adamw, whose loss the others should reach.")
     if not Path(options.text).is_file():
         raise ConfigError(f"--text {options.text} is no file.")
     if "soap" in options.methods and not _installed("pytorch_optimizer"):
@@ -123,16 +134,13 @@ def check(options: KFACBenchmarkOptions) -> None:
             "--methods soap needs a package that is not installed: pip install pytorch_optimizer, "
             "or leave soap out."
         )
-    if options.plot is not None and options.only == ("step",):
+    if options.plot is not None and "convergence" not in options.only:
         raise ConfigError("--plot draws the curves of convergence, which --only step leaves out.")
     if options.plot is not None and not _installed("matplotlib"):
         raise ConfigError(
             "--plot needs a package that is not installed: pip install matplotlib, or leave it out."
         )
-    for name in ("output", "plot"):
-        path = getattr(options, name)
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path} is in a folder that does not exist; make it first.")
+    check_folder("plot", options.plot)
 
 
 def _installed(package: str) -> bool:
@@ -140,10 +148,10 @@ def _installed(package: str) -> bool:
 
 
 class Trainings:
-    """Runs trainings as processes, some at once.
+    """Runs trainings as processes, several at a time.
 
     Args:
-        options: What they have in common.
+        options: The settings that all trainings share.
     """
 
     def __init__(self, options: KFACBenchmarkOptions) -> None:
@@ -154,27 +162,27 @@ class Trainings:
         self._jobs = options.jobs
 
     def run(self, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What `benchmarks.kfac_run` prints for each case, in their order."""
+        """Train each case; return the results of `benchmarks.kfac_run` in the same order."""
         with ThreadPoolExecutor(self._jobs) as pool:
             return list(pool.map(self._run_one, cases))
 
     def steps(self, case: dict[str, Any], *, threads: int | None = None) -> Taken:
-        """What `benchmarks.kfac_steps` prints for a case; with all threads if none are named."""
-        # Weights stay as they began: single samples, learnt by heart, would lead into saturated
-        # softmaxes, whose denormals slow a CPU down for one method and not for another.
+        """Time the steps of all methods of a case, by default with all threads."""
+        # The rate keeps the weights as they are: learning single samples by heart would saturate
+        # the softmax, whose denormals slow a CPU down for one method and not for another.
         case = case | {"learning_rate": 1e-6, "seed": 0}
-        command = [sys.executable, "-m", "benchmarks.kfac_steps", json.dumps(self._common | case)]
         limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        taken: Taken = self._call(command, case, limit)
+        taken: Taken = self._call("steps", case, limit)
         return taken
 
     def _run_one(self, case: dict[str, Any]) -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.kfac_run", json.dumps(self._common | case)]
-        found: dict[str, Any] = self._call(command, case, {"OMP_NUM_THREADS": "1"})
-        print(f"{case}: {found['curve'][-1][1]:.4f}", file=sys.stderr, flush=True)
+        found: dict[str, Any] = self._call("train", case, {"OMP_NUM_THREADS": "1"})
+        say(f"{case}: {found['curve'][-1][1]:.4f}")
         return found
 
-    def _call(self, command: list[str], case: dict[str, Any], threads: dict[str, str]) -> Any:
+    def _call(self, task: str, case: dict[str, Any], threads: dict[str, str]) -> Any:
+        command = [sys.executable, "-m", "benchmarks.kfac_run", task]
+        command.append(json.dumps(self._common | case))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **threads}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -185,7 +193,7 @@ class Trainings:
 def choose_rates(
     options: KFACBenchmarkOptions, trainings: Trainings
 ) -> tuple[dict[str, float], list[list[str]]]:
-    """The best learning rate of each method, and a row of losses for the table."""
+    """Return the best learning rate of each method, and the rows of losses for the table."""
     cases = [
         {
             "method": method,
@@ -210,7 +218,7 @@ def choose_rates(
 def train_all(
     options: KFACBenchmarkOptions, trainings: Trainings, rates: Mapping[str, float], steps: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """All seeds of some methods, each at its rate for so many steps, seed by seed."""
+    """Train all seeds of some methods, each at its rate, for a number of steps."""
     cases = [
         {
             "method": method,
@@ -235,8 +243,8 @@ def section(
     found: Found,
     taken: Taken,
 ) -> Section:
-    """Tables and goals."""
-    rows, costs = [], kfac_costs.costs(taken)
+    """Return the tables and the goals of the trainings."""
+    rows, costs = [], kfac_report.costs(taken)
     for method, runs in found.items():
         losses = [run["curve"][-1][1] for run in runs]
         share = share_of_steps(found, method)
@@ -280,7 +288,7 @@ def _goals(found: Found, costs: Mapping[str, float]) -> list[Goal]:
 
 
 def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
-    """What a step costs, for each width."""
+    """Measure the cost of a step for each width."""
     sections: list[Section] = []
     for width in options.step_widths:
         case = {
@@ -294,47 +302,45 @@ def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[S
             "turns": options.step_inv_update_steps,
         }
         title = f"A step, width {width}, {options.step_tokens // 256 * 256:,} characters"
-        sections.append(kfac_costs.section(title, trainings.steps(case), _ROWS, bound=1.15))
+        sections.append(kfac_report.step_section(title, trainings.steps(case), _ROWS, bound=1.15))
     return sections
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    try:
-        options = parse(
-            KFACBenchmarkOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.kfac",
-            description="K-FAC beside other optimizers.",
-        )
-        check(options)
-        trainings = Trainings(options)
-        sections: list[Section] = []
-        if not options.only or "convergence" in options.only:
-            rates, sweep = choose_rates(options, trainings)
-            found = train_all(options, trainings, rates, options.steps)
-            others = {method: rate for method, rate in rates.items() if method != "adamw"}
-            shorter = {
-                share: train_all(options, trainings, others, max(1, round(share * options.steps)))
-                for share in options.shares
-            }
-            case = {"methods": options.methods, "turns": options.turns}
-            taken = trainings.steps(case, threads=1)
-            sections.append(section(options, rates, sweep, found, taken))
-            if others:
-                costs = kfac_costs.costs(taken)
-                sections.append(kfac_shorter.section(options.steps, found, shorter, costs, _ROWS))
-        if not options.only or "step" in options.only:
-            sections += step_sections(options, trainings)
-    except LLMError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(text := render("K-FAC", machine(["torch", "transformers"]), sections))
-    if options.output is not None:
-        Path(options.output).write_text(text, encoding="utf-8")
+def convergence_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
+    """Choose rates, train every method in full and for fewer steps, and time its steps."""
+    rates, sweep = choose_rates(options, trainings)
+    found = train_all(options, trainings, rates, options.steps)
+    others = {method: rate for method, rate in rates.items() if method != "adamw"}
+    shorter = {
+        share: train_all(options, trainings, others, max(1, round(share * options.steps)))
+        for share in options.shares
+    }
+    taken = trainings.steps({"methods": options.methods, "turns": options.turns}, threads=1)
+    costs = kfac_report.costs(taken)
+    sections = [section(options, rates, sweep, found, taken)]
+    if others:
+        sections.append(kfac_report.shorter_section(options.steps, found, shorter, costs, _ROWS))
     if options.plot is not None:
-        plot(Path(options.plot), found, kfac_costs.costs(taken), _ROWS)
-    return 0
+        plot(Path(options.plot), found, costs, _ROWS)
+    return sections
+
+
+def report(options: KFACBenchmarkOptions, _: Path) -> str:
+    """Measure all chosen parts and return the report."""
+    check(options)
+    trainings = Trainings(options)
+    sections: list[Section] = []
+    if "convergence" in options.only:
+        sections += convergence_sections(options, trainings)
+    if "step" in options.only:
+        sections += step_sections(options, trainings)
+    return render("K-FAC", machine(["torch", "transformers"]), sections)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    description = "Compares K-FAC with other optimizers."
+    return run_benchmark("kfac", description, KFACBenchmarkOptions, report, argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Runs programs as whole process trees and measures what they take: CPU, wall clock, memory.
+"""Run programs as whole process trees and measure their CPU time, wall-clock time and memory.
 
-Linux only. The process that measures must itself stay small, that is without numpy or torch: the
-kernel hands the peak memory of a process on to the programs that it starts.
+Linux only. The measuring process must stay small, without numpy or torch: a child process inherits
+its parent's peak memory from the kernel.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +29,21 @@ _LAST_CHARACTERS = 600
 
 
 class CaseFailed(Exception):
-    """A program ended with an error; the message holds its last words."""
+    """A program ended with an error; the message holds the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One program to measure.
+    """A program to measure.
 
     Attributes:
-        name: For the table.
+        name: Its name in tables.
         command: The program and its arguments.
-        folder: Where it runs and writes; emptied before every run.
-        environment: Added to that of the measuring process.
-        directory: Where it runs instead, if it only works in its own folder.
-        read: Takes figures from what a run left in `folder`, `log.txt` among it.
-        milestone: Pattern of a line of its log whose time is wanted.
+        folder: Its working folder, emptied before every run.
+        environment: Variables added to those of the measuring process.
+        directory: Working folder of a program that only runs in its own.
+        read: Reads figures from the files of a run in `folder`, which include `log.txt`.
+        milestone: Pattern of a log line whose time is measured.
     """
 
     name: str
@@ -56,15 +57,15 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one run took.
+    """The resources of a run.
 
     Attributes:
         cpu_seconds: User and system time of the program and all its descendants.
-        wall_seconds: From its start to its end.
+        wall_seconds: Time from start to end.
         peak_megabytes: The largest sum of the tree's memory, shared pages counted once, in samples
             0.1 s apart; or the peak of its largest process, if that is more.
-        reported: What it printed as a JSON object in its last line, and what `Case.read` found;
-            `milestone_seconds` is the time from the start to the line that `Case.milestone` names.
+        reported: The JSON object in its last line of output, and the figures of `Case.read`;
+            `milestone_seconds` is the time from the start to the line of `Case.milestone`.
     """
 
     cpu_seconds: float
@@ -74,10 +75,10 @@ class Usage:
 
 
 def run(case: Case) -> Usage:
-    """Runs a program to its end, and waits for those of its descendants that outlive it.
+    """Run a program to its end, and wait for descendants that outlive it.
 
     Raises:
-        CaseFailed: It could not be started, or it ended with an error.
+        CaseFailed: The program could not be started, or ended with an error.
     """
     _adopt_orphans(True)
     shutil.rmtree(case.folder, ignore_errors=True)
@@ -126,15 +127,20 @@ def run(case: Case) -> Usage:
     )
 
 
+def say(message: str) -> None:
+    """Print progress to the standard error stream, apart from the report."""
+    print(message, file=sys.stderr, flush=True)
+
+
 def interleave(
-    cases: Sequence[Case], repeats: int, say: Callable[[str], None]
+    cases: Sequence[Case], repeats: int, say: Callable[[str], None] = say
 ) -> dict[str, list[Usage]]:
-    """Runs A B C A B C ..., so that a machine that slows down slows all of them.
+    """Run A B C A B C ..., so that a machine that slows down slows all programs.
 
     Args:
         cases: The programs. One that fails is left out from then on.
         repeats: Runs of each.
-        say: Told of every run.
+        say: Reports every run.
 
     Returns:
         The runs of each program by its name; none for one that failed.
@@ -161,12 +167,12 @@ def interleave(
 
 
 def figures(runs: Sequence[Usage], name: str) -> list[float]:
-    """One figure of all runs: what the program reported under this name, else what was measured."""
+    """Return a figure of all runs: as the program reported it, else as it was measured."""
     return [float(run.reported.get(name, getattr(run, name, float("nan")))) for run in runs]
 
 
 def median(runs: Sequence[Usage], name: str) -> float:
-    """The median of `figures`."""
+    """Return the median of a figure over the runs."""
     return statistics.median(figures(runs, name))
 
 
@@ -175,12 +181,12 @@ def _brief(usage: Usage) -> str:
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    # Else a descendant that outlives its parent becomes init's child, and its time is lost.
+    # Without this a descendant that outlives its parent becomes init's child: its time is lost.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def _orphans(group: int) -> list[Any]:
-    """The usage of the processes of a group that outlived its leader, once they have ended."""
+    """Return the usage of processes of a group that outlived its leader, once they have ended."""
     found: list[Any] = []
     deadline = time.monotonic() + _LINGER_SECONDS
     while True:
@@ -210,7 +216,7 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 class _LogWatcher:
-    """Waits in a thread for a line of a log that a program writes."""
+    """A thread that waits for a line in the log of a program."""
 
     def __init__(self, log: Path, pattern: str | None, begin: float) -> None:
         self._log = log
@@ -222,7 +228,7 @@ class _LogWatcher:
         self._thread.start()
 
     def stop(self) -> float | None:
-        """Ends the thread; the seconds until the line was there, None if it never was."""
+        """End the thread; return the seconds until the line appeared, or None."""
         self._ended.set()
         self._thread.join()
         return self._seconds
@@ -236,7 +242,7 @@ class _LogWatcher:
 
 
 class _MemorySampler:
-    """Follows the memory of all processes of a session, in a thread."""
+    """A thread that samples the memory of all processes of a session."""
 
     def __init__(self, session: int) -> None:
         self._session = session
@@ -246,7 +252,7 @@ class _MemorySampler:
         self._thread.start()
 
     def stop(self) -> int:
-        """Ends the thread; the peak in KiB."""
+        """End the thread; return the peak in KiB."""
         self._ended.set()
         self._thread.join()
         return self._peak
@@ -259,7 +265,7 @@ class _MemorySampler:
 
     def _belongs(self, pid: str) -> bool:
         try:
-            # The name in brackets may itself hold brackets; then: state, parent, group, session.
+            # The name in brackets may hold brackets; after it: state, parent, group, session.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
@@ -267,7 +273,7 @@ class _MemorySampler:
 
 
 def _proportional_kib(pid: str) -> int:
-    """Memory of a process, in which a page that n processes share counts 1/n."""
+    """Return the memory of a process; a page shared by n processes counts 1/n."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

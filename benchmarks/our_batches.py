@@ -1,35 +1,39 @@
-"""Our side of the measurements of batches, each in a process of its own; prints one JSON line.
+"""Run one task on token files in a process of its own, and print its figures as one JSON line.
 
-python -m benchmarks.our_batches {write,gather,load,far,wait} --prefix PATH ...
+python -m benchmarks.our_batches {write,gather,load,far,wait,same} --prefix PATH ...
 """
 
 import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusSource, Samples, TokenStream, whole
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.corpus import CorpusSource, Samples, TokenStream
+from llm.data.formats.megatron import TokenFile
+from tests.support.token_files import TokenFileWriter
 
 if TYPE_CHECKING:
     from llm.data.loader import TrainLoader
 
-# torch is imported where it is needed: two of the tasks do without, and end the sooner.
+# torch is imported by the tasks that need it, so that the others start faster.
 
 _SEED = 1234
 _DOCUMENT = 1000  # tokens
 _FAR_SEQUENCE = 1_000_000_000  # tokens
-_VOCAB_SIZE = 50257  # of GPT-2; ids are checked against it, as in training
+_VOCAB_SIZE = 50257  # GPT-2's; ids are checked against it, as in training
+_END_OF_TEXT = 50256
 
 
 def write(args: argparse.Namespace) -> dict[str, float]:
-    """A uint16 token file of random ids, in documents of a thousand tokens."""
+    """Write a uint16 token file of random ids, in documents of a thousand tokens."""
     generator = np.random.default_rng(_SEED)
     with TokenFileWriter(Path(args.prefix), np.dtype("<u2")) as writer:
         for _ in range(0, args.tokens, _DOCUMENT):
@@ -39,7 +43,7 @@ def write(args: argparse.Namespace) -> dict[str, float]:
 
 
 def gather(args: argparse.Namespace) -> dict[str, float]:
-    """Samples copied out of the memory map and turned into two tensors; no thread, no plan."""
+    """Copy samples out of the memory map and turn them into two tensors, without a thread."""
     import torch
 
     start = time.process_time()
@@ -60,8 +64,8 @@ def gather(args: argparse.Namespace) -> dict[str, float]:
 
 
 def load(args: argparse.Namespace) -> dict[str, float]:
-    """The training loader as the trainer uses it, its thread that reads ahead included."""
-    import llm.data.loader  # noqa: F401  # with torch: imports are not to count
+    """Read batches by the training loader, whose thread reads ahead."""
+    import llm.data.loader  # noqa: F401  # imports torch: imports do not count
 
     start = time.process_time()
     loader = _loader(args)
@@ -77,8 +81,8 @@ def load(args: argparse.Namespace) -> dict[str, float]:
 
 
 def far(args: argparse.Namespace) -> dict[str, float]:
-    """Opens a sparse file of 10**12 tokens, and fetches sample 10**9 of it."""
-    import numpy.ma  # noqa: F401  # numpy does so at its first np.unique: imports are not to count
+    """Open a sparse file of 10**12 tokens, and fetch sample 10**9 of it."""
+    import numpy.ma  # noqa: F401  # np.unique imports it: imports do not count
 
     prefix = Path(args.prefix)
     sequences = 1000
@@ -99,14 +103,14 @@ def far(args: argparse.Namespace) -> dict[str, float]:
 
 
 def wait(args: argparse.Namespace) -> dict[str, float]:
-    """A training loop that computes nothing but takes its time; how long it waits for data."""
+    """Measure how long a loop with steps of a given time waits for data."""
     loader = _loader(args)
     waited, step_started = 0.0, time.perf_counter()
     begin = None
     for _ in loader.steps(0):
         now = time.perf_counter()
         if begin is None:
-            begin = now  # the first step has nothing to read ahead of
+            begin = now  # nothing has been read ahead before the first step
         else:
             waited += now - step_started
         _pass_time(args.step_ms / 1e3, busy=args.busy)
@@ -115,13 +119,34 @@ def wait(args: argparse.Namespace) -> dict[str, float]:
     return {"waited_share": waited / (time.perf_counter() - begin), "steps": args.batches}
 
 
+def same(args: argparse.Namespace) -> dict[str, int]:
+    """Compare the documents of a flat file, named with its suffix, with those of other files.
+
+    The order of the documents does not matter.
+    """
+    ours = _documents(Path(args.prefix))
+    theirs = sum(map(_documents, args.theirs), Counter[bytes]())
+    return {"same": ours == theirs, "documents": ours.total()}
+
+
+def _documents(path: Path) -> Counter[bytes]:
+    """Count the hashes of the documents of a flat uint16 file, which all end with one token."""
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    ends = np.flatnonzero(tokens == _END_OF_TEXT) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    return Counter(
+        blake2b(tokens[start:end].tobytes(), digest_size=16).digest()
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
 def _pass_time(seconds: float, *, busy: bool) -> None:
     if not busy:
         time.sleep(seconds)
         return
     import torch
 
-    # Matrix products let other Python threads run, as a training step does.
+    # Matrix products release the GIL, as a training step does.
     matrix = torch.ones(256, 256)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -129,7 +154,7 @@ def _pass_time(seconds: float, *, busy: bool) -> None:
 
 
 def _stream(args: argparse.Namespace) -> TokenStream:
-    return whole(TokenFile(Path(args.prefix)), None, vocab_size=_VOCAB_SIZE)
+    return TokenStream(TokenFile(Path(args.prefix)), vocab_size=_VOCAB_SIZE)
 
 
 def _samples(args: argparse.Namespace) -> Samples:
@@ -163,7 +188,7 @@ def _timed(work: Callable[[], object]) -> dict[str, float]:
 
 
 def _grow(prefix: Path, sequences: int) -> None:
-    """Turns a pair of files into one of so many sequences of 10**9 tokens, all of them holes."""
+    """Grow a pair of files to sequences of 10**9 tokens each, all of them sparse."""
     size = _FAR_SEQUENCE * 2
     os.truncate(f"{prefix}.bin", sequences * size)
     idx = Path(f"{prefix}.idx")
@@ -178,8 +203,8 @@ def _grow(prefix: Path, sequences: int) -> None:
 
 
 def main() -> None:
-    """Does one of the tasks and prints its figures."""
-    tasks = {task.__name__: task for task in (write, gather, load, far, wait)}
+    """Run a task and print its figures."""
+    tasks = {task.__name__: task for task in (write, gather, load, far, wait, same)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", choices=sorted(tasks))
     parser.add_argument("--prefix", required=True)
@@ -189,6 +214,7 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=1024)
     parser.add_argument("--step_ms", type=float, default=50.0)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--theirs", type=Path, nargs="+", default=[])
     args = parser.parse_args()
     print(json.dumps(tasks[args.task](args)))
 

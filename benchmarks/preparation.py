@@ -1,8 +1,8 @@
-"""Measures preparation: from a JSONL corpus to a file of GPT-2 tokens, by us and by others."""
+"""Measure preparation: from a JSONL corpus to a file of GPT-2 tokens, by several programs."""
 
 import filecmp
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from benchmarks.measure import Case, CaseFailed, Usage, figures, interleave, med
 from benchmarks.report import Goal, Section, at_least, at_most, program_table, spread
 
 PEERS = Path(__file__).parent / "peers"
-END_OF_TEXT = 50256
 
 OURS = "llm, 1 worker"
 OURS_TWO = "llm, 2 workers"
@@ -26,10 +25,10 @@ _PREFIX = "out_text_document"  # of the token files, as Megatron-LM names them
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Where the other programs are.
+    """The other programs.
 
     Attributes:
-        python: That runs them.
+        python: The Python that runs them.
         megatron: A checkout of Megatron-LM; None leaves it out.
         nanogpt: Whether to run nanoGPT's way.
         run_clm: Whether to run run_clm's way.
@@ -43,13 +42,13 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Makes the cases of one run of the benchmark.
+    """The cases of one run of the benchmark.
 
     Attributes:
         vocab_file: GPT-2's vocab.json.
-        merges_file: Its merges.txt.
-        tokenizer: A folder with the same as a Hugging Face tokenizer.
-        work_dir: Where the cases write, each in a folder of its own.
+        merges_file: GPT-2's merges.txt.
+        tokenizer: The folder of the same tokenizer in Hugging Face's format.
+        work_dir: The folder in which each case has a folder of its own.
         peers: The other programs.
     """
 
@@ -60,7 +59,7 @@ class Preparation:
     peers: Peers
 
     def make_tokenizer(self) -> None:
-        """Writes the tokenizer's folder.
+        """Write the tokenizer's folder.
 
         Raises:
             CaseFailed: The two files are not GPT-2's.
@@ -71,19 +70,17 @@ class Preparation:
         run(self._case("tokenizer", [sys.executable, script, *arguments, *out]))
 
     def ours(self, corpus: Path, workers: int) -> Case:
-        """Our own program."""
-        command = [sys.executable, "-m", "llm.data.prepare", "--input", str(corpus)]
-        command += ["--json_key", "text", "--append_eod", "--workers", str(workers)]
-        command += ["--vocab_file", str(self.vocab_file), "--merges_file", str(self.merges_file)]
-        return self._case(OURS if workers == 1 else OURS_TWO, [*command, "--output_prefix", "out"])
+        """Return the case of our own program."""
+        command = prepare_command(corpus, workers, self.vocab_file, self.merges_file)
+        return self._case(OURS if workers == 1 else OURS_TWO, command)
 
     def raw(self, corpus: Path) -> Case:
-        """The encoder alone."""
+        """Return the case of the encoder alone."""
         command = [sys.executable, str(PEERS / "raw_encoder.py"), "--input", str(corpus)]
         return self._case(RAW, [*command, "--tokenizer", str(self.tokenizer)])
 
     def megatron(self, corpus: Path) -> list[Case]:
-        """Megatron-LM's two tools; the older one with one worker and with two."""
+        """Return the cases of Megatron-LM's tools, the older one with one and with two workers."""
         if self.peers.megatron is None:
             return []
         shared = ["--input", str(corpus), "--output-prefix", "out", "--append-eod"]
@@ -100,7 +97,7 @@ class Preparation:
         return cases
 
     def others(self, corpus: Path) -> list[Case]:
-        """NanoGPT's way and run_clm's, the latter with its default and with one worker."""
+        """Return nanoGPT's case and those of run_clm, with its default and with one worker."""
         cases = []
         given = ["--input", str(corpus)]
         if self.peers.nanogpt:
@@ -119,32 +116,32 @@ class Preparation:
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Case:
         folder = self.work_dir / "".join(c if c.isalnum() else "_" for c in name)
-        # A cache that survives a run would turn the next one into a look-up.
+        # A cache outside of the case's folder would turn the next run into a look-up.
         caches = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
         return Case(
             name=name, command=command, folder=folder, environment={**caches, **(environment or {})}
         )
 
 
+def prepare_command(corpus: Path, workers: int, vocab_file: Path, merges_file: Path) -> list[str]:
+    """Return the command of `llm.data.prepare` with GPT-2's tokenizer; it writes `out`."""
+    command = [sys.executable, "-m", "llm.data.prepare", "--input", str(corpus)]
+    command += ["--json_key", "text", "--append_eod", "--workers", str(workers)]
+    command += ["--vocab_file", str(vocab_file), "--merges_file", str(merges_file)]
+    return [*command, "--output_prefix", "out"]
+
+
 def measure_size(
-    preparation: Preparation,
-    corpus: Slice,
-    *,
-    with_slow: bool,
-    repeats: int,
-    say: Callable[[str], None],
-) -> tuple[Section, dict[str, list[Usage]]]:
-    """Prepares one corpus with every program, and compares what they wrote.
+    preparation: Preparation, corpus: Slice, size: float, *, with_slow: bool, repeats: int
+) -> Section:
+    """Prepare one corpus with every program, and compare their outputs.
 
     Args:
-        preparation: Makes the cases.
+        preparation: The cases.
         corpus: The input.
-        with_slow: Whether those programs take part that need minutes for 300 MB.
+        size: Its size in MB, as it was asked for.
+        with_slow: Whether to run programs that need minutes for 300 MB.
         repeats: Runs of each.
-        say: Told of the progress.
-
-    Returns:
-        The section, without goals, and the runs of each program by name.
     """
     megatron = preparation.megatron(corpus.path)
     slow = [*megatron[1:], *preparation.others(corpus.path)]
@@ -155,7 +152,7 @@ def measure_size(
         *megatron[:1],
         *(slow if with_slow else []),
     ]
-    results = interleave(cases, repeats, say)
+    results = interleave(cases, repeats)
     ours = median(results[OURS], "cpu_seconds") if results[OURS] else float("nan")
 
     def cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
@@ -175,11 +172,15 @@ def measure_size(
         lines += ["", "Left out at this size: " + ", ".join(case.name for case in slow) + "."]
     if results[OURS]:
         lines += ["", *_comparisons({c.name: c.folder for c in cases if results[c.name]})]
-    return Section(title=f"Preparation, {corpus.megabytes:.3g} MB", lines=lines), results
+    return Section(
+        title=f"Preparation, {corpus.megabytes:.3g} MB",
+        lines=lines,
+        goals=goals_of_size(size, results),
+    )
 
 
 def _comparisons(folders: dict[str, Path]) -> list[str]:
-    """One sentence for each program whose output can be compared with ours."""
+    """Return a sentence for each program whose output can be compared with ours."""
     ours = folders[OURS] / _PREFIX
     lines = []
     for name, folder in folders.items():
@@ -196,12 +197,12 @@ def _comparisons(folders: dict[str, Path]) -> list[str]:
 
 
 def _same_documents(ours: Path, folder: Path) -> str:
-    script = str(Path(__file__).parent / "same_documents.py")
-    command = [sys.executable, script, "--ours", str(ours)]
+    command = [sys.executable, "-m", "benchmarks.our_batches", "same", "--prefix", str(ours)]
     command += ["--theirs", str(folder / "train.bin"), str(folder / "val.bin")]
-    command += ["--end_of_text", str(END_OF_TEXT)]
+    environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    case = Case(name="comparison", command=command, folder=folder / "log", environment=environment)
     try:
-        found = run(Case(name="comparison", command=command, folder=folder / "log")).reported
+        found = run(case).reported
     except CaseFailed as error:
         return f"could not be compared with ours: {error}"
     return f"{found['documents']:,} documents, " + (
@@ -210,7 +211,7 @@ def _same_documents(ours: Path, folder: Path) -> str:
 
 
 def goals_of_size(megabytes: float, results: dict[str, list[Usage]]) -> list[Goal]:
-    """What is to be reached at 16 MB, where start-up counts, and from 300 MB on, where not."""
+    """Return the goals at 16 MB, where start-up counts, and from 300 MB on, where it does not."""
     if not results[OURS]:
         return []
     ours = median(results[OURS], "cpu_seconds")
@@ -238,12 +239,10 @@ def goals_of_size(megabytes: float, results: dict[str, list[Usage]]) -> list[Goa
     return goals
 
 
-def measure_start(
-    preparation: Preparation, one_line: Slice, *, repeats: int, say: Callable[[str], None]
-) -> Section:
-    """What a program takes for an input of one short line."""
+def measure_start(preparation: Preparation, one_line: Slice, *, repeats: int) -> Section:
+    """Measure the programs on an input of one short line."""
     cases = [preparation.ours(one_line.path, 1), *preparation.megatron(one_line.path)[:2]]
-    results = interleave(cases, repeats, say)
+    results = interleave(cases, repeats)
     goals = []
     if results[OURS]:
         cpu = median(results[OURS], "cpu_seconds")

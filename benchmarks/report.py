@@ -1,4 +1,4 @@
-"""Markdown for the figures of a benchmark: tables, goals, the machine."""
+"""What all benchmarks share: the program around the measurement, tables, goals, the machine."""
 
 import datetime
 import importlib.metadata
@@ -6,21 +6,95 @@ import math
 import os
 import platform
 import re
+import signal
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks.measure import Usage, figures, median
+from benchmarks.measure import CaseFailed, Usage, figures, median
+from llm.config.command_line import parse
+from llm.config.options import option
+from llm.errors import ConfigError, LLMError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of every benchmark."""
+
+    output: str | None = option(
+        None, "File to write the report to, besides printing it.", group="Run"
+    )
+
+
+OptionsT = TypeVar("OptionsT", bound=ReportOptions)
+
+
+def run_benchmark(
+    name: str,
+    description: str,
+    options_class: type[OptionsT],
+    report: Callable[[OptionsT, Path], str],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run the program `benchmarks.NAME`: read its options, measure, print the report.
+
+    Args:
+        name: The module in `benchmarks`.
+        description: The program in one line, for --help.
+        options_class: The options.
+        report: Measures, with an empty temporary folder, and returns the report as Markdown.
+        argv: The command line; by default that of the process.
+
+    Returns:
+        The exit code: 0, 2 if something cannot be measured, 130 after Ctrl-C.
+    """
+    # A benchmark that is terminated still ends the program it measures and removes its files.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        options = parse(
+            options_class,
+            sys.argv[1:] if argv is None else argv,
+            prog=f"python -m benchmarks.{name}",
+            description=description,
+        )
+        # Checked first: a report of hours should not be lost at its end.
+        check_folder("output", options.output)
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            text = report(options, Path(folder))
+    except (LLMError, CaseFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(text)
+    if options.output is not None:
+        Path(options.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+def check_folder(name: str, path: str | None) -> None:
+    """Refuse an option whose file would lie in a folder that does not exist.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"--{name} {path} is in a folder that does not exist; make it first.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """One thing that was to be reached.
+    """A goal of a measurement.
 
     Attributes:
-        what: In words, with the bound.
+        what: The goal in words, with its bound.
         measured: The figure, with its unit.
-        met: Whether it was reached.
+        met: Whether the goal was met.
     """
 
     what: str
@@ -30,12 +104,12 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of a report.
+    """A section of a report.
 
     Attributes:
-        title: Its heading.
+        title: The heading.
         lines: Markdown.
-        goals: What of it was to be reached.
+        goals: Goals of the section, which the report lists at its end.
     """
 
     title: str
@@ -44,7 +118,7 @@ class Section:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; all columns but the first are aligned to the right."""
+    """Return a Markdown table whose columns are right-aligned, except the first."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return [lines[0], "|---|" + "---:|" * (len(header) - 1), *lines[1:]]
 
@@ -54,12 +128,12 @@ def program_table(
     results: Mapping[str, Sequence[Usage]],
     cells: Callable[[str, Sequence[Usage]], Sequence[str]],
 ) -> list[str]:
-    """A table with a row for each program; one that failed has no figures in it.
+    """Return a table with a row for each program, without figures for a program that failed.
 
     Args:
-        header: The first cell stands over the programs' names.
-        results: The runs of each program by its name.
-        cells: What to write into the row of a program, after its name.
+        header: The column titles, the first for the programs' names.
+        results: The runs of each program by name.
+        cells: Returns the cells of a program after its name.
     """
     failed = ["FAILED, see the log", *[""] * (len(header) - 2)]
     rows = [(name, *(cells(name, runs) if runs else failed)) for name, runs in results.items()]
@@ -67,7 +141,7 @@ def program_table(
 
 
 def spread(runs: Sequence[Usage], name: str, digits: int = 2) -> str:
-    """The median of a figure, and its smallest and largest in brackets."""
+    """Return the median of a figure, with the smallest and the largest in brackets."""
     values = figures(runs, name)
     middle = f"{median(runs, name):.{digits}f}"
     if len(values) == 1:
@@ -76,12 +150,12 @@ def spread(runs: Sequence[Usage], name: str, digits: int = 2) -> str:
 
 
 def at_least(what: str, ratio: float, bound: float) -> Goal:
-    """A goal for a ratio that is better the larger it is."""
+    """Return the goal that a ratio is at least `bound`."""
     return Goal(what=f"{what}: at least {bound:g}x", measured=f"{ratio:.2f}x", met=ratio >= bound)
 
 
 def at_most(what: str, value: float, bound: float, unit: str) -> Goal:
-    """A goal for a figure that is better the smaller it is; infinite is what never came."""
+    """Return the goal that a figure is at most `bound`; infinity reads as never."""
     digits = 2 if value < 10 else 0
     return Goal(
         what=f"{what}: at most {bound:g}{unit}",
@@ -91,12 +165,12 @@ def at_most(what: str, value: float, bound: float, unit: str) -> Goal:
 
 
 def render(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole report, its goals last.
+    """Return the whole report as Markdown.
 
     Args:
         title: The first heading.
-        facts: What was measured where.
-        sections: The figures.
+        facts: What was measured, and on which machine.
+        sections: The measurements; their goals come last.
     """
     lines = [f"# {title}", "", *(f"- {fact}" for fact in facts)]
     for section in sections:
@@ -109,7 +183,7 @@ def render(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str
 
 
 def machine(packages: Sequence[str]) -> list[str]:
-    """The date, the hardware, how busy it is, and the versions of some packages."""
+    """Return the date, the hardware, its load, and the versions of some packages."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""How long a checkpoint holds training up: in the background, blocking, and as Accelerate's.
+"""Measure how long a checkpoint blocks training: in the background, blocking, by Accelerate.
 
 python -m benchmarks.save [--hidden_size 768 --num_layers 12 --vocab_size 50257 --repeats 5]
 """
@@ -6,29 +6,32 @@ python -m benchmarks.save [--hidden_size 768 --num_layers 12 --vocab_size 50257 
 import shutil
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Goal, Section, machine, render, table
-from llm.config.command_line import parse
+from benchmarks.report import (
+    Goal,
+    ReportOptions,
+    Section,
+    machine,
+    render,
+    run_benchmark,
+    table,
+)
 from llm.config.options import option
-from llm.errors import LLMError
 
 
-@dataclass(kw_only=True)
-class SaveBenchmarkOptions:
-    """Options of the benchmark; by default GPT-2 of 124 million parameters."""
+@dataclass(frozen=True, kw_only=True)
+class SaveBenchmarkOptions(ReportOptions):
+    """Options of the benchmark; the default model is GPT-2 of 124 million parameters."""
 
     hidden_size: int = option(768, "Width of the model.", group="Model", at_least=64)
     num_layers: int = option(12, "Layers of the model.", group="Model", at_least=1)
     vocab_size: int = option(50257, "Tokens of the model.", group="Model", at_least=64)
     repeats: int = option(5, "Rounds, of which the figures are medians.", group="Run", at_least=1)
-    folder: str | None = option(None, "Where to write; by default a temporary folder.", group="Run")
-    output: str | None = option(None, "File for the report, besides the console.", group="Run")
 
 
 class State:
@@ -54,7 +57,7 @@ class State:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """All tensors, live."""
+        """Return all tensors, not copied."""
         named = dict(self.model.named_parameters())
         moments = self.optimizer.optimizer.state
         return {
@@ -63,11 +66,11 @@ class State:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not needed here."""
+        """Do nothing: the benchmark loads no checkpoint."""
 
 
-def measure(options: SaveBenchmarkOptions, folder: Path) -> Section:
-    """Time the three ways of saving, turn by turn."""
+def report(options: SaveBenchmarkOptions, folder: Path) -> str:
+    """Time the three ways of saving alternately, and return the report."""
     from llm.checkpoint.options import CheckpointOptions
     from llm.checkpoint.save import Saver
 
@@ -95,30 +98,31 @@ def measure(options: SaveBenchmarkOptions, folder: Path) -> Section:
         blocking = timed(lambda step=step: savers["blocking"].save(step=step, eval_loss=None))  # type: ignore[misc]
         theirs = timed(lambda: state.accelerator.save_state(str(folder / "accelerate")))
         shutil.rmtree(folder / "accelerate")
-        if step:  # the first one also makes the memory that the later ones reuse
+        if step:  # the first one also allocates the memory that later ones reuse
             held["background"].append(background)
             held["blocking"].append(blocking)
             held["accelerate"].append(theirs)
             written.append(whole)
-    return report(held, written, size)
+    packages = ["torch", "accelerate", "safetensors"]
+    return render("Saving", machine(packages), [section(held, written, size)])
 
 
 def file_bytes(tree: Any) -> int:
-    """Bytes of all tensors in nested dicts."""
+    """Return the bytes of all tensors in nested dicts."""
     if isinstance(tree, dict):
         return sum(file_bytes(value) for value in tree.values())
     return int(tree.nbytes)
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
-def report(held: dict[str, list[float]], written: list[float], size: int) -> Section:
-    """The table and what was to be reached."""
+def section(held: dict[str, list[float]], written: list[float], size: int) -> Section:
+    """Return the table and the goals."""
     medians = {name: statistics.median(values) for name, values in held.items()}
     names = {
         "background": f"llm, in the background (written in {statistics.median(written):.2f} s)",
@@ -152,27 +156,9 @@ def report(held: dict[str, list[float]], written: list[float], size: int) -> Sec
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    try:
-        options = parse(
-            SaveBenchmarkOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.save",
-            description="How long a checkpoint holds training up.",
-        )
-    except LLMError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        section = measure(options, Path(name))
-    text = render("Saving", machine(["torch", "accelerate", "safetensors"]), [section])
-    print(text)
-    if options.output is not None:
-        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.output).write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_benchmark(
+            "save", "Measures how long a checkpoint blocks training.", SaveBenchmarkOptions, report
+        )
+    )

@@ -1,7 +1,7 @@
-"""Models and batches that are measured, and what programs need to train them.
+"""The measured models and batches, and the inputs that programs need to train them.
 
-Speed does not depend on what a text says, so the inputs are random words of a made-up vocabulary:
-a tokenizer of one token a word for those that read text, and the same ids as a flat file.
+Speed does not depend on the text, so the inputs are random words of an artificial vocabulary: a
+tokenizer with one token for each word for programs that read text, and the same ids as a flat file.
 """
 
 import array
@@ -16,14 +16,14 @@ class Shape:
     """A GPT-2 and its batch.
 
     Attributes:
-        name: For the table.
-        layers: Blocks.
-        width: Of the hidden states.
-        heads: Of attention.
+        name: Its name in tables.
+        layers: Number of blocks.
+        width: Width of the hidden states.
+        heads: Attention heads.
         block_size: Tokens of a sample.
         batch_size: Samples of a step.
-        vocab_size: Tokens.
-        steps: Optimizer steps of one run.
+        vocab_size: Size of the vocabulary.
+        steps: Optimizer steps of a run.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the tokens of a step."""
         return self.batch_size * self.block_size
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of forward and backward: 6 a weight of a product, and attention in full."""
+        """Return the FLOPs of a token: 6 a weight of a matrix product, and attention in full."""
         weights = 12 * self.layers * self.width**2 + self.vocab_size * self.width
         return 6.0 * weights + 12.0 * self.layers * self.width * self.block_size
 
@@ -55,46 +55,22 @@ class Shape:
 
 SHAPES = {
     "A": Shape(
-        name="A",
-        layers=4,
-        width=128,
-        heads=4,
-        block_size=64,
-        batch_size=12,
-        vocab_size=65,
-        steps=250,
+        name="A", layers=4, width=128, heads=4,
+        block_size=64, batch_size=12, vocab_size=65, steps=250,
     ),
     "B": Shape(
-        name="B",
-        layers=6,
-        width=384,
-        heads=6,
-        block_size=256,
-        batch_size=4,
-        vocab_size=50_257,
-        steps=25,
+        name="B", layers=6, width=384, heads=6,
+        block_size=256, batch_size=4, vocab_size=50_257, steps=25,
     ),
     "C": Shape(
-        name="C",
-        layers=12,
-        width=768,
-        heads=12,
-        block_size=1024,
-        batch_size=1,
-        vocab_size=50_257,
-        steps=8,
+        name="C", layers=12, width=768, heads=12,
+        block_size=1024, batch_size=1, vocab_size=50_257, steps=8,
     ),
     "toy": Shape(
-        name="toy",
-        layers=2,
-        width=32,
-        heads=2,
-        block_size=16,
-        batch_size=2,
-        vocab_size=65,
-        steps=10,
+        name="toy", layers=2, width=32, heads=2,
+        block_size=16, batch_size=2, vocab_size=65, steps=10,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +80,7 @@ class Inputs:
     Attributes:
         model: Folder with a configuration, a tokenizer and no weights.
         text: Random words, a few hundred a line.
-        validation: A short text for those that insist on one.
+        validation: A short text for programs that need one.
         tokens: The same as a nanoGPT data folder.
     """
 
@@ -115,7 +91,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, folder: Path) -> Inputs:
-    """Write a configuration, a tokenizer, and more than enough text for all steps."""
+    """Write a configuration, a tokenizer, and text for all steps."""
     model = folder / "gpt2"
     model.mkdir(parents=True)
     config = {

@@ -1,35 +1,34 @@
-"""Measures training beside nanoGPT, llm-pytorch and Hugging Face's Trainer.
+"""Compare training with nanoGPT, llm-pytorch and Hugging Face's Trainer.
 
-python -m benchmarks.train --help; benchmarks/README.md says how to get the peers.
+python -m benchmarks.train --help; benchmarks/README.md explains how to install the peers.
 """
 
 import json
 import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
+from benchmarks.measure import Case, Usage, interleave, median, run
 from benchmarks.report import (
     Goal,
+    ReportOptions,
     Section,
     at_least,
     at_most,
     machine,
     program_table,
     render,
+    run_benchmark,
     spread,
     table,
 )
 from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
 from benchmarks.training import ROOT, llm_pytorch_case, nanogpt_case, our_case, peer_case
-from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 Part = Literal["speed", "start", "scaling", "long"]
@@ -43,16 +42,16 @@ OURS, BARE, NANO, ANCESTOR, TRAINER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainBenchmarkOptions:
-    """What to measure."""
+class TrainBenchmarkOptions(ReportOptions):
+    """Options of the benchmark."""
 
     shapes: tuple[Literal["A", "B", "C", "toy"], ...] = option(
         ("A", "B", "C"), "Models and batches.", group="Run"
     )
     only: tuple[Part, ...] = option(
-        (),
-        "Parts to measure; none means all: speed (and memory), start (to the first step), scaling "
-        "(two processes), long (10,000 steps).",
+        ("speed", "start", "scaling", "long"),
+        "Parts to measure: speed (and memory), start (to the first step), scaling (two "
+        "processes), long (10,000 steps).",
         group="Run",
     )
     repeats: int = option(5, "Runs of each program, interleaved.", group="Run", at_least=1)
@@ -66,16 +65,13 @@ class TrainBenchmarkOptions:
     peer_python: str = option(
         sys.executable, "The Python that runs nanoGPT and llm-pytorch.", group="Peers"
     )
-    output: str | None = option(
-        None, "File to write the report to, besides printing it.", group="Run"
-    )
 
 
 def check(options: TrainBenchmarkOptions) -> None:
-    """Refuses what cannot be measured.
+    """Refuse options that cannot work.
 
     Raises:
-        ConfigError: A path is not what it should be.
+        ConfigError: A path does not hold the program that it should.
     """
     for name, file in (("nanogpt", "train.py"), ("llm_pytorch", "llm/trainers/gpt/main.py")):
         path = getattr(options, name)
@@ -88,7 +84,7 @@ def check(options: TrainBenchmarkOptions) -> None:
 def cases_of(
     options: TrainBenchmarkOptions, shape: Shape, inputs: Inputs, folder: Path
 ) -> list[Case]:
-    """All programs that train one shape."""
+    """Return all programs, each training one shape."""
     cases = [
         our_case(shape, inputs, folder, name=OURS),
         peer_case(BARE, "bare_loop", shape, inputs, folder),
@@ -111,7 +107,7 @@ def cases_of(
 
 
 def matmul_flops(folder: Path) -> float:
-    """FLOP/s of large matrix products here, with the threads that torch takes by itself."""
+    """Return the FLOP/s of large matrix products on this machine, with torch's default threads."""
     command = [sys.executable, "-m", "benchmarks.peers.matmul"]
     case = Case(
         name="matmul",
@@ -123,12 +119,12 @@ def matmul_flops(folder: Path) -> float:
 
 
 def measure_speed(options: TrainBenchmarkOptions, shape: Shape, folder: Path) -> Section:
-    """Tokens a second, peak memory and time to the first step of all programs on one shape."""
+    """Measure speed, peak memory and time to the first step of all programs on one shape."""
     inputs = make_inputs(shape, folder / "inputs")
     cases = cases_of(options, shape, inputs, folder)
-    run(cases[0])  # tokenises, so that every run that counts finds its tokens made
+    run(cases[0])  # warm-up: tokenises, so that no measured run does
     peak = max(matmul_flops(folder), matmul_flops(folder))
-    results = interleave(cases, options.repeats, say)
+    results = interleave(cases, options.repeats)
     peak = max(peak, matmul_flops(folder))
 
     def cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
@@ -150,7 +146,7 @@ def measure_speed(options: TrainBenchmarkOptions, shape: Shape, folder: Path) ->
 
 
 def goals(shape: Shape, results: Mapping[str, Sequence[Usage]], peak: float) -> list[Goal]:
-    """What was to be reached on a shape, beside the programs that ran."""
+    """Return the goals of a shape against the programs that ran."""
     bounds = {
         NANO: {"A": 1.0, "B": 1.35, "C": 1.25},
         ANCESTOR: {"A": 1.5, "B": 1.6, "C": 1.2},
@@ -178,7 +174,7 @@ def _ratio(results: Mapping[str, Sequence[Usage]], peer: str, figure: str) -> fl
 
 
 def measure_start(options: TrainBenchmarkOptions, folder: Path) -> Section:
-    """From the command to the first step, beside the import of the model's class."""
+    """Measure the time from the command to the first step, and of importing the model's class."""
     shape = replace(SHAPES["A"], steps=10)
     inputs = make_inputs(shape, folder / "inputs")
     ours = our_case(shape, inputs, folder, name=OURS, flags=("--logging_steps", "1"))
@@ -196,7 +192,7 @@ def measure_start(options: TrainBenchmarkOptions, folder: Path) -> Section:
         environment={"PYTHONPATH": str(ROOT)},
     )
     others = cases_of(options, shape, inputs, folder)[2:]
-    results = interleave([ours, imports, helped, *others], options.repeats, say)
+    results = interleave([ours, imports, helped, *others], options.repeats)
     figure = {imports.name: "wall_seconds", helped.name: "wall_seconds"}
     lines = program_table(
         ["program", "s"],
@@ -220,7 +216,7 @@ def measure_start(options: TrainBenchmarkOptions, folder: Path) -> Section:
 
 
 def measure_scaling(options: TrainBenchmarkOptions, shape: Shape, folder: Path) -> Section:
-    """Two processes of one thread against one process of two, on the same global batch."""
+    """Compare two processes of one thread with one of two threads, on the same global batch."""
     inputs = make_inputs(shape, folder / "inputs")
     one, two = "1 process x 2 threads", "2 processes x 1 thread"
     cases = [
@@ -228,7 +224,7 @@ def measure_scaling(options: TrainBenchmarkOptions, shape: Shape, folder: Path) 
         our_case(shape, inputs, folder, name=two, threads=1, ranks=2),
     ]
     run(cases[0])
-    results = interleave(cases, options.repeats, say)
+    results = interleave(cases, options.repeats)
     lines = program_table(
         ["processes", "tokens/s", "peak MB of all"],
         results,
@@ -244,17 +240,17 @@ def measure_scaling(options: TrainBenchmarkOptions, shape: Shape, folder: Path) 
 
 
 def measure_long(options: TrainBenchmarkOptions, folder: Path) -> Section:
-    """Whether a step takes as long, and the process as much, after thousands of them."""
+    """Measure whether step time and memory grow over thousands of steps."""
     shape = replace(SHAPES["toy"], steps=options.long_steps)
     inputs = make_inputs(shape, folder / "inputs")
     case = our_case(shape, inputs, folder)
     run(case)
     lines = (case.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
     rows = [
         [f"{r['step']:,}", f"{r['ms_per_step']:.2f}", f"{r['memory'] / 1e6:.1f}"] for r in records
     ]
-    # The first tenth settles: allocators, the first log file, TensorBoard.
+    # The first tenth does not count: allocators, the first log file, TensorBoard.
     memory = records[-1]["memory"] / records[1]["memory"] - 1
     half = len(records) // 2
     early, late = (
@@ -271,62 +267,32 @@ def measure_long(options: TrainBenchmarkOptions, folder: Path) -> Section:
     )
 
 
-def wanted(options: TrainBenchmarkOptions, part: Part) -> bool:
-    """Whether a part is to be measured."""
-    return not options.only or part in options.only
-
-
-def measure(options: TrainBenchmarkOptions, folder: Path) -> list[Section]:
-    """All parts that are wanted, one after the other."""
+def report(options: TrainBenchmarkOptions, folder: Path) -> str:
+    """Measure all chosen parts and return the report."""
+    check(options)
+    facts = [
+        *machine(_PACKAGES),
+        f"Medians of {options.repeats} interleaved runs, smallest and largest in brackets; the "
+        "speed of a run is that of its median step (our log: of its median tenth) after the "
+        "first fifth; memory is that of the whole process tree",
+    ]
     sections = []
-    if wanted(options, "speed"):
+    if "speed" in options.only:
         for name in options.shapes:
             sections.append(measure_speed(options, SHAPES[name], folder / f"speed-{name}"))
-    if wanted(options, "start"):
+    if "start" in options.only:
         sections.append(measure_start(options, folder / "start"))
-    if wanted(options, "scaling"):
+    if "scaling" in options.only:
         shape = SHAPES["B"] if "B" in options.shapes else SHAPES[options.shapes[0]]
         sections.append(measure_scaling(options, shape, folder / "scaling"))
-    if wanted(options, "long"):
+    if "long" in options.only:
         sections.append(measure_long(options, folder / "long"))
-    return sections
-
-
-def say(message: str) -> None:
-    """Tells what has been done, beside the report."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report as Markdown, and returns 0, or 2 when that is not possible."""
-    # So that a run that is cut short ends the program it measures, and removes its files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        options = parse(
-            TrainBenchmarkOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m benchmarks.train",
-            description="Measures training beside other programs.",
-        )
-        check(options)
-        facts = [
-            *machine(_PACKAGES),
-            f"Medians of {options.repeats} interleaved runs, smallest and largest in brackets; the "
-            "speed of a run is that of its median step (our log: of its median tenth) after the "
-            "first fifth; memory is that of the whole process tree",
-        ]
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            report = render("Training benchmark", facts, measure(options, Path(folder)))
-    except (LLMError, CaseFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    print(report)
-    if options.output is not None:
-        Path(options.output).write_text(report, encoding="utf-8")
-    return 0
+    return render("Training benchmark", facts, sections)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_benchmark(
+            "train", "Compares training with other programs.", TrainBenchmarkOptions, report
+        )
+    )

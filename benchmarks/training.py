@@ -1,10 +1,10 @@
-"""Training programs side by side: one case for each program, what they print."""
+"""The training programs: the case of each, and how to read its figures."""
 
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +13,7 @@ from benchmarks.measure import Case
 from benchmarks.shapes import Inputs, Shape
 
 ROOT = Path(__file__).parent.parent
-_WARM_UP = 0.2
-"""Share of the steps that do not count: caches and allocators settle."""
+_WARM_UP = 0.2  # fraction of the steps that does not count, while caches and allocators settle
 
 
 def our_case(
@@ -26,9 +25,8 @@ def our_case(
     ranks: int = 1,
     threads: int | None = None,
     flags: tuple[str, ...] = (),
-    checkout: Path = ROOT,
 ) -> Case:
-    """The trainer as a user runs it, its log and TensorBoard included."""
+    """Return the case of our trainer as a user runs it, with log and TensorBoard."""
     command = [
         *(sys.executable, "-m"),
         *(
@@ -48,7 +46,8 @@ def our_case(
         name=name,
         command=command,
         folder=folder / name.replace(" ", "-").replace("/", "-"),
-        environment={"PYTHONPATH": str(checkout), **_threads(threads)},
+        environment={"PYTHONPATH": str(ROOT)}
+        | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         read=lambda run: _our_figures(run, shape),
         milestone=r"^step +",
     )
@@ -56,7 +55,7 @@ def our_case(
 
 def _our_figures(folder: Path, shape: Shape) -> dict[str, Any]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
     counted = [r["ms_per_step"] for r in records if r["step"] > _WARM_UP * shape.steps]
     return {
         "tokens_per_second": 1000 * shape.tokens / median(counted),
@@ -76,7 +75,7 @@ def nanogpt_case(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> Case:
-    """The train.py of nanoGPT as shipped."""
+    """Return the case of nanoGPT's train.py as shipped."""
     name = "nanoGPT compiled" if compiled else "nanoGPT eager"
     data = os.path.relpath(inputs.tokens, checkout / "data")
     settings: dict[str, Any] = {
@@ -117,7 +116,7 @@ def nanogpt_case(
 def llm_pytorch_case(
     shape: Shape, inputs: Inputs, folder: Path, *, checkout: Path, python: str
 ) -> Case:
-    """The ancestor's trainer as its guide runs it."""
+    """Return the case of llm-pytorch's trainer as its guide runs it."""
     command = [
         *(python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"),
         *("-m", "llm.trainers.gpt"),
@@ -146,7 +145,7 @@ def llm_pytorch_case(
 def peer_case(
     name: str, program: str, shape: Shape, inputs: Inputs, folder: Path, **settings: str
 ) -> Case:
-    """One of the small programs of benchmarks/peers, which print their own figures."""
+    """Return the case of a program of benchmarks/peers, which prints its own figures."""
     sizes = {
         "steps": shape.steps,
         "batch_size": shape.batch_size,
@@ -165,14 +164,10 @@ def peer_case(
     )
 
 
-def _threads(number: int | None) -> Mapping[str, str]:
-    return {} if number is None else {"OMP_NUM_THREADS": str(number)}
-
-
 def _from_log(
     pattern: str, shape: Shape, *, milliseconds: bool = False, log: str = "log.txt"
 ) -> Callable[[Path], dict[str, Any]]:
-    """Reads the time of each step from the lines of a log."""
+    """Return a reader of each step's time from the lines of a log."""
 
     def read(folder: Path) -> dict[str, Any]:
         text = (folder / log).read_text(errors="replace")

@@ -1,8 +1,8 @@
-"""Writes what docs/ lists of the code, from the code: `make pages`.
+"""Write the parts of docs/ that are generated from the code: `make pages`.
 
 configuration.md: the trainer's options, all below the page's introduction. data-tools.md, cli.md:
 a table for each program, between two comments that name its module. api.md: every module, below
-the introduction. architecture.md: every module and the first sentence of its docstring, between
+the introduction. architecture.md: every module and the first paragraph of its docstring, between
 two comments.
 """
 
@@ -40,13 +40,13 @@ PAGES = {
 
 
 def configuration_page(page: str) -> str:
-    """The page with the tables of the trainer's options."""
+    """Return the page with the tables of the trainer's options."""
     introduction = page.partition("\n## ")[0].rstrip("\n")
     return f"{introduction}\n\n{to_markdown(GPTConfig)}"
 
 
 def programs_page(page: str, programs: tuple[type, ...]) -> str:
-    """The page with the tables of some programs' options, a word in bold above each."""
+    """Return the page with the tables of some programs' options."""
     for program in programs:
         name = program.__module__.removesuffix(".__main__").removesuffix(".options")
         begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
@@ -60,19 +60,19 @@ def programs_page(page: str, programs: tuple[type, ...]) -> str:
 
 
 def rooms() -> Iterator[tuple[Path, list[Path]]]:
-    """Each folder of the package, the root first, and its modules."""
+    """Yield each folder of the package, the root first, and its modules."""
     for folder in [PACKAGE, *sorted(path.parent for path in PACKAGE.rglob("*/__init__.py"))]:
         yield folder, [path for path in sorted(folder.glob("*.py")) if path.name[0] != "_"]
 
 
-def said_of(path: Path) -> str:
-    """The first sentence of a module's docstring."""
+def summary_of(path: Path) -> str:
+    """Return the first paragraph of a module's docstring in one line."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(docstring.split("\n\n")[0].split())
 
 
 def api_page(page: str) -> str:
-    """The page that has mkdocstrings describe every module, a heading for each folder."""
+    """Return the page by which mkdocstrings describes every module, with a heading a folder."""
     lines = [page.partition("\n## ")[0].rstrip("\n"), ""]
     for folder, modules in rooms():
         if modules:
@@ -84,20 +84,22 @@ def api_page(page: str) -> str:
 
 
 def architecture_page(page: str) -> str:
-    """The page with its list of files."""
+    """Return the page with its list of files."""
     lines = []
     for folder, modules in rooms():
         name = f"{folder.relative_to(PACKAGE.parent)}/"
-        lines += ["", f"**`{name}`** {said_of(folder / '__init__.py')}", ""]
+        lines += ["", f"**`{name}`** {summary_of(folder / '__init__.py')}", ""]
         lines += ["| File | Its job |", "|---|---|"] if modules else []
-        lines += [f"| `{path.name}` | {said_of(path)} |".replace("<", "&lt;") for path in modules]
+        lines += [
+            f"| `{path.name}` | {summary_of(path)} |".replace("<", "&lt;") for path in modules
+        ]
     before, begin, rest = page.partition("<!-- files -->")
     after = rest.partition("<!-- end of files -->")[2]
     return f"{before}{begin}\n" + "\n".join(lines) + f"\n\n<!-- end of files -->{after}"
 
 
 def pages() -> dict[Path, str]:
-    """Every page that lists something of the code, as it should be."""
+    """Return every page with generated parts, up to date."""
     made = {
         "configuration.md": configuration_page,
         "api.md": api_page,
@@ -110,7 +112,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all pages."""
     for path, page in pages().items():
         path.write_text(page, encoding="utf-8")
 

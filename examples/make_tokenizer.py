@@ -1,7 +1,7 @@
-"""Makes `examples/tokenizer`, the quick start's tokenizer, from the quick start's text.
+"""Train `examples/tokenizer`, the quick start's tokenizer, on the quick start's text.
 
-Run it from anywhere: `python examples/make_tokenizer.py [FOLDER]`. The same text always gives
-the same files, which a test checks.
+Run `python examples/make_tokenizer.py [FOLDER]` from any folder. The same text always gives the
+same files, which a test checks.
 """
 
 import sys
@@ -15,10 +15,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(text_file: Path, *, vocab_size: int = 2048) -> Tokenizer:
-    """Trains a byte-level BPE, GPT-2's kind of tokenizer, on one UTF-8 text file.
+    """Train a byte-level BPE tokenizer, as GPT-2 has, on a UTF-8 text file.
 
-    Every one of the 256 bytes is in the vocabulary, so any text can be encoded and decoding
-    gives it back unchanged. The end-of-text token has id 0.
+    All 256 bytes are in the vocabulary, so any text can be encoded, and decoding returns it
+    unchanged. The end-of-text token has id 0.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +34,7 @@ def train_tokenizer(text_file: Path, *, vocab_size: int = 2048) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_max_length: int = 128) -> None:
-    """Saves a tokenizer as a Hugging Face folder, as `AutoTokenizer` and the trainer read it."""
+    """Save a tokenizer as a Hugging Face folder, which `AutoTokenizer` and the trainer load."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

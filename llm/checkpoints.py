@@ -1,7 +1,7 @@
-"""Shows a run's checkpoints, and takes models out of them: `python -m llm.checkpoints runs/wiki`.
+"""Lists, verifies and exports the checkpoints of a run: `python -m llm.checkpoints runs/wiki`.
 
-Exit codes: 0 shown, verified without fault, or exported; 1 `--verify` found damage; 2 an option or
-file that cannot be read or written.
+Exit codes: 0 success; 1 `--verify` has detected damage; 2 an option cannot work, or a file cannot
+be read or written.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointsOptions:
-    """What to do with the checkpoints of which run."""
+    """The run, and the action on its checkpoints."""
 
     run: str = option(
         "",
@@ -51,16 +51,16 @@ class CheckpointsOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What lies in a `checkpoints` folder under the name of a checkpoint.
+    """A folder with the name of a checkpoint.
 
     Attributes:
-        path: Its folder.
-        found: What it says of itself; None if that cannot be read.
+        path: The folder.
+        checkpoint: Its manifest; None if that cannot be read.
         problem: Why it is not valid, or None.
     """
 
     path: Path
-    found: Checkpoint | None
+    checkpoint: Checkpoint | None
     problem: str | None
 
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _places(options: CheckpointsOptions) -> tuple[Path, Path]:
-    """The run's folder and that of its checkpoints, which need not be there yet."""
+    """Return the run's folder and that of its checkpoints, which need not exist."""
     if not options.run:
         raise ConfigError(
             "No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify."
@@ -113,7 +113,7 @@ def _places(options: CheckpointsOptions) -> tuple[Path, Path]:
 
 
 def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
-    """The listing, and the exit code."""
+    """Return the lines of the list, and the exit code."""
     entries = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
@@ -143,19 +143,19 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
 
 def _look_at(path: Path, *, verify: bool) -> Entry:
     try:
-        found = read_manifest(path)
+        checkpoint = read_manifest(path)
     except CheckpointError as error:
-        # The row says already which one it is, and that it is not valid.
+        # The row has the name already, and that it is not valid.
         problem = str(error).rstrip(".")
         for said in (f"{path}/", f"{path} ", "is damaged: ", "is no checkpoint: "):
             problem = problem.removeprefix(said)
-        return Entry(path=path, found=None, problem=problem)
-    return Entry(path=path, found=found, problem=found.problem(read=verify))
+        return Entry(path=path, checkpoint=None, problem=problem)
+    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(read=verify))
 
 
 def _row(entry: Entry, marks: list[str]) -> str:
-    found = entry.found
-    loss = None if found is None else found.metadata.get("eval_loss")
+    checkpoint = entry.checkpoint
+    loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
     if entry.path.name.endswith(REPLACED):
         state += " (saved before another of this step)"
@@ -163,15 +163,15 @@ def _row(entry: Entry, marks: list[str]) -> str:
         str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
         _bytes(_size(entry.path)),
-        "-" if found is None else found.saved_at[:16].replace("T", " "),
-        "-" if found is None else found.world_size,
+        "-" if checkpoint is None else checkpoint.saved_at[:16].replace("T", " "),
+        "-" if checkpoint is None else checkpoint.world_size,
         ", ".join([state, *marks]),
     )
 
 
 def _size(folder: Path) -> int:
     total = 0
-    with contextlib.suppress(FileNotFoundError):  # if training goes on meanwhile
+    with contextlib.suppress(FileNotFoundError):  # a running training may remove it
         for path in folder.iterdir():
             total += path.lstat().st_size
     return total
@@ -186,14 +186,14 @@ def _bytes(number: float) -> str:
 
 
 def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
-    """Writes a Hugging Face folder, once all that it needs was found whole."""
+    """Write a Hugging Face folder, after every file that it needs has been verified."""
     step, target = words[0], Path(words[1])
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
+    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()
@@ -219,5 +219,5 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `checkpoints ... | head` ends without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a traceback
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Lets a trained model write: `python -m llm.generate runs/wiki --prompt "Once upon a time"`.
+"""Generates text with a trained model: `python -m llm.generate runs/wiki --prompt "Once upon a"`.
 
 The text goes to the standard output token by token, everything else to the standard error.
 
-Exit codes: 0 written, 2 an option or file that cannot be read, or a model that has diverged.
+Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the model has diverged.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import ConfigError, DivergedError, LLMError
+from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
-from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import device_of, world_from_environment
 from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Which model writes, and how."""
+    """The model, the prompt, and how to sample."""
 
     run: str = option(
         "",
@@ -141,14 +141,14 @@ def _generate(options: GenerateOptions) -> None:
 
 
 def _remedy(options: GenerateOptions) -> str:
-    """Since when the run of a model has had no finite loss, and which checkpoint is of before."""
+    """Return since when the run's loss is not finite, and an earlier checkpoint to take."""
     run = Path(options.run)
     if (run / MANIFEST).is_file():
         run = run.resolve().parent.parent
     finite, since = _end_of_finite_losses(run / "metrics.jsonl")
     if since is None:
         return "Its training has diverged; take another model."
-    # The step of the last finite loss may be the one that has spoilt the weights.
+    # The update of the step with the last finite loss may have made the weights not finite.
     before = [one.path for one in list_checkpoints(run / "checkpoints") if one.step < finite]
     remedy = (
         f"take an earlier checkpoint, such as {before[-1]}."
@@ -159,13 +159,13 @@ def _remedy(options: GenerateOptions) -> str:
 
 
 def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
-    """Step of the last finite training loss, and the first one reported after it that is not."""
+    """Return the step of the last finite training loss, and the first later step without one."""
     finite, since = 0, None
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:  # a last line that was cut short
+        except ValueError:  # a kill has cut the last line short
             break
         if row.get("loss") is not None:
             finite, since = row["step"], None
@@ -182,7 +182,7 @@ def _read_prompt() -> str:
 
 
 def _open(options: GenerateOptions) -> "Model":
-    """The model that the options name, and its tokenizer."""
+    """Load the model that the options name, and its tokenizer."""
     if not options.run:
         raise ConfigError(
             "No model is named: give the folder of a run first, as in llm.generate runs/wiki."
@@ -227,7 +227,7 @@ def _open_checkpoint(run: Path, name: str) -> "Model":
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     quiet_libraries()
     from llm.models.configuration import one_line
-    from llm.tokenizers.load import load_tokenizer
+    from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
     tokenizer = load_tokenizer(
@@ -237,7 +237,7 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
 
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the library, or the model's own code, raises
+    except Exception as error:  # the library and the model's own code may raise anything
         raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}") from error
     _say(f"The model that is exported in {folder}.")
     return model, tokenizer
@@ -246,7 +246,7 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
 def _room(
     wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> int:
-    """So many new tokens as the model has positions for behind the prompt."""
+    """Return the number of new tokens for which the model has positions after the prompt."""
     from llm.models.configuration import max_positions
 
     limit = max_positions(model.config)
@@ -262,8 +262,8 @@ def _room(
 
 
 def _sampling(options: GenerateOptions) -> dict[str, Any]:
-    """The options as the library's `generate` has them; what is not given is left to the model."""
-    alone = {"num_beams": 1}  # several beams have no text to show before they end
+    """Return arguments of `generate`; options that are not given have the model's defaults."""
+    alone = {"num_beams": 1}  # several beams have no text to print before they end
     if options.temperature == 0:
         return {**alone, "do_sample": False}
     given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
@@ -271,10 +271,10 @@ def _sampling(options: GenerateOptions) -> dict[str, Any]:
 
 
 def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """A streamer that writes every token as soon as it is whole.
+    """Make a streamer that prints each token as soon as its characters are complete.
 
-    The library's own holds words back until they end, and loses spaces after a line break with
-    tokenizers that mark the beginnings of words.
+    The library's `TextStreamer` holds words back until they end, and loses spaces after a line
+    break with tokenizers that mark the beginnings of words.
     """
     from transformers.generation.streamers import BaseStreamer
 
@@ -286,10 +286,10 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
         def put(self, value: Any) -> None:
             is_prompt = not self._ids
             self._ids += value.flatten().tolist()
-            if is_prompt:  # it waits for the first token, for there may be none
+            if is_prompt:  # printed with the first token, if there is one
                 return
             text = tokenizer.decode(self._ids, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):  # else a character of several tokens has only begun
+            if not text.endswith("\ufffd"):  # a character whose other tokens follow
                 self._write(text)
 
         def end(self) -> None:
@@ -311,7 +311,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # A text that was interrupted, or piped into `head`, ends without a word.
+    # Ctrl-C, or a pipe into `head`, ends the program without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""Asks every rank for a sign of life before a job begins: `srun python -m llm.preflight`.
+"""Checks the ranks and the network of a job before it begins: `srun python -m llm.preflight`.
 
-Start it as the training is started, one process for each device. Every rank says its host, device
-and versions over a connection to rank 0 of its own, so that rank 0 can name who is silent; then all
-of them time an all-reduce and a broadcast. A broken node costs a minute in this way, not a night.
+Start it as the training is started, one process for each device. Every rank sends its host, device
+and versions to rank 0 through a TCP store, so that rank 0 can name the ranks that do not answer.
+Then all ranks time an all-reduce and a broadcast.
 
-Exit codes: 0 all is well; 1 a rank is silent, fails, or differs from the others; 2 an option or
+Exit codes: 0 success; 1 a rank does not answer, fails, or differs from the others; 2 an option or
 the environment cannot work.
 """
 
@@ -25,8 +25,7 @@ from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import LLMError, ParallelError
 from llm.runtime.health import Board
-from llm.runtime.launcher import adopt_launcher, hosts_of
-from llm.runtime.world import World, device_of, world_from_environment
+from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +35,12 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _GRACE_SECONDS = 5.0
 _REPEATS = 3
 STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
-"""How far a rank has come in the communication that is tried."""
+"""Progress of a rank in the collectives, in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreflightOptions:
-    """How long to wait, and how much to send."""
+    """The timeout and the size of the messages."""
 
     timeout: float = option(
         60.0, "Seconds for all ranks to answer, and again to communicate.", group="Pre-flight",
@@ -70,15 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(options: PreflightOptions, world: World) -> int:
-    """Take part as one rank; rank 0 says what was found. Returns the exit code."""
+    """Run the checks on one rank; rank 0 prints the result. Returns the exit code."""
     try:
-        facts = describe(world)
-    except RuntimeError as error:  # of the driver; rank 0 will miss this rank
+        description = describe(world)
+    except RuntimeError as error:  # of the driver; rank 0 reports this rank as silent
         first = str(error).partition("\n")[0]
         host = socket.gethostname()
         return _complain(f"rank {world.rank} on {host} has no device that works: {first}")
     if world.world_size == 1:
-        sys.stdout.write(f"{_line(0, facts, None)}\npreflight: one process, alone.\n")
+        sys.stdout.write(f"{_line(0, description, None)}\npreflight: one process, alone.\n")
         return 0
     unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if unknown:
@@ -87,17 +86,17 @@ def check(options: PreflightOptions, world: World) -> int:
             "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
         )
     try:
-        return _check_together(options, world, facts)
-    except RuntimeError as error:  # of the store: rank 0 cannot be reached, or has gone
+        return _check_together(options, world, description)
+    except RuntimeError as error:  # of the store: rank 0 cannot be reached, or has ended
         where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
         first = str(error).partition("\n")[0]
         return _complain(
-            f"rank {world.rank} on {facts['host']} does not reach rank 0 at {where}: {first}"
+            f"rank {world.rank} on {description['host']} does not reach rank 0 at {where}: {first}"
         )
 
 
 def describe(world: World) -> dict[str, Any]:
-    """Host, device and versions of this process."""
+    """Return host, device and versions of this process."""
     import torch
 
     device = device_of(world)
@@ -122,20 +121,20 @@ def describe(world: World) -> dict[str, Any]:
     }
 
 
-def _check_together(options: PreflightOptions, world: World, facts: dict[str, Any]) -> int:
-    # torchrun keeps a store already.
+def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
+    # torchrun serves a store already.
     serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _store(options.timeout, serve=serve)
     board = Board(store, rank=world.rank, world_size=world.world_size)
     host_of_rank_0 = os.environ["MASTER_ADDR"]
-    board.say("here", facts)
+    board.say("here", description)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
         board.wait("here", deadline)
-        here = board.heard("here")  # somebody may have come since
+        here = board.heard("here")  # late answers count too
         complete = len(here) == world.world_size
-        found = differences(here) if complete else silent(here, world, options.timeout)
-        board.post("verdict/here", found)
+        problem = differences(here) if complete else silent(here, world, options.timeout)
+        board.post("verdict/here", problem)
     failure = board.read("verdict/here", deadline + _GRACE_SECONDS)
     if failure == "":
         failure = _communicate_in_time(options, world, board)
@@ -146,8 +145,8 @@ def _check_together(options: PreflightOptions, world: World, facts: dict[str, An
         for rank, said in board.heard("here").items():
             sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
         code = _complain(failure) if failure else _praise(options, board, world)
-        # A launcher ends all ranks once one has ended with an error, so rank 0 speaks first. It
-        # leaves last, because the store goes with it.
+        # A launcher kills all ranks once one has ended with an error, so the others wait until
+        # rank 0 has printed. Rank 0 ends last, because it serves the store.
         board.post("spoken", "")
         board.say("left", True)
         board.wait("left", time.monotonic() + _GRACE_SECONDS)
@@ -158,7 +157,7 @@ def _check_together(options: PreflightOptions, world: World, facts: dict[str, An
 
 
 def _store(timeout: float, *, serve: bool = False) -> "Store":
-    """A connection to what all ranks read and write."""
+    """Connect to the store of rank 0, or serve it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -174,7 +173,7 @@ def _store(timeout: float, *, serve: bool = False) -> "Store":
 
 
 def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
-    """Time the collectives; returns the verdict, also where they hang."""
+    """Time the collectives; returns the verdict of rank 0, also if they hang."""
     deadline = time.monotonic() + options.timeout
 
     def work() -> None:
@@ -182,12 +181,12 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
             board.say("times", communicate(options, world, board))
             board.say("stage", "done")
             board.say("done", True)
-        except Exception as error:  # whatever a library raises, rank 0 shall hear of it
+        except Exception as error:  # rank 0 reports whatever a library raises
             first = str(error).strip().partition("\n")[0]
             board.say("failed", f"{type(error).__name__}: {first}")
             board.post("failure", "")
 
-    # What hangs in a library can only be left behind: a daemon ends with the process.
+    # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
     threading.Thread(target=work, daemon=True).start()
     if world.is_main:
         fine = board.wait("done", deadline, unless="failure")
@@ -196,7 +195,7 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
 
 
 def communicate(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
-    """All-reduce and broadcast a tensor; returns the seconds of each on this rank.
+    """All-reduce and broadcast a tensor; return the seconds of each on this rank.
 
     Raises:
         ParallelError: The sum is wrong.
@@ -210,13 +209,13 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     board.say("stage", "connecting")
     dist.init_process_group(
         _BACKENDS.get(device.type, "gloo"),
-        store=_store(options.timeout),  # another: the first is asked meanwhile
+        store=_store(options.timeout),  # its own connection: the first blocks in `board.wait`
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=2 * options.timeout),
     )
     tensor = torch.full((options.message_mb * 2**18,), world.rank + 1.0, device=device)
-    dist.all_reduce(tensor[:1].clone())  # connections are made at their first use
+    dist.all_reduce(tensor[:1].clone())  # the first collective opens the connections
     board.say("stage", "all-reduce")
     dist.all_reduce(tensor)
     expected = world.world_size * (world.world_size + 1) / 2
@@ -246,7 +245,7 @@ def _seconds(action: Any, device: "torch.device") -> float:
 
 
 def silent(here: dict[int, Any], world: World, timeout: float) -> str:
-    """Says which ranks have not answered, and on which hosts they were to run."""
+    """Return which ranks have not answered, and on which hosts they should run."""
     missing = [rank for rank in range(world.world_size) if rank not in here]
     sentence = (
         f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
@@ -269,12 +268,12 @@ def _short(host: str) -> str:
 
 
 def differences(here: dict[int, Any]) -> str:
-    """Says in which versions and devices the ranks differ; empty if they do not."""
-    found = []
+    """Return in which versions and devices the ranks differ; empty if they do not."""
+    problems = []
     for name in sorted({name for said in here.values() for name in said["versions"]}):
-        found.append(_difference(name, {r: s["versions"].get(name) for r, s in here.items()}))
+        problems.append(_difference(name, {r: s["versions"].get(name) for r, s in here.items()}))
     kinds = {rank: said["device"].partition(":")[0] for rank, said in here.items()}
-    found.append(_difference("the kind of device", kinds))
+    problems.append(_difference("the kind of device", kinds))
     users: dict[str, list[int]] = {}
     for rank, said in here.items():
         if said["id"] is not None:
@@ -282,8 +281,8 @@ def differences(here: dict[int, Any]) -> str:
     for ranks in users.values():
         if len(ranks) > 1:
             numbers = " and ".join(map(str, ranks))
-            found.append(f"Ranks {numbers} share one device of {here[ranks[0]]['host']}.")
-    return " ".join(filter(None, found))
+            problems.append(f"Ranks {numbers} share one device of {here[ranks[0]]['host']}.")
+    return " ".join(filter(None, problems))
 
 
 def _difference(name: str, values: dict[int, Any]) -> str:
@@ -292,12 +291,12 @@ def _difference(name: str, values: dict[int, Any]) -> str:
     ranks_with: dict[Any, list[str]] = {}
     for rank, value in values.items():
         ranks_with.setdefault(value, []).append(str(rank))
-    parts = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_with.items()]
-    return f"The ranks differ in {name}: {'; '.join(parts)}."
+    values_by_rank = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_with.items()]
+    return f"The ranks differ in {name}: {'; '.join(values_by_rank)}."
 
 
 def stuck(board: Board, timeout: float) -> str:
-    """Says which ranks failed in the collectives, or keep the others waiting."""
+    """Return which ranks failed in the collectives, or keep the others waiting."""
     names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.heard("here").items()}
     failed = board.heard("failed")
     if failed:
@@ -315,9 +314,9 @@ def stuck(board: Board, timeout: float) -> str:
     )
 
 
-def _line(rank: int, facts: dict[str, Any], times: dict[str, float] | None) -> str:
-    words = [f"rank {rank} on {facts['host']}: {facts['device']} ({facts['kind']})"]
-    words += [f"{name} {version}" for name, version in facts["versions"].items()]
+def _line(rank: int, said: dict[str, Any], times: dict[str, float] | None) -> str:
+    words = [f"rank {rank} on {said['host']}: {said['device']} ({said['kind']})"]
+    words += [f"{name} {version}" for name, version in said["versions"].items()]
     words += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in (times or {}).items()]
     return ", ".join(words)
 

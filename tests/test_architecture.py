@@ -1,11 +1,14 @@
-"""Keeps docs/architecture.md true: floors, imports, sizes."""
+"""Keeps docs/architecture.md true: floors, imports, names, sizes, ways through the files."""
 
 import ast
 import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.package import FLOORS, MODULES, PROGRAMS, ROOT, imports_of, name_of
+from tests.support.package import FLOORS, MODULES, PACKAGE, PROGRAMS, ROOT, imports_of, name_of
 
 
 def room_of(name: str) -> str:
@@ -41,6 +44,82 @@ def test_no_modules_import_one_another_in_a_circle():
 
     for name in graph:
         visit(name, ())
+
+
+def test_no_two_files_have_one_name():
+    by_design = {"__init__", "__main__", "options"}
+    names = Counter(path.stem for path in MODULES if path.stem not in by_design)
+    assert {name for name, number in names.items() if number > 1} == set()
+
+
+def test_one_batch_crosses_seven_files_at_most():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("\nOne batch crosses ")[1].split("\n\nA text becomes")[0]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+    listed = {name_of(PACKAGE / file) for file in files}
+    assert 5 <= len(listed) == len(files) <= 7
+
+    # From the file that makes the objects, imports lead to each of them by no other file.
+    graph = {name_of(path): imports_of(path) for path in MODULES}
+    reached = {"trainers.gpt.setup"}
+    for _ in files:
+        reached = reached.union(*(graph[name] & listed for name in reached))
+    assert listed <= reached
+
+
+def test_at_most_five_files_read_the_learning_rate():
+    def reads(node: ast.AST) -> bool:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            return node.target.id == "learning_rate"
+        return isinstance(node, ast.Attribute) and node.attr == "learning_rate"
+
+    trees = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+    files = [name for name, tree in trees.items() if any(map(reads, ast.walk(tree)))]
+    assert "optim.options" in files
+    assert len(files) <= 5, files
+
+
+def option_classes() -> dict[str, str]:
+    """The dataclasses whose fields are options, and the modules that declare them."""
+    classes = {
+        node.name: (name_of(path), node)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def declares(name: str) -> bool:
+        if name not in classes:
+            return False
+        node = classes[name][1]
+        calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+        bases = (base.id for base in node.bases if isinstance(base, ast.Name))
+        return any(getattr(f, "id", "") == "option" for f in calls) or any(map(declares, bases))
+
+    return {name: module for name, (module, _) in classes.items() if declares(name)}
+
+
+def parameters_of(path: Path) -> Iterator[tuple[str, ast.arg]]:
+    """The parameters of a module's functions, and the names of their functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                yield node.name, arg
+
+
+def test_a_room_takes_its_own_options_or_those_of_lower_floors():
+    declared = option_classes()
+    assert {"GPTConfig", "DataOptions", "KFACOptions", "GenerateOptions"} <= declared.keys()
+    for path in MODULES:
+        name = name_of(path)
+        for function, arg in parameters_of(path):
+            hint = "" if arg.annotation is None else ast.unparse(arg.annotation)
+            for module in (declared[word] for word in re.findall(r"\w+", hint) if word in declared):
+                own = room_of(module) == room_of(name) or floor_of(module) < floor_of(name)
+                assert own, f"{name}.{function} takes {hint} of {module}"
+            # Without a type they could be anybody's; llm/config handles those of every program.
+            if arg.arg == "options" and room_of(name) != "config":
+                assert hint not in ("", "Any", "object"), f"{name}.{function} has untyped options"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

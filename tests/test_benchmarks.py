@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, kfac_shorter, report
+from benchmarks import gpu, report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
-from benchmarks.kfac_curves import reached, share_of_steps
+from benchmarks.kfac_report import reached, share_of_steps, shorter_section
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
@@ -171,13 +171,16 @@ def test_help_loads_no_heavy_library():
         (("--make_corpus", "1"), "--vocab_file is missing: preparation is measured with GPT-2's."),
         (("--only", "far", "--megatron", "nowhere"), "--megatron nowhere is no checkout"),
         (("--only", "far", "--peer_python", "nowhere"), "--peer_python nowhere cannot be run."),
-        (("--only", "far", "--output", "/dev/null/x"), "--output /dev/null/x cannot be made"),
+        (
+            ("--only", "far", "--output", "/dev/null/x"),
+            "--output /dev/null/x is in a folder that does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
     done = data_benchmark(*arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith(complaint)
+    assert done.stderr.startswith(f"error: {complaint}")
     assert "Traceback" not in done.stderr
 
 
@@ -305,6 +308,20 @@ def test_a_packet_on_a_delayed_link_takes_its_time_and_is_counted():
     assert network.carried[0, 1] > 40  # one byte, and the headers that bring it
 
 
+@pytest.mark.benchmarks
+def test_one_rank_of_the_slow_link_takes_steps_without_a_network():
+    options = {
+        "mode": "allreduce", "phases": 1, "warmup": 1, "steps": 2, "layers": 2, "width": 4,
+        "compute": 0.01, "sync_every": 2, "ranks_per_node": 1,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.delayed_step", json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, input="go\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert answers[0] == {"phase": 0}
+    assert answers[1]["seconds"] >= 0.01
+
+
 def test_the_bytes_of_a_step_by_theory():
     setting = DelaySetting(
         ranks=4, ranks_per_node=1, compute=1, delay=0, layers=1, width=10,
@@ -379,7 +396,7 @@ def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts()
         0.4: {"ekfac": ends_at(2.5, 1.5)},
         0.2: {"ekfac": ends_at(2.5, 1.6)},
     }
-    made = kfac_shorter.section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
+    made = shorter_section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
     assert made.lines[2:] == [
         "| method | after 200 | after 400 | after 500 |",
         "|---|---:|---:|---:|",
@@ -387,7 +404,7 @@ def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts()
     ]
     assert [(goal.measured, goal.met) for goal in made.goals] == [("0.40", True), ("0.50", True)]
     too_short = {0.2: shorter[0.2]}
-    made = kfac_shorter.section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
+    made = shorter_section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
     assert [(goal.measured, goal.met) for goal in made.goals] == [("never", False)] * 2
 
 
@@ -460,7 +477,7 @@ def test_a_checkout_that_is_none_is_refused():
     command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "--nanogpt nowhere holds no train.py.\n"
+    assert done.stderr == "error: --nanogpt nowhere holds no train.py.\n"
 
 
 @pytest.mark.parametrize(
@@ -478,7 +495,7 @@ def test_a_comparison_without_its_inputs_is_refused(arguments, complaint):
     command = [sys.executable, "-m", "benchmarks.before", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == complaint
+    assert done.stderr == f"error: {complaint}"
 
 
 def test_a_line_of_the_log_is_timed(tmp_path):

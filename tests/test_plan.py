@@ -13,23 +13,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
 from llm.models.loss import LanguageModelLoss
+from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
-from llm.plan.devices import DEVICES
-from llm.plan.estimate import Estimate, estimate
-from llm.plan.job import Job
+from llm.plan.estimate import Estimate, estimate, nearest, search, transfers
+from llm.plan.job import DEVICES, Job
 from llm.plan.memory import in_flight
-from llm.plan.meter import MemoryMeter
-from llm.plan.optimizer import fake_ranks
 from llm.plan.options import PlanOptions
-from llm.plan.param_counts import count_parameters, shard_sizes
-from llm.plan.search import nearest, search
-from llm.plan.tensor_share import split_model
-from llm.plan.traffic import transfers
+from llm.plan.rank_model import count_parameters, fake_ranks, shard_sizes, split_model
+from llm.plan.trace import MemoryMeter
 
 SMALL = {
     "num_layers": 4,

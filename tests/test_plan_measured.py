@@ -12,12 +12,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llm.config.command_line import parse
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
-from llm.optim.kfac.make import make_kfac
+from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
@@ -46,7 +45,7 @@ def measure(words: str) -> int:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
     cpu = torch.device("cpu")
-    accelerator = make_accelerator(options.mixed_precision, device=cpu)
+    accelerator = make_accelerator(options, device=cpu)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         strategy = make_strategy(options, accelerator)
         length = options.block_size
@@ -75,15 +74,9 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
         tensor_parallel_size=options.tensor_parallel_size,
     )
     layout = choose_layout(options, config, options.nodes * options.gpus_per_node)
-    precision = options.mixed_precision
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=precision)
+    strategy = AcceleratedStrategy(accelerator)
     if not layout.is_replicated:
-        strategy = ShardedStrategy(
-            accelerator=accelerator,
-            mixed_precision=precision,
-            layout=layout,
-            blocks=find_blocks(model),
-        )
+        strategy = ShardedStrategy(accelerator, layout)
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         if not options.kfac:

@@ -180,6 +180,19 @@ def test_a_half_written_last_line_is_passed_over(run):
     assert "could not be read" not in page_of(run)
 
 
+def test_lines_of_a_step_are_read_together(run):
+    """A run of today has a line for each event, one of an earlier version a line for each step."""
+    (joined,) = read_runs([run])
+    parts = []
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        evaluated = {key: value for key, value in line.items() if key.startswith("eval_")}
+        parts.append({key: value for key, value in line.items() if key not in evaluated})
+        parts += [{"step": line["step"], **evaluated}] if evaluated else []
+    assert len(parts) == len(joined.rows) + 3
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in parts))
+    assert read_runs([run]) == [joined]
+
+
 def test_a_line_that_is_broken_in_the_middle_is_told(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[1:3] = ['{"step": null, "loss": 1.0}', '{"step": 30, "lo']

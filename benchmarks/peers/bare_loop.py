@@ -1,4 +1,4 @@
-"""The least that trains our model with our levers: no data, no log, no saving; prints its speed.
+"""Train our model with our kernels in a minimal loop, without data, log and saving.
 
 python -m benchmarks.peers.bare_loop MODEL_FOLDER TOKENS '{"steps": ..., ...}'
 """
@@ -17,7 +17,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import restart_with_kept_memory
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         times.append(time.perf_counter() - began)
-    # Of the median tenth, as our log tells it: what slows some steps down counts in both.
+    # The median tenth, as in our log, so that slow steps count in both.
     counted = times[sizes["warm_up"] :]
     tenth = max(1, len(times) // 10)
     tenths = [counted[first : first + tenth] for first in range(0, len(counted), tenth)]

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on packed samples, as run_clm sets it up; prints its speed as JSON.
+"""Train with Hugging Face's Trainer on packed samples, as run_clm does; print the speed as JSON.
 
 python -m benchmarks.peers.hf_trainer MODEL_FOLDER TOKENS '{"steps": ..., ...}'
 """

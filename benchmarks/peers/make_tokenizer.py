@@ -1,4 +1,4 @@
-"""Writes GPT-2's vocab.json and merges.txt as a Hugging Face tokenizer folder."""
+"""Write GPT-2's vocab.json and merges.txt as a Hugging Face tokenizer folder."""
 
 import argparse
 

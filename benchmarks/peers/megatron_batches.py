@@ -1,7 +1,6 @@
-"""Batches from Megatron-LM's GPTDataset through torch's DataLoader.
+"""Read batches from Megatron-LM's GPTDataset through torch's DataLoader.
 
-The settings are those that cost the least there: no attention mask is made, position ids are
-cached, documents run into one another.
+The settings are its cheapest: no attention mask, cached position ids, windows across documents.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Batches the way nanoGPT's train.py draws them: random places of a memory map, stacked."""
+"""Draw batches as nanoGPT's train.py does: random positions of a memory map, stacked."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ import torch
 
 
 def main() -> None:
-    """Draws batches and prints what they took, imports left out."""
+    """Draw batches and print their times, without imports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefix", required=True)
     parser.add_argument("--batches", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Prepares a corpus the way nanoGPT prepares OpenWebText, for a JSONL file instead of the Hub.
+"""Prepare a corpus as nanoGPT prepares OpenWebText, from a JSONL file instead of the Hub.
 
 The steps are those of its data/openwebtext/prepare.py: a 0.05 % validation split, `map` with
 tiktoken in 8 processes, and 1024 batches of documents copied into a uint16 memory map.

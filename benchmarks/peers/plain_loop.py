@@ -1,4 +1,4 @@
-"""The loop that the libraries' introductions show, on any device; prints its speed and memory.
+"""Train in the loop of the libraries' introductions, on any device; print speed and memory.
 
 python -m benchmarks.peers.plain_loop MODEL_FOLDER TOKENS '{"steps": ..., "precision": "bf16", ...}'
 """

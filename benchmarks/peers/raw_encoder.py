@@ -1,4 +1,4 @@
-"""The time of the encoder alone: gigatoken, loaded once, on texts that are in memory already."""
+"""Measure the encoder alone: gigatoken, loaded once, on texts in memory."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import orjson
 
 
 def main() -> None:
-    """Encodes one document after the other, as its simplest interface does."""
+    """Encode one document after the other by its simplest interface."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)

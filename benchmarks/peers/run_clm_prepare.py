@@ -1,6 +1,6 @@
-"""Prepares a corpus the way Hugging Face's run_clm example does: map, then group into blocks.
+"""Prepare a corpus as Hugging Face's run_clm example does: map, then group into blocks.
 
-What is measured ends where the example would start to train: both maps are done and cached.
+It ends where the example would start to train, with both maps done and cached.
 """
 
 import argparse

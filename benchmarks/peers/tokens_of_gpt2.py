@@ -1,13 +1,13 @@
-"""The bytes that each token of a byte-level vocab.json stands for."""
+"""Read the bytes of each token of a byte-level vocab.json."""
 
 import json
 
 
 def bytes_of_tokens(vocab_file: str) -> dict[bytes, int]:
-    """Token bytes to ids.
+    """Return the ids by token bytes.
 
-    GPT-2's vocabulary writes each byte as one printable character: itself where it is printable
-    in Latin-1, and else the next of the characters from 256 on.
+    GPT-2's vocabulary writes each byte as one printable character: the byte itself if it is
+    printable in Latin-1, else the next character from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in printable}

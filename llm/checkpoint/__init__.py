@@ -1,1 +1,1 @@
-"""A run's folder and the checkpoints in it: written, verified, loaded, pruned."""
+"""The folder of a run and its checkpoints: save, verify, load, prune."""

@@ -1,9 +1,9 @@
-"""The format of a checkpoint: its files, its manifest, how a state becomes tensors and JSON.
+"""The format of a checkpoint: its files, its manifest, and the training state that they hold.
 
-A checkpoint is a folder with a manifest that names the size and checksum of every file, and ends
-with a checksum of its own. What has no valid manifest does not count. Tensors are safetensors,
-read through `torch.distributed.checkpoint`, so they know no rank layout; everything else is JSON.
-Nothing is a pickle. `llm.checkpoint.save` writes them; torch is imported only to read tensors.
+A checkpoint is a folder with a manifest, which lists the size and checksum of every file and ends
+with a checksum of its own. A folder without a valid manifest does not count. Tensors are
+safetensors, read through `torch.distributed.checkpoint`, so any layout of ranks can read them;
+everything else is JSON. Nothing is a pickle. torch is imported only where tensors are read.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from llm.errors import CheckpointError
-from llm.runtime.files import checksum
+from llm.runtime.files import checksum, sync_file
 
 if TYPE_CHECKING:
     import torch
@@ -25,32 +25,113 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
 REPLACED = ".replaced"
-"""What is added to a checkpoint's name while another of the same step takes its place."""
+"""Suffix of a checkpoint while another one of the same step takes its name."""
 
 _TENSORS = ".safetensors"
 _NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
+_SEAL = ',\n "checksum": "'
+_END = "\n}"
 
 
 class Stateful(Protocol):
-    """Anything that can say and take back its state."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dicts of tensors and plain values."""
+        """Return nested dicts of tensors and plain values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainState:
+    """Counters of a run.
+
+    Attributes:
+        step: Optimizer steps done, skipped ones included; the data position too.
+        samples: Samples consumed by all ranks.
+        tokens: Tokens predicted by all ranks.
+        seconds: Time spent training, over all starts of the run.
+        best_loss: Lowest validation loss so far.
+        evaluated_at: Step of the last evaluation.
+        skipped_in_a_row: Number of steps skipped since the last one that was not.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_loss: float | None = None
+    evaluated_at: int = 0
+    skipped_in_a_row: int = 0
+
+    def advance(self, *, samples: int, tokens: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters by name."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counters."""
+        # Older checkpoints lack these two.
+        state = {"evaluated_at": state["step"], "skipped_in_a_row": 0, **state}
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, state[field.name])
+
+
+def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
+    """Return the parameters and persistent buffers; a tied parameter under its first name only."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return parameters | buffers
+
+
+def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
+    """Split a nested dict into its tensors, by path such as `model/wte.weight`, and the rest."""
+    import torch
+
+    tensors: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, Mapping):
+            inner, plain[key] = split_state(value)
+            tensors.update({f"{key}/{path}": tensor for path, tensor in inner.items()})
+        else:
+            plain[key] = value
+    return tensors, plain
+
+
+def merge_state(
+    plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
+) -> dict[str, Any]:
+    """Put the tensors whose path starts with the prefix back into the rest, which is changed."""
+    for path, tensor in tensors.items():
+        first, *keys = path.split("/")
+        if first == prefix:
+            node = plain
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = tensor
+    return plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint with a readable manifest.
+    """A checkpoint, as its manifest describes it.
 
     Attributes:
         path: Its folder.
         step: Optimizer steps done when it was saved.
-        saved_at: Local time with its zone, as ISO 8601 has it.
+        saved_at: Local time with its zone, in ISO 8601.
         world_size: Number of ranks that wrote it.
-        metadata: What was said about it: validation loss, configuration, batch.
+        metadata: Plain values: validation loss, configuration, batch.
         files: Size in bytes and xxh3_128 of each file.
     """
 
@@ -62,12 +143,12 @@ class Checkpoint:
     files: dict[str, tuple[int, str]]
 
     def problem(self, *, read: bool = False) -> str | None:
-        """Why the checkpoint is not valid, or None.
+        """Return why the checkpoint is not valid, or None.
 
         Args:
             read: Compare the checksums too, not only names and sizes.
         """
-        # The reader of the tensors opens every such file that it finds.
+        # torch.distributed.checkpoint reads every file of tensors in the folder.
         foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
         if foreign:
             return f"{min(foreign)} does not belong to it"
@@ -86,28 +167,44 @@ class Checkpoint:
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder has in its name; None for another folder."""
+    """Return the step in the name of a checkpoint's folder; None for another folder."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """What is named as a checkpoint in a run's `checkpoints` folder, valid or not, oldest first."""
-    named = [
-        (match, path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))
-    ]
-    # Of two with the same step, the one that was to be replaced is the older.
-    named.sort(key=lambda item: (int(item[0][1]), item[0][2] is None))
-    return [path for _, path in named]
+    """Return the folders with a checkpoint's name, valid or not, oldest first.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+    """
+    named = [path for path in folder.glob("step_*") if step_of(path) is not None]
+    # Of two with the same step, the one that is being replaced is the older.
+    return sorted(named, key=lambda path: (step_of(path) or 0, path.suffix != REPLACED))
+
+
+def write_manifest(checkpoint: Checkpoint) -> None:
+    """Write the manifest of a checkpoint, whose other files are on the disk already."""
+    manifest = {
+        "format": FORMAT_VERSION,
+        "step": checkpoint.step,
+        "saved_at": checkpoint.saved_at,
+        "world_size": checkpoint.world_size,
+        "facts": checkpoint.metadata,
+        "files": checkpoint.files,
+    }
+    path = checkpoint.path / MANIFEST
+    path.write_text(add_checksum(json.dumps(manifest, indent=1)), encoding="utf-8")
+    sync_file(path)
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """Read what a checkpoint says about itself.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: There is no manifest, or it is damaged or of another format.
@@ -140,10 +237,6 @@ def read_manifest(path: Path) -> Checkpoint:
     )
 
 
-_SEAL = ',\n "checksum": "'
-_END = "\n}"
-
-
 def add_checksum(content: str) -> str:
     """Add the checksum of a manifest as its last entry.
 
@@ -152,36 +245,3 @@ def add_checksum(content: str) -> str:
     """
     content = content.removesuffix(_END)
     return f'{content}{_SEAL}{xxhash.xxh3_128_hexdigest(content.encode())}"{_END}'
-
-
-def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
-    """Take a nested dict apart: tensors by their path, and the plain rest."""
-    import torch
-
-    tensors: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, torch.Tensor):
-            tensors[key] = value
-        elif isinstance(value, Mapping):
-            inner, plain[key] = split_state(value)
-            tensors.update({f"{key}/{path}": tensor for path, tensor in inner.items()})
-        else:
-            plain[key] = value
-    return tensors, plain
-
-
-def merge_state(
-    plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
-) -> dict[str, Any]:
-    """Undo `split_state` for the tensors whose path starts with the prefix."""
-    tree = plain
-    for path, tensor in tensors.items():
-        first, *keys = path.split("/")
-        if first != prefix:
-            continue
-        node = tree
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = tensor
-    return tree

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: found, verified, loaded."""
+"""Finds, verifies and loads checkpoints."""
 
 import json
 import logging
@@ -13,10 +13,10 @@ from llm.checkpoint.format import (
     Stateful,
     checkpoint_folders,
     merge_state,
+    model_tensors,
     read_manifest,
     split_state,
 )
-from llm.checkpoint.state import model_tensors
 from llm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ _MODEL = "strategy/model/"
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints in a run's `checkpoints` folder that are whole, oldest first.
+    """Return the checkpoints whose files all have the size in the manifest, oldest first.
 
-    A folder without a manifest, or whose files have other sizes, does not count.
+    Args:
+        folder: The run's `checkpoints` folder.
     """
     checkpoints = []
     for path in checkpoint_folders(folder):
@@ -44,11 +45,11 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def newest_valid(folder: Path, *, say: Callable[[str], object] = logger.info) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is as it was written; None if there is none.
+    """Return the newest checkpoint whose every byte matches its checksum, or None.
 
     Args:
-        folder: Where checkpoints lie.
-        say: Told of each damaged one that is passed over.
+        folder: The run's `checkpoints` folder.
+        say: Logs each damaged checkpoint that is passed over.
     """
     for path in reversed(checkpoint_folders(folder)):
         try:
@@ -59,7 +60,7 @@ def newest_valid(folder: Path, *, say: Callable[[str], object] = logger.info) ->
 
 
 def read_valid(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every byte with it.
+    """Read a checkpoint's manifest and compare every byte with its checksums.
 
     Raises:
         CheckpointError: There is no manifest, or a file is missing or damaged.
@@ -72,35 +73,35 @@ def read_valid(path: Path) -> Checkpoint:
 
 
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
-    """Bring every part to the state that it had when the checkpoint was saved.
+    """Restore the state that each part had when the checkpoint was saved.
 
     Raises:
-        CheckpointError: The checkpoint holds other parts or tensors of other shapes.
+        CheckpointError: The checkpoint holds other parts, or tensors of other shapes.
     """
     plain = json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))
     missing = parts.keys() - plain.keys()
     if missing:
         raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing))}.")
-    # Read straight into the live tensors: no second copy of the model is made.
+    # Read into the live tensors, without a second copy of the model.
     states = {name: part.state_dict() for name, part in parts.items()}
     tensors, _ = split_state(states)
-    # A part may ask for some of its entries only, such as the model without the optimizer.
-    asked = [
+    # A part may load some of its entries only, such as the model without the optimizer.
+    wanted = [
         f"{name}/{key}/"
         for name, state in states.items()
         for key, value in state.items()
         if isinstance(value, Mapping)
     ]
-    read_tensors(checkpoint, tensors, of=asked)
+    read_tensors(checkpoint, tensors, of=wanted)
     for name, part in parts.items():
         part.load_state_dict(merge_state(plain[name], tensors, prefix=name))
 
 
 def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Read the weights and persistent buffers of a model, and nothing else of its run.
+    """Load the weights and persistent buffers of a model, and nothing else of its run.
 
     Raises:
-        CheckpointError: The checkpoint is that of another model.
+        CheckpointError: The checkpoint is of another model.
     """
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
     read_tensors(checkpoint, tensors, of=[_MODEL])
@@ -109,12 +110,12 @@ def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
 def read_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, "torch.Tensor"], *, of: Iterable[str]
 ) -> None:
-    """Read the values of tensors, by their paths; every rank calls it.
+    """Read tensors from a checkpoint, in place; every rank calls it.
 
     Args:
-        checkpoint: Where to read.
-        tensors: What to overwrite.
-        of: How the paths begin of which the checkpoint may hold no others than these.
+        checkpoint: What to read from.
+        tensors: The tensors to overwrite, by path.
+        of: Prefixes of paths. The checkpoint must hold no tensor below them that no rank reads.
 
     Raises:
         CheckpointError: It holds other tensors, or tensors of other shapes or types.
@@ -137,24 +138,25 @@ def read_tensors(
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer: {cause(error)}"
         ) from error
-    assert planner.metadata is not None  # since a plan was made
-    # A rank may have a part of them; together the ranks must have all that one of them asks for.
-    paths, asked = sorted(planner.metadata.state_dict_metadata), tuple(of)
-    found = torch.tensor([2 if p in tensors else int(p.startswith(asked)) for p in paths])
-    if asked and not alone:
-        # Where the model is: the groups of some backends take nothing of the host.
+    assert planner.metadata is not None  # set by `load`
+    # A rank may hold some of the tensors only. The maximum over ranks of 2 (read), 1 (wanted but
+    # not held) and 0 (not wanted) is 1 where no rank reads a tensor that one of them wants.
+    paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(of)
+    marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
+    if prefixes and not alone:
+        # On the model's device, since NCCL reduces no tensors on the host.
         devices = {tensor.device for tensor in tensors.values()}
-        found = found.to(min(devices, key=lambda device: device.type == "cpu"))
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
-    others = [path for path, how in zip(paths, found.tolist(), strict=True) if how == 1]
-    if others:
+        marks = marks.to(min(devices, key=lambda device: device.type == "cpu"))
+        distributed.all_reduce(marks, distributed.ReduceOp.MAX)
+    unread = [path for path, mark in zip(paths, marks.tolist(), strict=True) if mark == 1]
+    if unread:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer, which has no {min(others)}."
+            f"{checkpoint.path} does not fit this model or optimizer, which has no {unread[0]}."
         )
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong, out of an error of torch.distributed.checkpoint, which wraps all ranks'."""
+    """Return an error as one line: that of the first rank, if a CheckpointException wraps them."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

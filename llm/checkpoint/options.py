@@ -1,4 +1,4 @@
-"""Options of a run's folder and its checkpoints."""
+"""Options of the run's folder and of checkpoints."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ CHECKPOINTS = "Output and checkpoints"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Where a run writes, when it saves, and what it goes on from."""
+    """Where a run writes, when it saves, and what it resumes from."""
 
     output_dir: str | None = option(
         None,
@@ -82,7 +82,7 @@ class CheckpointOptions:
 
 
 def checkpoint_problems(options: CheckpointOptions) -> list[str]:
-    """What cannot work about the run's folder, a sentence each."""
+    """Return what cannot work together, one sentence each."""
     if options.resume_from_checkpoint and options.overwrite_output_dir:
         return [
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "

@@ -1,18 +1,17 @@
-"""What happens to whole checkpoints in a run's `checkpoints` folder: put in place, kept, removed.
+"""Commits, keeps and removes complete checkpoints in a run's `checkpoints` folder.
 
-All of it is done by renames, so that a kill at any moment leaves a checkpoint whole or out of
-sight. Only rank 0 acts here.
+All of it is done by renames, so that a kill at any moment leaves a checkpoint either complete or
+under a name that does not count. Only rank 0 acts here.
 """
 
 import logging
 import math
-import os
 import shutil
 from pathlib import Path
 
 from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, step_of
 from llm.checkpoint.load import list_checkpoints
-from llm.runtime.files import checksum, sync_folder
+from llm.runtime.files import sync_folder
 
 BEST = "best"
 """The link to the checkpoint of the lowest validation loss."""
@@ -21,26 +20,27 @@ logger = logging.getLogger("llm")
 
 
 def commit_checkpoint(temporary: Path, final: Path) -> None:
-    """Give a checkpoint, whose files are all on the disk, its name."""
+    """Rename a checkpoint, whose files are all on the disk, to its final name."""
+    # The names of its files must be on the disk before the checkpoint has a name that counts.
     sync_folder(temporary)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
-        # An earlier start of this run saved the same step: the old checkpoint stays valid until
-        # the new one has been renamed.
+        # An earlier start of this run saved the same step. The old checkpoint stays valid until the
+        # new one has been renamed.
         final.rename(replaced)
     temporary.rename(final)
-    sync_folder(final.parent)
+    sync_folder(final.parent)  # the rename itself, before an older checkpoint is removed
     if replaced.exists():
         remove(replaced)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What saves and removals are writing or have left behind; other names are the user's."""
+    """Return the temporary folders of saves and removals, under way or killed."""
     return sorted(folder.glob(".step_*.tmp"))
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a save or a removal has left behind that did not come to its end."""
+    """Remove what saves and removals that were killed have left behind."""
     for leftover in leftovers(folder):
         shutil.rmtree(leftover)
     for replaced in folder.glob(f"step_*{REPLACED}"):
@@ -49,35 +49,38 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) -> None:
-    """Remove old checkpoints, and let the link `best` point to the best one that is left.
+    """Remove old checkpoints, and point the link `best` to the best one that is left.
 
     Args:
         folder: The run's `checkpoints` folder.
         saved: Step of the checkpoint that was just written, which is never removed. Later ones
-            were passed over when training went on from an earlier one: they are left alone.
-        keep_newest: How many of the newest to keep; None keeps all, unless `keep_best` is given.
-        keep_best: How many of the lowest validation loss to keep besides.
+            are of a branch that a resume from an earlier checkpoint has left; they are kept.
+        keep_newest: Number of the newest to keep; None keeps all, unless `keep_best` is given.
+        keep_best: Number of those with the lowest validation loss to keep as well.
     """
-    checkpoints = [
-        checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= saved
-    ]
+    checkpoints = [c for c in list_checkpoints(folder) if c.step <= saved]
     best = sorted((c for c in checkpoints if math.isfinite(_loss(c))), key=_loss)[:keep_best]
-    # Asked for the best ones only, nothing but the newest is kept besides them.
+    # With `keep_best` alone, the newest is kept as well, for a resume.
     newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
     kept = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
     if best:
-        _point(folder / BEST, best[0].path.name)
+        # A new link replaces the old one by a rename, so that there always is one.
+        temporary = folder / f".{BEST}.link"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(best[0].path.name)
+        temporary.replace(folder / BEST)
+        sync_folder(folder)
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:
             remove(checkpoint.path)
 
 
 def mark_superseded(folder: Path, *, after: int) -> None:
-    """Rename the checkpoints of a branch that was left, so that no resume takes them for newest.
+    """Rename the checkpoints of a branch that was left, so that no resume chooses them.
 
     Args:
         folder: The run's `checkpoints` folder.
-        after: Step from which training went on; what is later is of that branch.
+        after: Step from which training was resumed; later checkpoints are of that branch.
     """
     for path in checkpoint_folders(folder):
         if (step_of(path) or 0) > after:
@@ -94,22 +97,7 @@ def _loss(checkpoint: Checkpoint) -> float:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves nothing that looks like one."""
+    """Remove a checkpoint; a kill in between leaves no folder that counts as one."""
     doomed = path.with_name(f".{path.name}.removed.tmp")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _point(link: Path, target: str) -> None:
-    temporary = link.with_name(f".{link.name}.link")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
-    sync_folder(link.parent)
-
-
-def sync_file(path: Path) -> tuple[int, str]:
-    """Size and checksum of a file, once it is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return path.stat().st_size, checksum(path)

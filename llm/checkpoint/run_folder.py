@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what state the run is in, how to repeat it."""
+"""The folder of a run: which run owns it, its status, its configuration."""
 
 import contextlib
 import json
@@ -12,8 +12,8 @@ from typing import Literal
 
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.runtime.events import append_event
 from llm.runtime.files import try_lock, write_whole
+from llm.runtime.logging import append_event
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
@@ -31,23 +31,19 @@ _FOLDERS = {
     "stacks": r"rank_\d+\.txt",
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
-"""What a run writes to each of its folders."""
+"""Patterns of the names that a run writes to each of its folders."""
 MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
     r"|chat_template\.(jinja|json)|(configuration|modeling|tokenization)_\w+\.py"
 )
-"""What an exported model and its tokenizer consist of."""
+"""Pattern of the names in the export of a model and its tokenizer."""
 _LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
 
 
 class RunFolder:
-    """The folder that a run writes to.
-
-    Args:
-        path: The folder; it need not exist yet.
-    """
+    """The folder that a run writes to; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,31 +54,26 @@ class RunFolder:
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that is taken or cannot be written to; writes nothing.
+        """Refuse a folder that is in use or cannot be written to; writes nothing.
 
         Args:
-            resume: Go on with the run that it holds.
-            overwrite: Remove the run that it holds.
+            resume: The run in the folder is resumed.
+            overwrite: The run in the folder is removed.
 
         Raises:
-            ConfigError: The folder holds another run, or files of no run that this one would
-                replace; it is read-only, or its path is a file.
+            ConfigError: The folder holds another run, or other files that this run would replace;
+                it is read-only, or its path is a file.
         """
-        if is_too_long(str(self.path)):  # the default one: others were looked at before
+        if is_too_long(str(self.path)):  # a default one; a given one was checked before
             raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
-        # Unlike Path.exists, os.path's take a folder that may not be entered.
+        # Unlike Path.exists, os.path.exists raises nothing where access is denied.
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"--output_dir {self.path} is a file; name a folder.")
         parents = (self.path, *self.path.absolute().parents)
         there = next(path for path in parents if os.path.exists(path))
         if not os.access(there, os.W_OK):
             raise ConfigError(f"--output_dir {self.path}: {there} is not writable for you.")
-        try:
-            trained, exported = self._of_training(), self._of_model()
-        except OSError as error:
-            raise ConfigError(
-                f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
-            ) from error
+        trained, exported = self._own_files()
         is_run = "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
         if trained + exported and not is_run:
             names = [str(path.relative_to(self.path)) for path in trained + exported]
@@ -107,51 +98,57 @@ class RunFolder:
             )
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
-        """`_of_training` and `_of_model`; a ConfigError where a folder cannot be read."""
+        """Return the files of a training and those of an export.
+
+        Raises:
+            ConfigError: The folder cannot be read.
+        """
         try:
-            return self._of_training(), self._of_model()
+            trained = self._of_training()
+            files = sorted(self.path.iterdir()) if self.path.is_dir() else []
+            return trained, [path for path in files if re.fullmatch(MODEL_FILES, path.name)]
         except OSError as error:
             raise ConfigError(
                 f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
             ) from error
 
     def _of_training(self) -> list[Path]:
-        """What there is of what a run writes before it exports its model."""
-        found = [self.path / name for name in _FILES]
-        for name, written in _FOLDERS.items():
+        """Return the files that a run has written before the export of its model."""
+        written = [self.path / name for name in _FILES]
+        for name, pattern in _FOLDERS.items():
             folder = self.path / name
             if folder.is_dir():
-                found += [p for p in sorted(folder.iterdir()) if re.fullmatch(written, p.name)]
+                written += [p for p in sorted(folder.iterdir()) if re.fullmatch(pattern, p.name)]
             else:
-                found.append(folder)
-        return [path for path in found if os.path.lexists(path)]
-
-    def _of_model(self) -> list[Path]:
-        """What there is of what the export of a model replaces."""
-        there = sorted(self.path.iterdir()) if self.path.is_dir() else []
-        return [path for path in there if re.fullmatch(MODEL_FILES, path.name)]
+                written.append(folder)
+        return [path for path in written if os.path.lexists(path)]
 
     def endangers(self, source: Path) -> bool:
-        """Whether a run that starts anew in this folder may remove or replace an input.
+        """Return whether a fresh run in this folder might remove or replace an input.
 
         Args:
-            source: A file or folder; it, and what lies in it, may be a link.
+            source: A file or folder; it, and everything in it, may be a link.
 
         Raises:
             ConfigError: This folder cannot be read.
         """
-        folders = map(self.path.joinpath, _FOLDERS)
         trained, exported = self._own_files()
-        own = _places(*folders, *trained, *exported)
-        read = _places(source, *_links(source))
+        own = _places(*(self.path / name for name in _FOLDERS), *trained, *exported)
+        links = [
+            path
+            for parent, folders, files in os.walk(source)
+            for path in (Path(parent, name) for name in (*folders, *files))
+            if path.is_symlink()
+        ]
+        read = _places(source, *links)
         inside = any(place in own or not own.isdisjoint(place.parents) for place in read)
         return inside or os.path.realpath(source) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
-        """Refuse to start afresh over a run that has ended, in the name of resuming it.
+        """Refuse to start a finished run without checkpoints afresh when a resume was asked for.
 
         Raises:
-            ConfigError: The run is finished, and left no checkpoint to go on from.
+            ConfigError: The run is finished.
         """
         if self._status().get("status") == "finished":
             raise ConfigError(
@@ -161,7 +158,7 @@ class RunFolder:
             )
 
     def _status(self) -> dict[str, object]:
-        """What `status.json` says; empty where there is none."""
+        """Return the content of `status.json`; empty if it is missing or damaged."""
         try:
             status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -169,7 +166,7 @@ class RunFolder:
         return status if isinstance(status, dict) else {}
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until this process ends, however it ends.
+        """Lock the folder against other runs until this process ends, however it ends.
 
         Raises:
             ConfigError: Another process writes to it, such as the same job started twice.
@@ -177,7 +174,8 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a+", encoding="utf-8")  # may be another's
+            # Appending keeps what another owner has written, for the message below.
+            self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
             try_lock(self._lock.fileno())
             self._lock.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -197,21 +195,25 @@ class RunFolder:
         return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
 
     def open(self, *, overwrite: bool, config: str) -> None:
-        """Clear the folder of a former run, say that this one runs, and note the configuration.
+        """Remove a former run, and write status and configuration of this one.
 
         Raises:
             DataError: It cannot be written to.
         """
         try:
             if overwrite:
-                # The status shows whose folder it is, even if this is killed half-way.
+                # status.json marks the folder as a run's, even if a kill interrupts the removal.
                 for path in self._of_training():
-                    if path.name != "status.json":
-                        _remove(path)
+                    if path.name == "status.json":
+                        continue
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
                 for name in _FOLDERS:
-                    with contextlib.suppress(OSError):  # absent, or the user's files are in it
+                    with contextlib.suppress(OSError):  # absent, or it holds files of the user
                         (self.path / name).rmdir()
-            for leftover in self.path.glob(".*.tmp"):  # of a start that was killed
+            for leftover in self.path.glob(".*.tmp"):  # of a process that was killed
                 if re.fullmatch(_LEFTOVERS, leftover.name):
                     leftover.unlink()
             self.say("running")
@@ -220,7 +222,7 @@ class RunFolder:
             raise self._unwritable(error) from error
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
-        """Write `status.json`, since launchers hide the exit codes; an end is an event too."""
+        """Write `status.json`, since launchers hide exit codes; an end is an event too."""
         content = {
             "status": status,
             "reason": reason,
@@ -233,52 +235,19 @@ class RunFolder:
         if status != "running":
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 
-    def cut_metrics(self, *, step: int) -> None:
-        """Drop the metrics after a step, before training goes on from there.
-
-        A line that was cut short by a kill is dropped as well.
-        """
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                break
-        write_whole(self.metrics, "".join(kept))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
 
 def _places(*paths: Path) -> set[Path]:
-    """Where paths lie: as they are written, and with links followed, but for the last or all."""
-    found = set()
+    """Return paths as written, with the links in their folders followed, and with all followed."""
+    places = set()
     for path in paths:
-        # Unlike Path.resolve, realpath takes links that lead to themselves.
-        parent, followed = os.path.realpath(path.parent), os.path.realpath(path)
-        found |= {Path(os.path.abspath(path)), Path(parent, path.name), Path(followed)}
-    return found
-
-
-def _links(folder: Path) -> list[Path]:
-    """The links in a folder and the folders below it."""
-    return [
-        path
-        for parent, folders, files in os.walk(folder)
-        for path in (Path(parent, name) for name in (*folders, *files))
-        if path.is_symlink()
-    ]
+        # Unlike Path.resolve, realpath accepts links that point to themselves.
+        parent, target = os.path.realpath(path.parent), os.path.realpath(path)
+        places |= {Path(os.path.abspath(path)), Path(parent, path.name), Path(target)}
+    return places
 
 
 def differences(saved: dict[str, object], current: dict[str, object]) -> list[str]:
-    """Old and new value of each option that both have and that differs."""
+    """Return a clause for each option that both have and that differs."""
     return [
         f"{name} was {saved[name]!r} and is {value!r}"
         for name, value in current.items()
@@ -289,15 +258,15 @@ def differences(saved: dict[str, object], current: dict[str, object]) -> list[st
 def check_unchanged(
     saved: dict[str, object], current: dict[str, object], *, allowed: tuple[str, ...]
 ) -> None:
-    """Refuse to resume when a fixed option has changed.
+    """Refuse to resume if a fixed option has changed.
 
     Args:
         saved: The fixed options of the checkpoint.
         current: The fixed options of this start.
-        allowed: Options that may differ all the same.
+        allowed: Options that may differ nevertheless.
 
     Raises:
-        CheckpointError: Lists all the differences in one message.
+        CheckpointError: An option differs; the message lists all of them.
     """
     changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
     if changed:

@@ -1,42 +1,44 @@
-"""Checkpoints that are written while training goes on, and survive a kill at any moment.
+"""Saves checkpoints while training goes on; a kill at any moment leaves the older ones valid.
 
-Training is held up only while the state is copied into host memory. A thread then writes it
-beside its final place, file by file through `torch.distributed.checkpoint` as safetensors, each
-synced, a manifest with sizes and checksums last; the folder is renamed, and its parent synced.
-Only then are old checkpoints removed.
+Training waits only while the state is copied into host memory. A thread then writes it to a
+temporary folder, as safetensors through `torch.distributed.checkpoint`, and syncs each file; a
+manifest with sizes and checksums comes last. Then the folder is renamed and its parent synced.
+Only after that are old checkpoints removed.
 """
 
 import json
 import logging
-import math
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from llm.checkpoint.format import (
-    FORMAT_VERSION,
-    MANIFEST,
     PLAIN,
+    Checkpoint,
     Stateful,
-    add_checksum,
     name_of,
     split_state,
+    write_manifest,
 )
 from llm.checkpoint.load import cause
 from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune, sync_file
-from llm.checkpoint.snapshot import HostCopies, OwnerRanks, assign_writers
+from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune
+from llm.checkpoint.snapshot import (
+    OwnerRanks,
+    Snapshot,
+    assign_writers,
+    copy_to_host,
+    is_finite,
+)
 from llm.errors import CheckpointError, NotFiniteError
-from llm.runtime.events import event
-from llm.runtime.files import sync_folder
+from llm.runtime.files import sync_file, sync_folder
+from llm.runtime.logging import event
 
 _PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
 _MAX_FAILED_SAVES = 3
@@ -45,30 +47,8 @@ _MAX_FAILED_SAVES = 3
 logger = logging.getLogger("llm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """A training state in host memory.
-
-    Attributes:
-        step: Optimizer steps done.
-        tensors: This rank's share, by path.
-        file_of: Number of the file, among those of its rank, that each tensor of any rank is in.
-        plain: The rest, as JSON.
-        metadata: Plain values for the manifest.
-    """
-
-    step: int
-    tensors: dict[str, torch.Tensor]
-    file_of: dict[str, int]
-    plain: str
-    metadata: dict[str, Any]
-
-
 class Saver:
     """Saves the state of a run; every rank makes one and calls it at the same steps.
-
-    Attributes:
-        held_up: Seconds for which the last save kept training waiting.
 
     Args:
         options: Whether to write in the background, and which checkpoints to keep.
@@ -76,8 +56,11 @@ class Saver:
         parts: What to save, by name.
         metadata: Plain values to keep in every manifest.
         rank: Rank of this process.
-        world_size: Number of processes.
+        world_size: Number of ranks.
         owner_ranks: Which ranks hold a tensor; all of them unless given.
+
+    Attributes:
+        held_up: Seconds for which the last save kept training waiting.
     """
 
     def __init__(
@@ -102,13 +85,13 @@ class Saver:
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
-        self._copies = HostCopies()
-        # Its messages go on while the step's own are under way.
+        self._buffers: dict[str, torch.Tensor] = {}
+        # A group of its own: the thread communicates while training steps use theirs.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def save(self, *, step: int, eval_loss: float | None) -> None:
-        """Save the present state.
+        """Save the current state.
 
         Args:
             step: Optimizer steps done.
@@ -118,14 +101,14 @@ class Saver:
             CheckpointError: Too many saves have failed in a row, or the state is not finite.
         """
         began = time.perf_counter()
-        self.finish()
+        self.finish()  # the copies below overwrite what the last save may still be writing
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
         own, file_of = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
         )
         snapshot = Snapshot(
             step=step,
-            tensors=self._copies.copy(own),
+            tensors=copy_to_host(own, self._buffers),
             file_of=file_of,
             plain=json.dumps(plain),
             metadata={**self._metadata, "eval_loss": eval_loss},
@@ -136,14 +119,14 @@ class Saver:
             self.finish()
             return
         self._thread = threading.Thread(target=self._save, args=(snapshot,), name="save")
-        self._thread.daemon = True  # a crash does not wait for it: what is half written is nothing
+        self._thread.daemon = True  # a crash need not wait: a half-written folder does not count
         self._thread.start()
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait until the save that is under way is done.
+        """Wait for the save in the background, if there is one.
 
         Args:
-            last: Whether training ends here, so that no later save can make good for this one.
+            last: Whether training ends here, so that a failed save has no later one to replace it.
 
         Raises:
             CheckpointError: The state is not finite, or too many saves have failed in a row.
@@ -160,19 +143,20 @@ class Saver:
         logger.warning(f"{error} Training goes on.")
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, trying again where the file system refuses; all ranks in step."""
+        """Write a snapshot and retry if the file system fails; all ranks retry together."""
         began = time.perf_counter()
         try:
-            for pause in (*_PAUSES, None):
-                problem = self._write(snapshot)
-                if problem is None or pause is None:
+            problem = self._write(snapshot)
+            for pause in _PAUSES:
+                if problem is None:
                     break
                 logger.warning(f"{problem}; trying again in {pause:g} seconds.")
                 time.sleep(pause)
+                problem = self._write(snapshot)
         except NotFiniteError as error:
             self._error = error
             return
-        except Exception as error:  # raised in `finish`, in the thread that trains
+        except Exception as error:  # raised by `finish`, in the training thread
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             self._error = CheckpointError(
@@ -188,29 +172,26 @@ class Saver:
         )
 
     def _write(self, snapshot: Snapshot) -> str | None:
-        """One try; returns what went wrong on any rank."""
+        """Try once; return the error of any rank, or None."""
         final = self._folder / name_of(snapshot.step)
         temporary = self._folder / f".{final.name}.tmp"
         self._check_finite(snapshot)
-        problem = self._agree(lambda: self._make_folder(temporary))
-        if problem is not None:
-            return problem
         files: dict[str, Any] = {}
-        problem = self._agree(lambda: files.update(self._write_tensors(snapshot, temporary)))
-        if problem is not None:
-            return problem
-        everyone = self._gathered(files)
-        return self._agree(lambda: self._commit(snapshot, everyone, temporary, final))
+        # Each of the three ends with a gather, which is a barrier too: no rank writes before the
+        # folder is there, and rank 0 renames it only when the files of all ranks are on the disk.
+        return (
+            self._agree(lambda: self._make_folder(temporary))
+            or self._agree(lambda: files.update(self._write_tensors(snapshot, temporary)))
+            or self._agree(lambda: self._commit(snapshot, files, temporary, final))
+        )
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        bad = next(
-            (name for name, tensor in snapshot.tensors.items() if not is_finite(tensor)),
-            None,
-        )
-        found = [name for name in self._gathered(bad) if name is not None]
-        if found:
+        tensors = snapshot.tensors.items()
+        own = next((name for name, tensor in tensors if not is_finite(tensor)), None)
+        bad = [name for name in self._gather(own) if name is not None]
+        if bad:
             raise NotFiniteError(
-                f"The state of step {snapshot.step} is not saved, since {found[0]} is not finite; "
+                f"The state of step {snapshot.step} is not saved, since {bad[0]} is not finite; "
                 "go on from an earlier checkpoint with a lower --learning_rate."
             )
 
@@ -221,22 +202,47 @@ class Saver:
             clear_leftovers(self._folder)
             temporary.mkdir()
 
-    def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, Any]:
-        """Size and checksum of each file that this rank has written."""
-        # One rank plans for all, and knows by itself only what is shared and its own.
-        known = self._gathered(snapshot.file_of)
-        file_of = {name: file for ranks in known for name, file in ranks.items()}
-        write_tensors(temporary, snapshot.tensors, file_of=file_of, group=self._group)
-        return {
-            path.name: sync_file(path)
-            for path in temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-        }
+    def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, tuple[int, str]]:
+        """Write this rank's tensors; return size and checksum of each file, once on the disk."""
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-    def _commit(self, snapshot: Snapshot, files: list[Any], temporary: Path, final: Path) -> None:
+        # One rank plans for all of them, but knows the files of its own tensors only.
+        file_of = {name: n for files in self._gather(snapshot.file_of) for name, n in files.items()}
+        writer = HuggingFaceStorageWriter(
+            str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
+        )
+        # The tensors are in host memory: the writer must not touch, or wait for, a device.
+        writer.per_thread_copy_ahead = 0
+        alone = self._group is None
+        save(
+            dict(snapshot.tensors), storage_writer=writer, process_group=self._group, no_dist=alone
+        )
+        own = temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+        return {path.name: sync_file(path) for path in own}
+
+    def _commit(
+        self,
+        snapshot: Snapshot,
+        files: dict[str, tuple[int, str]],
+        temporary: Path,
+        final: Path,
+    ) -> None:
+        ranks = self._gather(files)
         if self._rank != 0:
             return
-        described = {name: entry for own in files for name, entry in own.items()}
-        write_manifest(temporary, snapshot, files=described, world_size=self._world_size)
+        (temporary / PLAIN).write_text(snapshot.plain, encoding="utf-8")
+        all_files = {name: entry for own in ranks for name, entry in own.items()}
+        checkpoint = Checkpoint(
+            path=temporary,
+            step=snapshot.step,
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            world_size=self._world_size,
+            metadata=snapshot.metadata,
+            files={**all_files, PLAIN: sync_file(temporary / PLAIN)},
+        )
+        # Last: a folder with a manifest is complete.
+        write_manifest(checkpoint)
         commit_checkpoint(temporary, final)
         try:
             prune(
@@ -249,83 +255,20 @@ class Saver:
             logger.warning(f"Old checkpoints in {self._folder} stay: {error.strerror}.")
 
     def _agree(self, action: Callable[[], None]) -> str | None:
-        """Acts on every rank and returns what went wrong on the first that failed."""
+        """Act on every rank; return the error of the first rank that failed, never empty."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         problem = None
         try:
             action()
-        except OSError as error:
-            problem = f"{error.strerror or error}"
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = cause(error)
-        return next((found for found in self._gathered(problem) if found is not None), None)
+        return next((other for other in self._gather(problem) if other is not None), None)
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def write_tensors(
-    folder: Path, tensors: Mapping[str, torch.Tensor], *, file_of: Mapping[str, int], group: Any
-) -> None:
-    """Write tensors on the host into a folder, as safetensors; not synced.
-
-    Args:
-        folder: Where to.
-        tensors: This rank's, by path.
-        file_of: Number of the file, among those of its rank, that each tensor of any rank is in.
-        group: The ranks that write together; None writes alone.
-
-    Raises:
-        CheckpointError: A file cannot be written.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=dict(file_of), save_distributed=True
-    )
-    # All is in host memory already: nothing shall touch, or wait for, a device.
-    writer.per_thread_copy_ahead = 0
-    try:
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # which is no Exception
-        raise CheckpointError(cause(error)) from error
-
-
-def write_manifest(
-    folder: Path, snapshot: Snapshot, *, files: dict[str, tuple[int, str]], world_size: int
-) -> None:
-    """Make a folder of written tensors a checkpoint: the plain values, and what it consists of.
-
-    Args:
-        folder: Where the tensors are.
-        snapshot: The state; its tensors are not looked at.
-        files: Size and checksum of each file with tensors.
-        world_size: Number of ranks that wrote them.
-    """
-    (folder / PLAIN).write_text(snapshot.plain, encoding="utf-8")
-    manifest = {
-        "format": FORMAT_VERSION,
-        "step": snapshot.step,
-        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "world_size": world_size,
-        "facts": snapshot.metadata,
-        "files": {**files, PLAIN: sync_file(folder / PLAIN)},
-    }
-    sealed = add_checksum(json.dumps(manifest, indent=1))
-    (folder / MANIFEST).write_text(sealed, encoding="utf-8")
-    sync_file(folder / MANIFEST)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers of a tensor, or of this rank's part of it, are finite."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # Unlike torch.isfinite, this makes no copy of the tensor's size.
-    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))

@@ -1,56 +1,79 @@
-"""The part of a training state that one rank writes, copied into host memory.
+"""The training state of one rank in host memory, and which of its tensors the rank writes.
 
-What several ranks hold is written by one of them; a tensor that is divided over ranks is written
-piece by piece, each piece once.
+A tensor that several ranks hold is written by one of them; a sharded tensor is written shard by
+shard, each shard once.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-_FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
+_FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
 
 OwnerRanks = Callable[[str], Sequence[int]]
-"""The path of a tensor -> the ranks that hold it, in order."""
+"""Maps the path of a tensor to the ranks that hold it, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A training state in host memory.
+
+    Attributes:
+        step: Optimizer steps done.
+        tensors: The tensors that this rank writes, by path.
+        file_of: For each tensor of any rank, the number of the file among those of its writer.
+        plain: The rest, as JSON.
+        metadata: Plain values for the manifest.
+    """
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    file_of: dict[str, int]
+    plain: str
+    metadata: dict[str, Any]
 
 
 def assign_writers(
     state: Mapping[str, torch.Tensor], *, rank: int, world_size: int, owner_ranks: OwnerRanks
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Choose what this rank writes of what it holds; every rank must call it.
+    """Choose the tensors that this rank writes; every rank computes the same choice.
 
     Args:
         state: All tensors that this rank holds, by path.
-        rank: Of this process.
-        world_size: Number of processes.
-        owner_ranks: Who else holds a tensor; those of a divided one are known without.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        owner_ranks: Which ranks hold a tensor that is not sharded.
 
     Returns:
-        The tensors, and for each of the state the number of its file among those of its writer.
+        The tensors of this rank, and for each of `state` the number of the file among those of
+        its writer.
     """
     loads = [0] * world_size
     files = [_Files() for _ in range(world_size)]
+    shard_files = _Files()
     own, file_of = {}, {}
-    # What all ranks hold comes first: there all must agree on who writes it.
+    # Tensors that all ranks hold come first: what only some ranks know must not change their
+    # writers. Then the largest, so that the loads end up even.
     items = sorted(
         state.items(), key=lambda i: (len(owner_ranks(i[0])) < world_size, -i[1].nbytes, i)
     )
-    whole = [(path, tensor) for path, tensor in items if not isinstance(tensor, DTensor)]
-    for path, tensor in whole:
-        writer = min(owner_ranks(path), key=loads.__getitem__)
-        file_of[path] = files[writer].put(tensor.nbytes)
-        loads[writer] += tensor.nbytes
-        if writer == rank:
-            own[path] = tensor
-    divided = [(path, tensor) for path, tensor in items if isinstance(tensor, DTensor)]
-    pieces = _Files()
-    for number, (path, tensor) in enumerate(divided):
+    for path, tensor in items:
+        if not isinstance(tensor, DTensor):
+            writer = min(owner_ranks(path), key=loads.__getitem__)
+            file_of[path] = files[writer].put(tensor.nbytes)
+            loads[writer] += tensor.nbytes
+            if writer == rank:
+                own[path] = tensor
+    sharded = [(path, tensor) for path, tensor in items if isinstance(tensor, DTensor)]
+    for number, (path, tensor) in enumerate(sharded):
         axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        num_pieces = math.prod(size for size, place in axes if not place.is_replicate())
-        file_of[path] = pieces.put(tensor.nbytes // num_pieces)
-        if tensor.to_local().numel() and _writes_piece(tensor, number):
+        num_shards = math.prod(size for size, placement in axes if not placement.is_replicate())
+        file_of[path] = shard_files.put(tensor.nbytes // num_shards)
+        if tensor.to_local().numel() and _writes_shard(tensor, number):
             own[path] = tensor
     return own, file_of
 
@@ -69,41 +92,53 @@ class _Files:
         return self._number
 
 
-def _writes_piece(tensor: DTensor, number: int) -> bool:
-    """Of the ranks that hold the same piece, one writes it: by turns, tensor by tensor."""
+def _writes_shard(tensor: DTensor, number: int) -> bool:
+    """Return whether this rank writes its shard: its replicas alternate, tensor by tensor."""
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
     for size, at, placement in zip(tensor.device_mesh.shape, where, tensor.placements, strict=True):
         if placement.is_replicate():
-            number, turn = divmod(number, size)
-            if at != turn:
+            number, writer = divmod(number, size)
+            if at != writer:
                 return False
     return True
 
 
-class HostCopies:
-    """Copies of tensors in host memory that is kept from one save to the next."""
+def copy_to_host(
+    tensors: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copy tensors, or this rank's shards of them, into host memory, and wait for the copies.
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+    Args:
+        tensors: What to copy, by path.
+        buffers: Memory of the last copies, which is used again; updated.
+    """
+    on_cuda = False
+    copies: dict[str, torch.Tensor] = {}
+    for path, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        on_cuda = on_cuda or local.is_cuda
+        buffer = buffers.get(path)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            # Contiguous, as in a file, whatever the strides of the tensor are.
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            buffers[path] = buffer
+        buffer.copy_(local.detach(), non_blocking=local.is_cuda)
+        copies[path] = buffer
+        if isinstance(tensor, DTensor):
+            # from_local would move the copy back to the mesh's device.
+            copies[path] = DTensor(buffer, tensor._spec, requires_grad=False)
+    if on_cuda:
+        # Training changes the tensors as soon as this returns.
+        torch.cuda.current_stream().synchronize()
+    return copies
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors, or this rank's pieces of them, and wait until that is done."""
-        on_cuda = False
-        copies: dict[str, torch.Tensor] = {}
-        for path, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            on_cuda = on_cuda or local.is_cuda
-            buffer = self._buffers.get(path)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                # Contiguous, as a file has it, whatever the tensor's own strides are.
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._buffers[path] = buffer
-            buffer.copy_(local.detach(), non_blocking=local.is_cuda)
-            copies[path] = buffer
-            if isinstance(tensor, DTensor):
-                # from_local would move the copy back to the mesh's device.
-                copies[path] = DTensor(buffer, tensor._spec, requires_grad=False)
-        if on_cuda:
-            torch.cuda.current_stream().synchronize()
-        return copies
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor, or of this rank's shard of it, are finite."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # Unlike torch.isfinite, aminmax needs no mask of the tensor's size.
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))

@@ -6,8 +6,10 @@ word `none` unsets an optional value and empties a list.
 """
 
 import argparse
+import logging
 import re
 import sys
+import tomllib
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from llm.config.options import (
     is_too_long,
     paths,
     refusal,
+    renamed,
     shown,
 )
 from llm.config.toml import read_toml
@@ -29,9 +32,11 @@ from llm.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
+logger = logging.getLogger("llm")
+
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ConfigErrors."""
+    """An argument parser that raises ConfigError."""
 
     def error(self, message: str) -> typing.NoReturn:
         message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1 ", message)
@@ -53,8 +58,8 @@ def parse(
         argv: Arguments without the program's name.
         prog: Name of the program for `--help`.
         description: What the program does, for `--help`.
-        positional: Option whose name can be left out: a word that belongs to no other option is
-            its value, and all such words are if it takes several.
+        positional: Option whose name can be left out: the first word that belongs to no other
+            option is its value; all such words are, if it takes several.
 
     Returns:
         The options.
@@ -64,7 +69,7 @@ def parse(
         SystemExit: After `--help`.
     """
     declared = fields(cls)
-    words = [_underscored(word) for word in argv]
+    words = _with_present_names([_underscored(word) for word in argv], cls)
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls), prog=prog, description=description)
@@ -98,7 +103,7 @@ def parse(
 
 
 def _bare_words(words: Sequence[str]) -> list[str]:
-    """The words that are no flag, and do not follow one, whose value they would be."""
+    """Return the words that are neither a flag nor follow one, as its value does."""
     return [
         word
         for before, word in zip(["", *words], words, strict=False)
@@ -107,14 +112,51 @@ def _bare_words(words: Sequence[str]) -> list[str]:
 
 
 def config_file_of(argv: Sequence[str]) -> Path | None:
-    """The TOML file that arguments name."""
+    """Return the TOML file that arguments name."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", type=Path)
     return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
 
 
+def log_former_names(cls: type, argv: Sequence[str]) -> None:
+    """Log in one line which former names of options the arguments and their TOML file have."""
+    path = config_file_of(argv)
+    given = {_name_of(_underscored(word)) for word in argv}
+    if path is not None:
+        given |= {name.replace("-", "_") for name in tomllib.loads(path.read_text("utf-8"))}
+    # The files that runs write have both names.
+    changes = [
+        f"{old} is now {new}" for old, new in renamed(cls).items() if {old, new} & given == {old}
+    ]
+    if changes:
+        logger.info(
+            f"Options have new names, and the next release reads no others: {', '.join(changes)}."
+        )
+
+
+def _with_present_names(words: Sequence[str], cls: type) -> list[str]:
+    """Replace the former names of options in arguments.
+
+    Raises:
+        ConfigError: An option is given under both names.
+    """
+    present, names = renamed(cls), [_name_of(word) for word in words]
+    for old, new in present.items():
+        if {old, new} <= {*names}:
+            raise ConfigError(f"--{old} is the former name of --{new}; give --{new} alone.")
+    return [
+        word.replace(name, present.get(name, name), 1)
+        for word, name in zip(words, names, strict=True)
+    ]
+
+
+def _name_of(word: str) -> str:
+    """Return the option of which an argument is the flag or the opposite, or ""."""
+    return word[2:].partition("=")[0].removeprefix("no_") if word.startswith("--") else ""
+
+
 def _value(name: str, value: Any) -> Any:
-    """Lists as tuples; `none` alone empties one."""
+    """Return a list as a tuple, an empty one for `none`."""
     if not isinstance(value, list):
         return value
     if None in value and len(value) > 1:
@@ -130,7 +172,7 @@ def _underscored(word: str) -> str:
 
 
 def _help_topic(words: Sequence[str]) -> str | None:
-    """What follows `--help`, "" for nothing; None where nobody asks for help."""
+    """Return the word after `--help`, "" if there is none; None without `--help`."""
     for word, after in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
             return "" if after.startswith("-") else after.lower()
@@ -140,7 +182,7 @@ def _help_topic(words: Sequence[str]) -> str | None:
 
 
 def _on_topic(topic: str, cls: type) -> list[Field]:
-    """The options of which `--help TOPIC` tells.
+    """Return the options that `--help TOPIC` shows.
 
     Raises:
         ConfigError: There is no such topic.
@@ -151,15 +193,15 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
     if not topic:
         by_name = {field.name: field for field in declared}
         return [by_name[name] for name in common(cls)]
-    asked = _topics(topic)
-    found = [field for field in declared if {*asked} & {*_topics(field.option.group)}]
-    if not found:
+    asked = {*_topics(topic)}
+    shown_fields = [field for field in declared if asked & {*_topics(field.option.group)}]
+    if not shown_fields:
         raise ConfigError(f"--help {topic}: there is no such topic. {_other_topics(cls)}")
-    return found
+    return shown_fields
 
 
 def _topics(group: str) -> list[str]:
-    """The words of a heading by which it can be asked for: ["kfac"] for "K-FAC"."""
+    """Return the topics that name a heading, such as ["kfac"] for "K-FAC"."""
     words = re.sub(r"[^a-z ]", "", group.lower()).split()
     return [word for word in words if word not in ("and", "of", "the")]
 

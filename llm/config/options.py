@@ -14,21 +14,23 @@ import os
 import re
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from llm.errors import ConfigError
 
 _BELOW = 128
-"""Bytes for what lies below a path, such as a checkpoint's files in the folder of a run."""
+"""Bytes for names below a path, such as a checkpoint's files in the folder of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a field says about itself besides its type and default."""
+    """The declaration of an option, besides its type and default; see `option`."""
 
     help: str
     group: str
     aliases: tuple[str, ...] = ()
+    renamed_from: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -45,6 +47,7 @@ def option(
     *,
     group: str,
     aliases: tuple[str, ...] = (),
+    renamed_from: str | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -61,21 +64,23 @@ def option(
         help: One or two sentences for `--help` and the configuration page.
         group: Heading under which it is listed.
         aliases: Other names that mean the same.
+        renamed_from: Name of the option in the last release, which is read for one release more.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
-        resume: `fixed` when a resumed run must keep the value of the run it continues; `logged`
-            when it may change the value and logs that, since rounding or evaluation change too.
-        one_shot: It applies to a single start, so `to_toml` leaves it out.
-        path: Whether a text names a file or folder, or may do so.
-        requires: What the option is for, as NAME or NAME=VALUE: it is refused unless one of these
-            is given, or has that value.
+        resume: `fixed` if a resumed run must keep the value of the run it continues; `logged` if
+            it may change the value and logs that, since rounding or evaluation change too.
+        one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
+        path: Whether a string can name a file or folder.
+        requires: Options that it depends on, as NAME or NAME=VALUE; it is refused unless one of
+            them is given, or has that value.
     """
     described = Option(
         help=help,
         group=group,
         aliases=aliases,
+        renamed_from=renamed_from,
         at_least=at_least,
         above=above,
         at_most=at_most,
@@ -90,7 +95,17 @@ def option(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """One option with its type taken apart."""
+    """One option and its type.
+
+    Attributes:
+        name: Name of the flag, the TOML key and the attribute.
+        default: Its default.
+        option: Its declaration.
+        members: The types of a value, without None; those of an item if `many`.
+        choices: The strings that it allows; all if empty.
+        optional: Whether it may be None.
+        many: Whether it is a tuple.
+    """
 
     name: str
     default: Any
@@ -119,7 +134,7 @@ class Field:
 
     @property
     def kind(self) -> str:
-        """What a value looks like, in words."""
+        """The kind of its values, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
         kinds = [words[member] for member in self.members if member is not str or not self.choices]
         if self.choices:
@@ -129,9 +144,9 @@ class Field:
 
 
 def fields(cls: type) -> list[Field]:
-    """The options that a dataclass declares: its own first, then those of its bases in their order.
+    """Return the options of a dataclass: its own first, then those of its bases in their order.
 
-    `dataclasses.fields` has the bases in reverse.
+    `dataclasses.fields` returns the bases in reverse.
     """
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
@@ -147,28 +162,28 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
     if many:
         hint = typing.get_args(hint)[0]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    parts = typing.get_args(hint) if union else (hint,)
+    kinds = typing.get_args(hint) if union else (hint,)
     members: list[type] = []
     choices: list[str] = []
-    for part in parts:
-        if typing.get_origin(part) is Literal:
-            choices += typing.get_args(part)
+    for kind in kinds:
+        if typing.get_origin(kind) is Literal:
+            choices += typing.get_args(kind)
             members.append(str)
-        elif part is not type(None):
-            members.append(part)
+        elif kind is not type(None):
+            members.append(kind)
     return Field(
         name=name,
         default=default,
         option=described,
         members=tuple(members),
         choices=tuple(choices),
-        optional=type(None) in parts,
+        optional=type(None) in kinds,
         many=many,
     )
 
 
 def common(cls: type) -> tuple[str, ...]:
-    """What `--help` shows: the class variable COMMON of a program with many options, else all."""
+    """Return the class variable COMMON, the options that `--help` shows; empty if it shows all."""
     return getattr(cls, "COMMON", ())
 
 
@@ -177,8 +192,8 @@ class Removed:
     """An option of an earlier version; a program lists its own in a class variable REMOVED.
 
     Attributes:
-        default: Its value in the files of runs that left it alone.
-        instead: What to do without it, the end of a sentence.
+        default: Its default, which files of earlier runs may set.
+        instead: What replaces it, the end of a sentence.
     """
 
     default: Any
@@ -186,16 +201,29 @@ class Removed:
 
 
 def removed(cls: type) -> dict[str, Removed]:
-    """The options that a program no longer has, by name."""
+    """Return the options that a program no longer has, by name."""
     return getattr(cls, "REMOVED", {})
 
 
+def renamed(cls: type) -> dict[str, str]:
+    """Return the present names of the options that have another one since the last release."""
+    named = {field.option.renamed_from: field.name for field in fields(cls)}
+    return {old: new for old, new in named.items() if old is not None}
+
+
+def with_present_names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the present names of options; a value under a former name counts last."""
+    present = renamed(cls)
+    former = {present[name]: value for name, value in values.items() if name in present}
+    return former | {name: value for name, value in values.items() if name not in present}
+
+
 def after_unknown(name: str, names: list[str], cls: type) -> str:
-    """The rest of a sentence about a name that is no option: what to use, or did you mean.
+    """Return the end of a sentence about an unknown name: what replaces it, or did you mean.
 
     Args:
-        name: The name.
-        names: Those that could have been meant.
+        name: The unknown name.
+        names: Known names, of which the nearest is suggested.
         cls: Option dataclass.
     """
     gone = removed(cls).get(name.removeprefix("no_"))
@@ -206,7 +234,7 @@ def after_unknown(name: str, names: list[str], cls: type) -> str:
 
 
 def refusal(field: Field, value: Any) -> str:
-    """What an option expects in place of a value that does not fit."""
+    """Return the end of a sentence about a value that an option does not allow."""
     hint = " A schedule VALUE@STEP is no longer read; give one value." if is_by_step(value) else ""
     return f"expects {field.kind}, not {value!r}.{hint}"
 
@@ -228,7 +256,7 @@ def check_ranges(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
-            # An int is finite, and may be too large to be asked.
+            # `isfinite` overflows on large ints, which are finite.
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
             broken = [
@@ -246,13 +274,13 @@ def check_ranges(config: Any) -> None:
 
 
 def given(config: Any) -> dict[str, Any]:
-    """The options that have another value than their default, and their values."""
+    """Return the options whose value is not the default, and their values."""
     values = [(field, getattr(config, field.name)) for field in fields(type(config))]
     return {field.name: value for field, value in values if value != field.default}
 
 
 def lacking(config: Any) -> list[str]:
-    """A sentence for each option that is given without any of those that it requires."""
+    """Return a sentence for each option that is given without an option that it requires."""
     values = given(config)
     problems = []
     for field in fields(type(config)):
@@ -265,7 +293,7 @@ def lacking(config: Any) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A default as a user would type it."""
+    """Return a default as a user types it."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -287,6 +315,8 @@ def to_markdown(cls: type) -> str:
         needs = [need.replace("=", " ") for need in field.option.requires]
         if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
             text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+        if field.option.renamed_from is not None:
+            text += f" Formerly `{field.option.renamed_from}`, which is still read."
         if field.option.resume == "fixed":
             text += " *Fixed on resume.*"
         if field.option.one_shot:
@@ -296,17 +326,17 @@ def to_markdown(cls: type) -> str:
 
 
 def paths(config: Any) -> list[tuple[str, str]]:
-    """The files and folders that options name, or may name: option and path."""
-    found = []
+    """Return the options that name files or folders, and each path."""
+    named = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
         words = value if isinstance(value, tuple) else (value,)
-        found += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
-    return found
+        named += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
+    return named
 
 
 def is_too_long(path: str) -> bool:
-    """Whether a path, with a file some folders below it, or a name in it is beyond the limits."""
+    """Return whether a path, with files below it, or a name in it exceeds the system's limits."""
     encoded = os.fsencode(path)
     longest = max(map(len, encoded.split(b"/")))
     return (

@@ -6,7 +6,16 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from llm.config.options import Field, after_unknown, fields, is_by_step, refusal, removed
+from llm.config.options import (
+    Field,
+    after_unknown,
+    fields,
+    is_by_step,
+    refusal,
+    removed,
+    renamed,
+    with_present_names,
+)
 from llm.errors import ConfigError
 
 
@@ -15,13 +24,13 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
 
     Args:
         cls: Option dataclass.
-        path: The file. Options that are gone may stand in it with their default.
-        recorded: Whether it describes a run that is over, maybe one of an earlier version: what
-            no longer has a meaning is left out.
+        path: The file. It may set removed options to their default.
+        recorded: Whether it is the file of a run that has ended, maybe of an earlier version;
+            removed options are skipped then.
 
     Raises:
-        ConfigError: The file is absent or no TOML, a key is unknown (its nearest
-            neighbour is named) or gone, or a value has the wrong type.
+        ConfigError: The file is missing or no TOML, a key is unknown (the error suggests the
+            nearest) or removed, or a value has the wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -29,21 +38,26 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
-    declared = fields(cls)
-    by_name = {name: field for field in declared for name in field.names}
+    by_name = {name: field for field in fields(cls) for name in field.names}
+    table = {key.replace("-", "_"): value for key, value in table.items()}
+    for old, new in renamed(cls).items():
+        if old in table and table.get(new, table[old]) != table[old]:
+            raise ConfigError(
+                f"{path} sets '{new}' and its former name '{old}' to different values; remove "
+                f"'{old}'."
+            )
     values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
+    for name, value in with_present_names(cls, table).items():
         gone = removed(cls).get(name)
         if gone is not None and (recorded or value == gone.default):
             continue
         if name not in by_name:
             rest = after_unknown(name, [*by_name], cls)
-            raise ConfigError(f"{path} sets '{key}', which is no option{rest}")
+            raise ConfigError(f"{path} sets '{name}', which is no option{rest}")
         field = by_name[name]
         if recorded and is_by_step(value) and str not in field.members:
             continue
-        values[field.name] = _checked(field, value, where=f"{path}: {key}")
+        values[field.name] = _checked(field, value, where=f"{path}: {name}")
     return values
 
 
@@ -63,16 +77,20 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """Write every option that has a value as TOML, group by group, but for one-shot options.
+    """Return every option that has a value as TOML, group by group, except one-shot options.
 
-    Reading the text back with `read_toml` gives the same options.
+    `read_toml` reads the same options back. Renamed options are written under both names, since
+    other programs read the files of runs too.
     """
     lines: list[str] = []
+    former: list[str] = []
     group = ""
     for field in fields(type(config)):
         value = getattr(config, field.name)
         if field.option.one_shot:
             continue
+        if field.option.renamed_from is not None and value is not None:
+            former.append(f"{field.option.renamed_from} = {_toml(value)}")
         if field.option.group != group:
             group = field.option.group
             lines.append(f"\n# {group}")
@@ -80,11 +98,13 @@ def to_toml(config: Any) -> str:
             lines.append(f"# {field.name} is not set")
         else:
             lines.append(f"{field.name} = {_toml(value)}")
+    if former:
+        lines += ["\n# Former names of options above", *former]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's as well, but for surrogate pairs and DEL.
+    # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -19,7 +19,7 @@ class BatchPlan:
         micro_batch_size: Samples of one micro-batch on one device.
         world_size: Data-parallel ranks.
         global_batch_size: Samples of one optimizer step.
-        total_samples: Samples of the whole run; the last step may hold fewer than the rest.
+        total_samples: Samples of the whole run; the last step may have fewer than the others.
     """
 
     num_windows: int
@@ -44,12 +44,12 @@ class BatchPlan:
         return self.total_samples / self.num_windows
 
     def step_samples(self, step: int) -> tuple[int, int]:
-        """The samples of one step, counted from 0, as a range [first, stop)."""
+        """Return the samples of one step, counted from 0, as a range [first, stop)."""
         first = min(step * self.global_batch_size, self.total_samples)
         return first, min(first + self.global_batch_size, self.total_samples)
 
     def rank_samples(self, step: int, rank: int) -> NDArray[np.int64]:
-        """The samples that one rank takes in one step.
+        """Return the samples of one rank in one step.
 
         Sample j of a step belongs to micro-batch m and rank r where
         j = (m * world_size + r) * micro_batch_size + k: which samples make a step depends
@@ -66,7 +66,7 @@ class BatchPlan:
         return samples.reshape(-1, self.world_size, self.micro_batch_size)[:, rank]
 
     def ends_epoch(self, num_steps: int) -> bool:
-        """Whether the last of so many steps uses up the samples of an epoch."""
+        """Return whether the last of `num_steps` steps uses up the samples of an epoch."""
         before, after = self.step_samples(num_steps - 1)
         return after // self.num_windows > before // self.num_windows
 
@@ -78,13 +78,13 @@ def plan_batches(
     world_size: int,
     global_batch_size: int | None = None,
 ) -> BatchPlan:
-    """Work out batches and length; `max_train_*` come before epochs.
+    """Return the plan of a run; `max_train_*` take precedence over epochs.
 
     Args:
         options: Sizes of batches, and length of the run.
         num_windows: Samples of one epoch.
         world_size: Data-parallel ranks.
-        global_batch_size: That of a run that is resumed; it replaces the option.
+        global_batch_size: Global batch size of the run that is resumed; replaces the option.
 
     Raises:
         ConfigError: The global batch cannot be divided evenly.

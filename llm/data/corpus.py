@@ -1,41 +1,43 @@
-"""Splits of a corpus: flat streams of tokens, and the training samples in them by number."""
+"""Splits of a corpus: memory-mapped streams of tokens, and training samples by their number."""
 
+import ctypes
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.blend import Blend
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile
-from llm.data.sampler import WindowSampler
+from llm.data.formats.megatron import TokenFile, beside
+from llm.data.order import Blend, WindowSampler
 from llm.errors import DataError
 
 _DIGEST_TOKENS = 1 << 16
-_BLOCK = 1024  # samples whose places are computed at once; a few at a time cost thirty times more
-_BLOCKS_KEPT = 4
+_READ_BYTES = 32 * 2**20
+
+log = logging.getLogger("llm.data")
 
 
 class TokenStream:
     """A contiguous range of a token file, read as a ring.
 
     Attributes:
-        prefix: The path of the file without its suffix.
+        file: The token file.
         first_byte: Where the range begins in the file's `.bin`.
-        tokens: The tokens of the range [num_tokens], mapped, in the dtype of the file.
+        tokens: The tokens of the range [num_tokens], memory-mapped, in the dtype of the file.
         num_tokens: Tokens of the range.
-        num_documents: Documents of which it holds a part or all; 0 where that is not known.
-        num_bytes: UTF-8 bytes of its text; None where it is not known.
+        num_documents: Documents that lie in the range, in whole or in part; 0 if not known.
+        num_bytes: UTF-8 bytes of its text; None if not known.
 
     Args:
-        token_file: The file.
+        file: The token file.
         start: First token of the range.
-        stop: The token after its last.
-        num_documents: Documents of which it holds a part or all.
+        stop: The token after its last; None for the end of the file.
+        num_documents: Documents of the range; None for those of the file.
         num_bytes: UTF-8 bytes of its text.
         vocab_size: Ids from here on are refused when they are read; None where the file is known
             to hold none.
@@ -43,19 +45,19 @@ class TokenStream:
 
     def __init__(
         self,
-        token_file: TokenFile | FlatTokenFile,
+        file: TokenFile | FlatTokenFile,
         *,
-        start: int,
-        stop: int,
-        num_documents: int,
-        num_bytes: int | None,
+        start: int = 0,
+        stop: int | None = None,
+        num_documents: int | None = None,
+        num_bytes: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self.prefix = token_file.prefix
-        self.tokens = token_file.tokens[start:stop]
+        self.file = file
+        self.tokens = file.tokens[start:stop]
         self.first_byte = start * self.tokens.itemsize
-        self.num_tokens = stop - start
-        self.num_documents = num_documents
+        self.num_tokens = int(self.tokens.size)
+        self.num_documents = file.num_documents if num_documents is None else num_documents
         self.num_bytes = num_bytes
         self._vocab_size = vocab_size
         self._views: dict[int, NDArray[Any]] = {}
@@ -73,14 +75,15 @@ class TokenStream:
         Raises:
             DataError: An id is beyond the vocabulary.
         """
-        windows = self._copied(starts % self.num_tokens, length)
+        windows = self._copy(starts % self.num_tokens, length)
+        # Checked here and not when the file is opened, which would read all of it.
         if self._vocab_size is not None and windows.size:
             smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
             largest = int(windows.max())
             if smallest < 0 or largest >= self._vocab_size:
                 beyond = smallest if smallest < 0 else largest
                 error = DataError(
-                    f"{self.prefix}.bin holds the token id {beyond}, and the vocabulary of "
+                    f"{self.file.prefix}.bin holds the token id {beyond}, and the vocabulary of "
                     f"tokenizer and model has {self._vocab_size:,} tokens; train with the "
                     "tokenizer that made the file."
                 )
@@ -88,16 +91,16 @@ class TokenStream:
                 raise error
         return windows
 
-    def _copied(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+    def _copy(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         windows = np.empty((starts.size, length), self.tokens.dtype)
         inside = starts + length <= self.num_tokens
         if inside.any():
             if length not in self._views:  # making one takes as long as a small batch
                 self._views[length] = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
-            whole = self._views[length]
+            view = self._views[length]
             if inside.all():
-                return whole[starts]
-            windows[inside] = whole[starts[inside]]
+                return view[starts]  # one copy in C, in place of a loop over windows
+            windows[inside] = view[starts[inside]]
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self.tokens[around % self.num_tokens]
         return windows
@@ -118,6 +121,19 @@ class CorpusSource:
     stream: TokenStream
 
 
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The splits of one run.
+
+    Attributes:
+        train: The sources to train on; may be empty.
+        validation: The sources to evaluate on; may be empty.
+    """
+
+    train: tuple[CorpusSource, ...]
+    validation: tuple[CorpusSource, ...]
+
+
 def digest_of(sources: Sequence[CorpusSource]) -> str:
     """Return a digest of a split: of sizes, and of the tokens at both ends of each source."""
     state = xxhash.xxh3_128()
@@ -129,74 +145,20 @@ def digest_of(sources: Sequence[CorpusSource]) -> str:
     return str(state.hexdigest())
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The splits of one run.
-
-    Attributes:
-        train: The sources to train on; empty where there are none.
-        validation: Those to evaluate on; empty where there are none.
-    """
-
-    train: tuple[CorpusSource, ...]
-    validation: tuple[CorpusSource, ...]
-
-
-def whole(
-    token_file: TokenFile | FlatTokenFile, num_bytes: int | None, *, vocab_size: int | None = None
-) -> TokenStream:
-    """A token file from its first token to its last.
-
-    Args:
-        token_file: The file.
-        num_bytes: UTF-8 bytes of its text, if known.
-        vocab_size: Ids from here on are refused when they are read.
-    """
-    return TokenStream(
-        token_file,
-        start=0,
-        stop=token_file.num_tokens,
-        num_documents=token_file.num_documents,
-        num_bytes=num_bytes,
-        vocab_size=vocab_size,
-    )
-
-
-class _Starts:
-    """Where the samples of one source start, computed in blocks."""
-
-    def __init__(self, sampler: WindowSampler) -> None:
-        self.num_windows = sampler.num_windows
-        self._sampler = sampler
-        self._block = lru_cache(maxsize=_BLOCKS_KEPT)(self._make_block)
-
-    def of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `WindowSampler.starts`, for samples that lie near one another [num_samples]."""
-        starts = np.empty_like(samples)
-        blocks = samples // _BLOCK
-        for block in np.unique(blocks).tolist():
-            here = blocks == block
-            starts[here] = self._block(block)[samples[here] - block * _BLOCK]
-        return starts
-
-    def _make_block(self, block: int) -> NDArray[np.int64]:
-        return self._sampler.starts(block * _BLOCK + np.arange(_BLOCK, dtype=np.int64))
-
-
 class Samples:
-    """Read training samples by their numbers.
+    """Training samples, read by their numbers.
 
     Each source goes through its own windows in its own order, epoch after epoch, and the blend
     chooses the source of each sample. An epoch of a blend has as many samples as all its sources.
 
     Attributes:
-        block_size: Tokens a sample predicts.
+        block_size: Tokens that a sample predicts.
         num_windows: Samples of one epoch.
 
     Args:
-        sources: Of the training split; those of weight 0 are never read.
-        block_size: Tokens a sample predicts.
-        seed: Of the order.
+        sources: The sources of the training split; those of weight 0 are never read.
+        block_size: Tokens that a sample predicts.
+        seed: Seed of the order.
 
     Raises:
         DataError: A source is too short for one sample.
@@ -207,23 +169,21 @@ class Samples:
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
         self._blend = Blend([source.weight for source in sources])
-        self._starts = {
-            number: _Starts(
-                WindowSampler(
-                    num_tokens=source.stream.num_tokens,
-                    block_size=block_size,
-                    seed=seed,
-                    source=number,
-                    name="The training text" if len(sources) == 1 else f"The source {source.name}",
-                )
+        self._samplers = {
+            number: WindowSampler(
+                num_tokens=source.stream.num_tokens,
+                block_size=block_size,
+                seed=seed,
+                source=number,
+                name="The training text" if len(sources) == 1 else f"The source {source.name}",
             )
             for number, source in enumerate(sources)
             if source.weight > 0
         }
-        self.num_windows = sum(starts.num_windows for starts in self._starts.values())
+        self.num_windows = sum(sampler.num_windows for sampler in self._samplers.values())
 
     def read(self, samples: NDArray[np.int64]) -> NDArray[Any]:
-        """The tokens of some samples.
+        """Return the tokens of samples.
 
         Args:
             samples: Their numbers, counted from 0 over all epochs [num_samples].
@@ -236,20 +196,82 @@ class Samples:
         """
         length = self.block_size + 1
         if len(self._streams) == 1:
-            return self._streams[0].windows(self._starts[0].of(samples), length)
-        sources, indices = self._blend.locate(samples)
+            return self._streams[0].windows(self._samplers[0].starts(samples), length)
+        sources, numbers = self._blend.locate(samples)
         tokens = np.empty((samples.size, length), self._dtype)
         for source in np.unique(sources).tolist():
             here = sources == source
-            starts = self._starts[source].of(indices[here])
+            starts = self._samplers[source].starts(numbers[here])
             tokens[here] = self._streams[source].windows(starts, length)
         return tokens
 
     def windows_of(self, source: int) -> int:
-        """Samples that one epoch of a source has; 0 for a source of weight 0."""
-        starts = self._starts.get(source)
-        return 0 if starts is None else starts.num_windows
+        """Return the samples of one epoch of a source; 0 for a source of weight 0."""
+        sampler = self._samplers.get(source)
+        return 0 if sampler is None else sampler.num_windows
 
     def served(self, num_samples: int) -> list[int]:
-        """How many of the first `num_samples` samples come from each source."""
+        """Return how many of the first `num_samples` samples come from each source."""
         return self._blend.served(num_samples)
+
+
+def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:
+    """Keep what a run reads of its token files in main memory.
+
+    All processes of a node map the same files and so use the same pages: one process reads and
+    pins them for all.
+
+    Args:
+        corpus: The splits of the run.
+        training: Whether the training split is read, and not the validation split alone.
+    """
+    for source in (*(corpus.train if training else ()), *corpus.validation):
+        if source.weight > 0:
+            hold_in_memory(source.stream)
+
+
+def hold_in_memory(stream: TokenStream) -> bool:
+    """Read a stream's bytes once, from first to last, and pin their pages if that is allowed.
+
+    The pages stay pinned until the process ends.
+
+    Returns:
+        Whether the pages are pinned; if not, the system may evict them.
+    """
+    num_bytes = stream.tokens.nbytes
+    _read(stream, num_bytes)
+    fault = _pin(stream.tokens.ctypes.data, num_bytes)
+    outcome = "pinned" if fault is None else f"read ahead but not pinned ({fault}; see `ulimit -l`)"
+    log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
+    return fault is None
+
+
+def _read(stream: TokenStream, num_bytes: int) -> None:
+    """Bring bytes into the page cache."""
+    # Large sequential reads are faster than the page faults of a memory map.
+    buffer = bytearray(min(_READ_BYTES, num_bytes))
+    with open(beside(stream.file.prefix, ".bin"), "rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), stream.first_byte, num_bytes, os.POSIX_FADV_SEQUENTIAL)
+        file.seek(stream.first_byte)
+        left = num_bytes
+        while left > 0:
+            read = file.readinto(memoryview(buffer)[: min(len(buffer), left)])
+            if not read:
+                break  # cut short since it was mapped; the next access to the map raises
+            left -= read
+
+
+def _pin(address: int, num_bytes: int) -> str | None:
+    """Lock mapped pages; return the reason where that fails."""
+    if num_bytes == 0:
+        return None
+    try:
+        lock = ctypes.CDLL(None, use_errno=True).mlock
+    except (OSError, AttributeError, TypeError):  # a system without it
+        return "this system has no mlock"
+    lock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    lock.restype = ctypes.c_int
+    if lock(address, num_bytes) != 0:
+        return os.strerror(ctypes.get_errno())
+    return None

@@ -1,7 +1,7 @@
 """Shows what is in token files: `python -m llm.data.inspect data/wiki_text_document`.
 
-Exit codes: 0 shown, or verified without fault; 1 `--verify` found faults; 2 a wrong option, or
-files that are missing or, without `--verify`, too damaged to be shown.
+Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option,
+or files that are missing or, without `--verify`, too damaged to be shown.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llm.data.formats.sidecar import Sidecar
 
 _MEASURED = 1_000_000  # documents whose length is measured
-_SAMPLED = 1_000  # documents whose last token is looked at
+_SAMPLED = 1_000  # documents whose last token is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class InspectOptions:
     )
     verify: bool = option(
         False,
-        "Read everything, and say what is damaged; exit with 1 if anything is.",
+        "Read everything and report damage; exit with 1 if there is any.",
         group="Token files",
     )
     documents: int = option(
@@ -64,7 +64,7 @@ class InspectOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program; return the exit code."""
     try:
         options = parse(
             InspectOptions,
@@ -93,17 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _describe(options: InspectOptions) -> list[str]:
-    from llm.data.formats.megatron import TokenFile, open_token_file
+    from llm.data.formats.flat import open_token_file
+    from llm.data.formats.megatron import TokenFile
     from llm.data.formats.sidecar import read_sidecar
 
     file = open_token_file(Path(options.path))
     sidecar = read_sidecar(file.prefix)
     tokenizer, note = _tokenizer(options, sidecar) if options.documents else (None, None)
-    lines = _facts(file)
+    lines = _describe_file(file)
     if sidecar is not None:
-        lines += _facts_of_sidecar(sidecar)
+        lines += _describe_sidecar(sidecar)
     if isinstance(file, TokenFile) and file.num_documents:
-        lines += _facts_of_documents(file, tokenizer)
+        lines += _describe_documents(file, tokenizer)
     lines += _contents(file, options, tokenizer)
     return [*lines, "", note] if note else lines
 
@@ -111,7 +112,7 @@ def _describe(options: InspectOptions) -> list[str]:
 def _tokenizer(
     options: InspectOptions, sidecar: "Sidecar | None"
 ) -> tuple["PreTrainedTokenizerBase | None", str | None]:
-    """The tokenizer that turns ids back into text, if there is one, and a remark on it."""
+    """Return the tokenizer that decodes the ids, if there is one, and a remark on it."""
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
     if sidecar is None and not is_named:
         return None, None
@@ -122,15 +123,15 @@ def _tokenizer(
     )
     if sidecar is not None and not is_named:
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
-        # A vocabulary and its merges, as `prepare` was given them, and no path with a comma.
+        # "vocab.json, merges.txt" is how `prepare` names the two; a path may have a comma, too.
         if comma and not Path(sidecar.tokenizer).exists():
             named = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
         else:
             named = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
-        # Looked for on this machine alone: nobody has asked for a download.
+        # The user has named no tokenizer, so nothing is downloaded.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.runtime.logging import quiet_libraries
-    from llm.tokenizers.load import fingerprint, load_tokenizer
+    from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 
     quiet_libraries()
     try:
@@ -151,9 +152,8 @@ def _row(name: str, value: str) -> str:
     return f"{name:<18}{value}"
 
 
-def _facts(file: "TokenFile | FlatTokenFile") -> list[str]:
-    from llm.data.formats.megatron import TokenFile
-    from llm.data.formats.paths import beside
+def _describe_file(file: "TokenFile | FlatTokenFile") -> list[str]:
+    from llm.data.formats.megatron import TokenFile, beside
 
     if isinstance(file, TokenFile):
         name = file.prefix
@@ -174,7 +174,7 @@ def _facts(file: "TokenFile | FlatTokenFile") -> list[str]:
     return [*lines, _row("size", size)]
 
 
-def _facts_of_sidecar(sidecar: "Sidecar") -> list[str]:
+def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
     made = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
     ends = "appended to each document" if sidecar.append_eos else "not appended"
     eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {ends}"
@@ -192,7 +192,7 @@ def _facts_of_sidecar(sidecar: "Sidecar") -> list[str]:
     ]
 
 
-def _facts_of_documents(
+def _describe_documents(
     file: "TokenFile", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[str]:
     import numpy as np
@@ -224,7 +224,7 @@ def _contents(
     options: InspectOptions,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[str]:
-    """The first documents; of a file that does not know them, the first tokens."""
+    """Describe the first documents, or the first tokens where documents are not known."""
     ranges = [
         (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
         for number in range(min(options.documents, file.num_documents))
@@ -242,7 +242,7 @@ def _contents(
 
 
 def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
-    """The text of some ids, with everything escaped that would upset a terminal."""
+    """Return the text of ids, with characters escaped that would change the terminal."""
     if tokenizer is None:
         return ""
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
@@ -251,5 +251,5 @@ def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect ... | head` ends without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `inspect ... | head` prints no error
     sys.exit(main())

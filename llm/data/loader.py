@@ -1,11 +1,12 @@
-"""From windows to micro-batches on the right device, read ahead by one background thread."""
+"""Micro-batches of samples on the device, read ahead by one background thread."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,22 +14,37 @@ from numpy.typing import NDArray
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Samples, TokenStream
-from llm.data.documents import DocumentEnds
-from llm.data.micro_batch import MicroBatch
+from llm.data.order import DocumentEnds
 from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _STEPS_AHEAD = 2
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """What one rank needs for one optimizer step.
+class MicroBatch(NamedTuple):
+    """The input of one forward pass; each tensor int64 `[micro_batch_size, block_size]`.
 
     Attributes:
-        micro_batches: On the device. `labels[:, t]` is the token that follows
-            `input_ids[:, t]`; -100 is ignored.
-        num_samples: Of this step, over all ranks.
+        input_ids: The tokens.
+        labels: The token that follows each of them; -100 is ignored.
+        positions: Position of each token in its document; None for positions in the window.
+        documents: Number of each token's document in its window, where attention must not cross
+            documents.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The input of one optimizer step on one rank.
+
+    Attributes:
+        micro_batches: The micro-batches, on the device.
+        num_samples: Samples of this step, over all ranks.
         num_tokens: Labels that count in this step, over all ranks.
         samples: This rank's global sample numbers, int64 [at most micro-batches * their size].
     """
@@ -39,37 +55,29 @@ class StepBatch:
     samples: NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainLoader:
     """The micro-batches of one rank in every training step.
 
     Every rank takes part in every micro-batch of every step and shapes never change: where the
     last step is smaller, the missing samples are windows whose labels are all ignored.
 
-    Args:
+    Attributes:
         samples: The tokens of every sample.
         plan: Which samples make a step, and how they are divided among ranks.
         rank: This data-parallel rank.
-        device: Where the micro-batches shall lie.
+        device: Device of the micro-batches.
         ends: How to keep the documents of a window apart; None lets windows run over them.
     """
 
-    def __init__(
-        self,
-        *,
-        samples: Samples,
-        plan: BatchPlan,
-        rank: int,
-        device: torch.device,
-        ends: DocumentEnds | None = None,
-    ) -> None:
-        self._samples = samples
-        self._ends = ends
-        self.plan = plan
-        self._rank = rank
-        self._device = device
+    samples: Samples
+    plan: BatchPlan
+    rank: int
+    device: torch.device
+    ends: DocumentEnds | None = None
 
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
-        """The steps from `start` to the end of the run; what lies before is not read.
+        """Yield the steps from `start` to the end of the run; nothing before `start` is read.
 
         A thread reads ahead. It ends with the iterator, also when that is closed early, and its
         errors are raised here.
@@ -81,145 +89,138 @@ class TrainLoader:
             for step in itertools.islice(todo, _STEPS_AHEAD):
                 pending.append(pool.submit(self._read, step))
             while pending:
-                # Taken before the thread is given more to do: it would compete for the
-                # interpreter with the step that waits.
+                # Waited for before the next step is submitted: the thread would compete for the
+                # interpreter lock with the training step that waits here.
                 batch = pending.popleft().result()
                 for step in itertools.islice(todo, 1):
                     pending.append(pool.submit(self._read, step))
-                # Copied here, not by the thread, so that the copies are queued on the stream that
-                # will use them.
-                yield replace(
-                    batch,
-                    micro_batches=[_moved(micro, self._device) for micro in batch.micro_batches],
-                )
+                # Copied here and not by the thread, so that the copies are queued on the CUDA
+                # stream that uses them.
+                micro_batches = [_to_device(micro, self.device) for micro in batch.micro_batches]
+                yield replace(batch, micro_batches=micro_batches)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> StepBatch:
         first, stop = self.plan.step_samples(step)
-        samples = self.plan.rank_samples(step, self._rank)
+        samples = self.plan.rank_samples(step, self.rank)
         present = samples >= 0
-        block_size = self._samples.block_size
+        block_size = self.samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        windows = self._samples.read(np.where(present, samples, first).reshape(-1))
+        windows = self.samples.read(np.where(present, samples, first).reshape(-1))
         windows = windows.reshape(*samples.shape, block_size + 1)
-        pin = self._device.type == "cuda"
-        micro_batches = []
-        for window, counts in zip(windows, present, strict=True):
-            micro_batches.append(_micro_batch(window, counts, self._ends, pin))
+        pin = self.device.type == "cuda"
         return StepBatch(
-            micro_batches=micro_batches,
+            micro_batches=[
+                _micro_batch(window, counts, self.ends, pin)
+                for window, counts in zip(windows, present, strict=True)
+            ],
             num_samples=stop - first,
             num_tokens=(stop - first) * block_size,
             samples=samples[present],
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class EvalLoader:
     """One rank's batches of an evaluation, which predicts each token of a stream but the first.
 
     Windows lie side by side and the stream is no ring here. The last window is filled up with
-    ignored labels, and every rank yields the same number of batches, some of them ignored as a
-    whole. Iterating again gives the same batches.
+    ignored labels, and every rank yields the same number of batches, where need be with ignored
+    labels only. Iterating again gives the same batches.
 
-    Args:
+    Attributes:
         stream: The tokens.
-        block_size: Tokens a window predicts.
-        micro_batch_size: Windows in a batch.
+        block_size: Tokens that a window predicts.
+        micro_batch_size: Windows of a batch.
         rank: This data-parallel rank.
         world_size: Data-parallel ranks.
-        device: Where the batches shall lie.
+        device: Device of the batches.
         max_batches: Batches at most, over all ranks; None takes the whole stream.
         ends: How to keep the documents of a window apart; None lets windows run over them.
-        name: Of the stream, for messages.
+        name: Name of the stream, for messages.
 
     Raises:
         DataError: The stream has fewer than two tokens.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: TokenStream,
-        block_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        max_batches: int | None,
-        ends: DocumentEnds | None = None,
-        name: str = "The validation text",
-    ) -> None:
-        if stream.num_tokens < 2:
+    stream: TokenStream
+    block_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+    device: torch.device
+    max_batches: int | None
+    ends: DocumentEnds | None = None
+    name: str = "The validation text"
+
+    def __post_init__(self) -> None:
+        """Refuse a stream without a token to predict."""
+        if self.stream.num_tokens < 2:
             raise DataError(
-                f"{name} has {stream.num_tokens} token(s), and predicting one takes "
+                f"{self.name} has {self.stream.num_tokens} token(s), and predicting one takes "
                 "two; give more with --validation_file, --validation_split_percentage or --split."
             )
-        self._stream = stream
-        self._block_size = block_size
-        self._micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._device = device
-        self._ends = ends
-        windows = -(-(stream.num_tokens - 1) // block_size)
-        if max_batches is not None:
-            windows = min(windows, max_batches * micro_batch_size)
-        self._num_batches = -(-windows // (micro_batch_size * world_size))
-        self._num_labels = min(stream.num_tokens - 1, windows * block_size)
+
+    def _num_windows(self) -> int:
+        windows = math.ceil((self.stream.num_tokens - 1) / self.block_size)
+        if self.max_batches is None:
+            return windows
+        return min(windows, self.max_batches * self.micro_batch_size)
 
     def __len__(self) -> int:
-        """Batches that each rank yields."""
-        return self._num_batches
+        """Return the number of batches of each rank."""
+        return math.ceil(self._num_windows() / (self.micro_batch_size * self.world_size))
 
     @property
     def num_tokens(self) -> int:
         """Labels that count, over all ranks and batches."""
-        return self._num_labels
+        return min(self.stream.num_tokens - 1, self._num_windows() * self.block_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yields the batches, on the device."""
-        size = self._micro_batch_size
-        pin = self._device.type == "cuda"
-        for batch in range(self._num_batches):
-            first = (batch * self._world_size + self._rank) * size
-            starts = (first + np.arange(size, dtype=np.int64)) * self._block_size
+        """Yield the batches, on the device."""
+        size = self.micro_batch_size
+        pin = self.device.type == "cuda"
+        for batch in range(len(self)):
+            first = (batch * self.world_size + self.rank) * size
+            starts = (first + np.arange(size, dtype=np.int64)) * self.block_size
             # Windows past the end wrap around; their labels do not count.
-            tokens = self._stream.windows(starts, self._block_size + 1)
-            predicts = starts[:, None] + np.arange(self._block_size) < self._num_labels
-            yield _moved(_micro_batch(tokens, predicts, self._ends, pin), self._device)
+            tokens = self.stream.windows(starts, self.block_size + 1)
+            counts = starts[:, None] + np.arange(self.block_size) < self.num_tokens
+            yield _to_device(_micro_batch(tokens, counts, self.ends, pin), self.device)
 
 
 def _micro_batch(
     windows: NDArray[Any], counts: NDArray[np.bool_], ends: DocumentEnds | None, pin: bool
 ) -> MicroBatch:
-    """Inputs and labels of windows [num_windows, block_size + 1]; `counts` picks the labels."""
-    labels = _tensor(windows[:, 1:], pin)
+    """Make a micro-batch of windows [num_windows, block_size + 1].
+
+    Args:
+        windows: Token ids.
+        counts: Which labels count, of each window or of each token.
+        ends: How to keep the documents of a window apart.
+        pin: Whether to make the tensors in pinned memory, from which copies are asynchronous.
+    """
+
+    def tensor(values: NDArray[Any]) -> torch.Tensor:
+        # Copied once, from the file's dtype to int64 in the memory that the device reads.
+        result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin)
+        result.numpy()[...] = values
+        return result
+
+    labels = tensor(windows[:, 1:])
     if not counts.all():
         labels.numpy()[~counts] = IGNORED
     positions, documents = (None, None) if ends is None else ends.split(windows[:, :-1])
     return MicroBatch(
-        _tensor(windows[:, :-1], pin),
+        tensor(windows[:, :-1]),
         labels,
-        None if positions is None else _tensor(positions, pin),
-        None if documents is None else _tensor(documents, pin),
+        None if positions is None else tensor(positions),
+        None if documents is None else tensor(documents),
     )
 
 
-def _tensor(values: NDArray[Any], pin: bool) -> torch.Tensor:
-    """Copied once, from the file's dtype to where the device fetches it."""
-    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin)
-    tensor.numpy()[...] = values
-    return tensor
-
-
-def _moved(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(device, non_blocking=True)
-
-    return MicroBatch(
-        micro.input_ids.to(device, non_blocking=True),
-        micro.labels.to(device, non_blocking=True),
-        moved(micro.positions),
-        moved(micro.documents),
+def _to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    return MicroBatch._make(
+        None if tensor is None else tensor.to(device, non_blocking=True) for tensor in micro
     )

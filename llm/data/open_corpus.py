@@ -1,39 +1,36 @@
-"""From the options of the data to a corpus: token files that are ready, or text made into some."""
+"""From the options of the data to a corpus: token files that exist, or that text is made into."""
 
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.data.corpus import Corpus, CorpusSource, whole
-from llm.data.documents import DocumentEnds, check_document_ends
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, open_token_file, token_dtype
+import numpy as np
+
+from llm.data.corpus import Corpus, CorpusSource, TokenStream
+from llm.data.formats.flat import FlatTokenFile, open_token_file
+from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
-from llm.data.options import DataOptions
+from llm.data.options import DataOptions, bounded_workers
+from llm.data.order import DocumentEnds
 from llm.data.preparation.cache import TokenCache
 from llm.data.preparation.encoder import Encoding, end_token
 from llm.data.preparation.output_files import read_row_bytes
-from llm.data.preparation.workers import bounded_workers
-from llm.data.splits import (
-    DEFAULT_SPLIT,
-    WeightedPath,
-    parse_blend,
-    parse_split,
-    split_documents,
-    split_rows,
-)
+from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
 from llm.data.text.hub import dataset_sources
 from llm.data.text.sources import Source, file_source
 from llm.errors import DataError
 from llm.runtime.world import launch_id
 from llm.tokenizers.fast import from_transformers
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_DOCUMENTS_CHECKED = 100
+_TOKENS_CHECKED = 1 << 20
 
 Words = Sequence[float | str]
 
@@ -52,10 +49,10 @@ def open_corpus(
 
     Args:
         options: Which tokens or texts, and how they are split.
-        tokenizer: Makes tokens of texts; ready token files must be of the same one.
-        vocab_size: Of tokenizer and model, whichever is larger.
-        ends: How to keep documents apart; then they must end with its token.
-        trust_remote_code: Whether a data set may bring code of its own.
+        tokenizer: Makes tokens of texts; token files must have been made with it.
+        vocab_size: Vocabulary of the tokenizer or the model, whichever is larger.
+        ends: How to keep documents apart; documents must then end with its token.
+        trust_remote_code: Whether to run code that comes with a data set.
 
     Raises:
         ConfigError: The options make no blend or no split.
@@ -98,7 +95,7 @@ def _token_cache(
 
 
 def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, Source]:
-    """The texts to train and to evaluate on, by the name of their split."""
+    """Return the texts to train and to evaluate on, by the name of their split."""
     sources: dict[str, Source] = {}
     if options.dataset_name is not None:
         sources = dataset_sources(
@@ -125,23 +122,13 @@ def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, So
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenFile:
-    """A source of a blend: its file, its normalised weight, and the bytes of its text if known."""
-
-    file: TokenFile | FlatTokenFile
-    name: str
-    weight: float
-    text_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Opener:
     """Opens token files that fit a run.
 
     Attributes:
-        options: Of the data.
-        tokenizer_fingerprint: Of the tokenizer that the run uses.
-        vocab_size: Of tokenizer and model, whichever is larger.
+        options: Options of the data.
+        tokenizer_fingerprint: Fingerprint of the tokenizer that the run uses.
+        vocab_size: Vocabulary of the tokenizer or the model, whichever is larger.
         ends: How to keep documents apart.
     """
 
@@ -152,73 +139,74 @@ class _Opener:
 
     def open_split(self) -> Corpus:
         """Open the files of `data_path` and split each of them by `split`."""
-        if self.options.split is None:
-            split, text = parse_split(DEFAULT_SPLIT), f"{DEFAULT_SPLIT} (the default)"
-        else:
-            split, text = parse_split(self.options.split), self.options.split
+        text = self.options.split
+        split = parse_split(DEFAULT_SPLIT if text is None else text)
+        text = f"{DEFAULT_SPLIT} (the default)" if text is None else text
         train: list[CorpusSource] = []
         validation: list[CorpusSource] = []
         for source in self._open(self.options.data_path, "--data_path"):
             if source.weight == 0:
-                # It keeps its number in the blend, so that the order of the others stays.
-                train.append(self._whole(source))
+                # It keeps its number in the blend, which keys the order of each source.
+                train.append(source)
                 continue
-            streams = split_documents(source.file, split, text=text, vocab_size=self.vocab_size)
+            streams = split_documents(
+                source.stream.file, split, text=text, vocab_size=self.vocab_size
+            )
             for stream, sources in zip(streams, (train, validation), strict=True):
                 if stream is not None:
-                    sources.append(CorpusSource(source.name, source.weight, stream))
+                    sources.append(replace(source, stream=stream))
         return Corpus(train=tuple(train) if split[0] > 0 else (), validation=tuple(validation))
 
     def open_whole(self, train: Words, validation: Words) -> Corpus:
         """Open files to train on and others to evaluate on."""
-        train_files = self._open(train, "--train_data_path")
-        validation_files = self._open(validation, "--valid_data_path")
+        train_sources = self._open(train, "--train_data_path")
+        validation_sources = self._open(validation, "--valid_data_path")
         return Corpus(
-            train=tuple(self._whole(source) for source in train_files),
-            validation=tuple(self._whole(file) for file in validation_files if file.weight > 0),
+            train=tuple(train_sources),
+            validation=tuple(source for source in validation_sources if source.weight > 0),
         )
 
     def open_split_rows(self, prefix: Path) -> Corpus:
         """Open a file of the cache and split `validation_split_percentage` of its rows off."""
         (source,) = self._open((str(prefix),), "--train_file")
-        assert isinstance(source.file, TokenFile)  # the cache holds no others
+        assert isinstance(source.stream.file, TokenFile)  # the cache holds no others
         train, validation = split_rows(
-            source.file,
+            source.stream.file,
             read_row_bytes(prefix),
             self.options.validation_split_percentage,
             vocab_size=self.vocab_size,
         )
         return Corpus(
-            train=(CorpusSource(source.name, 1.0, train),),
-            validation=(CorpusSource(source.name, 1.0, validation),),
+            train=(replace(source, stream=train),),
+            validation=(replace(source, stream=validation),),
         )
 
-    def _open(self, words: Words, option: str) -> list[_OpenFile]:
-        """Open the sources of one option, check them, and normalise their weights."""
+    def _open(self, words: Words, option: str) -> list[CorpusSource]:
+        """Open and check the token files of one option, whole, and normalise their weights."""
         if not words:
             return []
-        paths = parse_blend(words, option=option)
-        files = [open_token_file(path.prefix) for path in paths]
-        text_bytes = [self._check(file) for file in files]
-        weights = [
-            float(file.num_tokens) if path.weight is None else path.weight
-            for path, file in zip(paths, files, strict=True)
-        ]
+        paths, weights = parse_blend(words, option=option)
+        streams = [self._open_file(path) for path in paths]
+        weights = weights or [float(stream.num_tokens) for stream in streams]
         total = sum(weights)
         return [
-            _OpenFile(file, name, weight / total, num_bytes)
-            for file, name, weight, num_bytes in zip(
-                files, _names(paths), weights, text_bytes, strict=True
-            )
+            CorpusSource(name, weight / total, stream)
+            for name, weight, stream in zip(_names(paths), weights, streams, strict=True)
         ]
 
-    def _check(self, file: TokenFile | FlatTokenFile) -> int | None:
-        """Compare a file with the tokenizer and the model; return its text's bytes, if known."""
+    def _open_file(self, path: Path) -> TokenStream:
+        """Open a token file and compare it with the tokenizer and the model."""
+        file = open_token_file(path)
         if file.num_tokens == 0:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it anew.")
         sidecar = read_sidecar(file.prefix)
         if sidecar is not None:
-            check_tokenizer(file.prefix, sidecar, self.tokenizer_fingerprint, self.options.force)
+            check_tokenizer(
+                file.prefix,
+                sidecar,
+                self.tokenizer_fingerprint,
+                self.options.ignore_tokenizer_mismatch,
+            )
             if sidecar.largest_token >= self.vocab_size:
                 raise DataError(
                     f"{file.prefix}.bin holds the token id {sidecar.largest_token}, and the "
@@ -227,16 +215,39 @@ class _Opener:
                 )
         if self.ends is not None:
             check_document_ends(file, self.ends.eos_token_id)
-        return None if sidecar is None else sidecar.text_bytes
-
-    def _whole(self, source: _OpenFile) -> CorpusSource:
-        stream = whole(source.file, source.text_bytes, vocab_size=self.vocab_size)
-        return CorpusSource(source.name, source.weight, stream)
+        num_bytes = None if sidecar is None else sidecar.text_bytes
+        return TokenStream(file, num_bytes=num_bytes, vocab_size=self.vocab_size)
 
 
-def _names(sources: Sequence[WeightedPath]) -> list[str]:
+def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> None:
+    """Refuse token files in which no document ends with the end-of-text token.
+
+    Args:
+        file: The token file.
+        eos_token_id: The token that should end documents.
+
+    Raises:
+        DataError: None of the first documents ends with it; where the document ends are
+            not known, none of the first million tokens is it.
+    """
+    number = min(_DOCUMENTS_CHECKED, file.num_documents)
+    if number:
+        ends = np.array([file.document_start(document) for document in range(1, number + 1)])
+        tokens = file.tokens[ends[ends > 0] - 1]
+        fault = f"none of its first {number} documents ends with the id {eos_token_id}"
+    else:
+        tokens = file.tokens[:_TOKENS_CHECKED]
+        fault = f"the id {eos_token_id} is not among its first {tokens.size:,} tokens"
+    if not (tokens == eos_token_id).any():
+        raise DataError(
+            "--reset_position_ids and --reset_attention_mask need documents that end with the "
+            f"tokenizer's end-of-text token, and those of {file.prefix} do not: {fault}. Prepare "
+            "it anew with --append_eod, or leave the two options out."
+        )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ."""
-    paths = [source.prefix for source in sources]
     for length in range(1, 1 + max(len(path.parts) for path in paths)):
         names = [Path(*path.parts[-length:]).as_posix() for path in paths]
         if len(set(names)) == len(names):

@@ -1,5 +1,7 @@
 """Options of the data: its source, its order, batches, the length of a run."""
 
+import logging
+import os
 from dataclasses import dataclass
 
 from llm.config.options import given, option
@@ -8,10 +10,12 @@ DATA = "Data"
 BATCH = "Batch"
 LENGTH = "Length of training"
 
+log = logging.getLogger("llm.data")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What is trained and evaluated on."""
+    """Options of the training and validation data."""
 
     dataset_name: str | None = option(
         None,
@@ -62,9 +66,8 @@ class DataOptions:
     )
     split: str | None = option(
         None,
-        "How the documents of each file of data_path are shared out to training, validation and "
-        "testing (which is left aside), such as 980,10,10; 100,0,0 trains only. By default "
-        "969,30,1.",
+        "How the documents of each file of data_path are divided among training, validation and "
+        "testing (which is not used), such as 980,10,10; 100,0,0 trains only. By default 969,30,1.",
         group=DATA,
         requires=("data_path",),
         resume="fixed",
@@ -87,7 +90,12 @@ class DataOptions:
         group=DATA,
         resume="fixed",
     )
-    force: bool = option(False, "Train on token files that another tokenizer made.", group=DATA)
+    ignore_tokenizer_mismatch: bool = option(
+        False,
+        "Train on token files that another tokenizer made.",
+        group=DATA,
+        renamed_from="force",
+    )
     validation_split_percentage: float = option(
         5,
         "Percentage of the training rows, from the start, that validate when there is no "
@@ -140,7 +148,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Samples of a step, and steps of a run."""
+    """Options of batches and of the length of a run."""
 
     per_device_train_batch_size: int = option(
         8, "Samples of one micro-batch on one device.", group=BATCH, resume="logged", at_least=1
@@ -181,17 +189,11 @@ SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 
 
 def data_problems(options: DataOptions) -> list[str]:
-    """What cannot work about the data, a sentence each."""
-    return [
-        *_source_problems(options),
-        *_token_file_problems(options),
-        *_document_problems(options),
-    ]
-
-
-def _source_problems(options: DataOptions) -> list[str]:
+    """Return what cannot work about the data, a sentence each."""
     problems = []
     sources = [name for name in SOURCES if getattr(options, name)]
+    token_files = options.data_path or options.train_data_path or options.valid_data_path
+    text = options.dataset_name or options.train_file or options.validation_file
     if len(sources) > 1:
         problems.append(
             f"{' and '.join(f'--{name}' for name in sources)} are "
@@ -201,13 +203,6 @@ def _source_problems(options: DataOptions) -> list[str]:
         problems.append(
             "--dataset_name and --validation_file are two sources of data; give one of them."
         )
-    return problems
-
-
-def _token_file_problems(options: DataOptions) -> list[str]:
-    problems = []
-    token_files = options.data_path or options.train_data_path or options.valid_data_path
-    text = options.dataset_name or options.train_file or options.validation_file
     if options.valid_data_path and (options.data_path or text):
         problems.append(
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
@@ -218,8 +213,10 @@ def _token_file_problems(options: DataOptions) -> list[str]:
             "--validation_file is text and does not go with token files; name token files to "
             "evaluate on with --valid_data_path."
         )
-    if options.force and not token_files:
-        problems.append("--force is for token files, and none are given.")
+    if options.ignore_tokenizer_mismatch and not token_files:
+        problems.append(
+            "ignore_tokenizer_mismatch (formerly --force) is for token files, and none are given."
+        )
     if token_files:
         problems += [
             f"--{name} is for text, and token files are ready; leave it out."
@@ -228,20 +225,18 @@ def _token_file_problems(options: DataOptions) -> list[str]:
         ]
     if token_files and "validation_split_percentage" in given(options):
         problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
+    if text and not options.append_eos:
+        problems += [
+            f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos "
+            "out."
+            for name in ("reset_position_ids", "reset_attention_mask")
+            if getattr(options, name)
+        ]
     return problems
 
 
-def _document_problems(options: DataOptions) -> list[str]:
-    text = options.dataset_name or options.train_file or options.validation_file
-    return [
-        f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos out."
-        for name in ("reset_position_ids", "reset_attention_mask")
-        if getattr(options, name) and text and not options.append_eos
-    ]
-
-
 def batch_problems(options: BatchOptions) -> list[str]:
-    """What cannot work about batches and the length of the run, a sentence each."""
+    """Return what cannot work about batches and the length of the run, a sentence each."""
     problems = []
     if options.max_train_steps is not None and options.max_train_samples is not None:
         problems.append("--max_train_steps and --max_train_samples exclude each other.")
@@ -251,3 +246,25 @@ def batch_problems(options: BatchOptions) -> list[str]:
             "--gradient_accumulation_steps."
         )
     return problems
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # a batch system may give a job some of them only
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
+    """Return the number of workers that a user asked for, but no more than are useful.
+
+    Args:
+        wanted: The number asked for; None takes all that are useful.
+        most: How many are useful; None is the cores that this process may use.
+    """
+    most = most or num_cores()
+    if wanted is None:
+        return most
+    if wanted > most:
+        log.info(f"taking {most:,} workers, not {wanted:,}: there are {num_cores():,} cores")
+    return min(wanted, most)

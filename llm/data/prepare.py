@@ -43,7 +43,7 @@ class PrepareConfig:
         aliases=("json_key", "json_keys"),
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "What of a txt file is a document; blank lines part paragraphs.", group=INPUT
+        "file", "What of a txt file is a document; blank lines separate paragraphs.", group=INPUT
     )
     dataset_name: str | None = option(
         None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
@@ -99,7 +99,7 @@ class PrepareConfig:
     )
     allow_special_tokens: bool = option(
         False,
-        "Take the name of a special token in a text, such as <|endoftext|>, for that token; by "
+        "Encode the name of a special token in a text, such as <|endoftext|>, as that token; by "
         "default it is text.",
         group=TOKENIZER,
     )
@@ -123,7 +123,7 @@ class PrepareConfig:
     shuffle: Literal["none", "documents"] = option(
         "none", "Shuffle the documents by the seed.", group=OUTPUT
     )
-    seed: int = option(0, "Of the shuffling.", group=OUTPUT, at_least=0)
+    seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
     validation_split_percentage: float = option(
         0.05,
         "Percentage of the documents, from the first one, in nanoGPT's val.bin; 0 writes none.",
@@ -145,7 +145,7 @@ def check(config: PrepareConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
-        ConfigError: With all the complaints in one message, one sentence each.
+        ConfigError: All complaints in one message, a sentence each.
     """
     problems = []
     if bool(config.input) == (config.dataset_name is not None):
@@ -167,15 +167,15 @@ def prepare(config: PrepareConfig) -> None:
     """Write the token files.
 
     Raises:
-        LLMError: In one sentence, what is wrong with an option or with the data.
+        LLMError: An option or the data is wrong.
     """
-    # There is no linear algebra here, for which numpy would start threads.
+    # numpy would start a thread on each core for linear algebra, of which there is none here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Imported here, so that --help and a wrong option need none of it.
+    # Imported here, so that --help and a wrong option load no library.
     from llm.data.formats.megatron import token_dtype
+    from llm.data.options import bounded_workers
     from llm.data.preparation.encoder import Encoding, end_token
     from llm.data.preparation.prepare_files import prepare_files
-    from llm.data.preparation.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
@@ -210,7 +210,7 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
-    """What is read for each file that is written."""
+    """Return the sources of each output."""
     from llm.data.preparation.output_files import Output
     from llm.data.text.sources import text_sources
 
@@ -271,7 +271,7 @@ def _suffixed(prefix: Path, suffix: str) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program; return the exit code."""
     set_up_logging(rank=0)
     try:
         config = parse(

@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,70 +15,59 @@ from llm.data.formats.megatron import TokenFile
 from llm.errors import ConfigError, DataError
 
 DEFAULT_SPLIT = "969,30,1"
-_SPLITS = ("training", "validation", "testing")
 
 log = logging.getLogger("llm.data")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedPath:
-    """One source of a blend.
-
-    Attributes:
-        prefix: The path of its token files without their suffix.
-        weight: Its weight; None where no source has one.
-    """
-
-    prefix: Path
-    weight: float | None
-
-
-def parse_blend(words: Sequence[float | str], *, option: str) -> list[WeightedPath]:
-    """Read prefixes, alone or each after its weight.
+def parse_blend(
+    words: Sequence[float | str], *, option: str
+) -> tuple[list[Path], list[float] | None]:
+    """Read prefixes of token files, alone or each after its weight.
 
     Args:
-        words: Numbers are weights.
+        words: Numbers are weights, strings are prefixes.
         option: The option that they were given with, for messages.
+
+    Returns:
+        (prefixes, their weights); None in place of the weights where no prefix has one.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight cannot be one.
     """
     weighted = isinstance(words[0], int | float)
-    sources: list[WeightedPath] = []
+    paths: list[Path] = []
+    weights: list[float] = []
     for number, word in enumerate(words):
         wants_weight = weighted and number % 2 == 0
-        if wants_weight != isinstance(word, int | float):
-            raise _misplaced(word, option, weighted=weighted)
-        if not isinstance(word, str):
-            if not math.isfinite(word) or word < 0:
+        if isinstance(word, str):
+            if wants_weight:
                 raise ConfigError(
-                    f"{option} gives the weight {word:g}; weights must be finite and not negative."
+                    f"{option} gives {word} without a weight before it; give a weight before each "
+                    "prefix, or none at all."
                 )
+            paths.append(Path(word))
             continue
-        weight = float(words[number - 1]) if weighted else None
-        sources.append(WeightedPath(Path(word), weight))
+        if weighted and not wants_weight:
+            raise ConfigError(
+                f"{option} has the number {word:g} where a prefix belongs; give a weight before "
+                f"each prefix, and write a file of that name as ./{word:g}."
+            )
+        if not weighted:
+            raise ConfigError(
+                f"{option} has the weight {word:g} after prefixes without one; give a weight "
+                "before each prefix, or none at all, and write a file of that name as "
+                f"./{word:g}."
+            )
+        if not math.isfinite(word) or word < 0:
+            raise ConfigError(
+                f"{option} gives the weight {word:g}; weights must be finite and not negative."
+            )
+        weights.append(float(word))
     if isinstance(words[-1], int | float):
         raise ConfigError(f"{option} ends with the weight {words[-1]:g}; a prefix must follow it.")
-    if weighted and not any(source.weight for source in sources):
+    if weighted and not any(weights):
         raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
-    return sources
-
-
-def _misplaced(word: float | str, option: str, *, weighted: bool) -> ConfigError:
-    if isinstance(word, str):
-        return ConfigError(
-            f"{option} gives {word} without a weight before it; give a weight before each prefix, "
-            "or none at all."
-        )
-    if weighted:
-        return ConfigError(
-            f"{option} has the number {word:g} where a prefix belongs; give a weight before each "
-            f"prefix, and write a file of that name as ./{word:g}."
-        )
-    return ConfigError(
-        f"{option} has the weight {word:g} after prefixes without one; give a weight before each "
-        f"prefix, or none at all, and write a file of that name as ./{word:g}."
-    )
+    return paths, weights if weighted else None
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -89,7 +77,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         The three fractions, with the sum 1.
 
     Raises:
-        ConfigError: These are no such numbers.
+        ConfigError: The text is not made of such numbers.
     """
     try:
         numbers = [float(word) for word in text.split(",")]
@@ -113,7 +101,7 @@ def split_documents(
     text: str,
     vocab_size: int | None,
 ) -> tuple[TokenStream | None, TokenStream | None]:
-    """Split a token file by its documents, as Megatron-LM does; the third split is left aside.
+    """Split a token file by its documents, as Megatron-LM does; the third split is not used.
 
     Bounds are the cumulative fractions times the number of documents, rounded to the nearest,
     halves to the even. A file that does not know its documents is split by tokens.
@@ -122,7 +110,7 @@ def split_documents(
         file: The token file.
         split: The fractions, with the sum 1.
         text: The split as the user wrote it, for messages.
-        vocab_size: Ids from here on are refused when they are read; None where there are none.
+        vocab_size: As for `TokenStream`.
 
     Returns:
         (training, validation); None where the split asks for none.
@@ -135,31 +123,27 @@ def split_documents(
     if by_tokens:
         log.info(f"{file.prefix} does not say where documents end: --split {text} cuts its tokens")
     bounds = [round(bound * float(units)) for bound in itertools.accumulate(split, initial=0.0)]
-    streams: list[TokenStream | None] = []
-    for number in (0, 1):
+
+    def stream(number: int, name: str) -> TokenStream | None:
         first, stop = bounds[number], bounds[number + 1]
         if split[number] == 0:
-            streams.append(None)
-            continue
+            return None
         if first >= stop:
             raise DataError(
-                f"--split {text} leaves no {unit} for {_SPLITS[number]} of {file.prefix}, which "
+                f"--split {text} leaves no {unit} for {name} of {file.prefix}, which "
                 f"has {units:,} {unit}; change the split, or give more text."
             )
-        start, end = first, stop
-        if not by_tokens:
-            start, end = file.document_start(first), file.document_start(stop)
-        streams.append(
-            TokenStream(
-                file,
-                start=start,
-                stop=end,
-                num_documents=0 if by_tokens else stop - first,
-                num_bytes=None,
-                vocab_size=vocab_size,
-            )
+        if by_tokens:
+            return TokenStream(file, start=first, stop=stop, vocab_size=vocab_size)
+        return TokenStream(
+            file,
+            start=file.document_start(first),
+            stop=file.document_start(stop),
+            num_documents=stop - first,
+            vocab_size=vocab_size,
         )
-    return streams[0], streams[1]
+
+    return stream(0, "training"), stream(1, "validation")
 
 
 def split_rows(
@@ -173,7 +157,7 @@ def split_rows(
         file: The token file.
         row_bytes: UTF-8 bytes of the text of each sequence.
         percentage: Above 0, to 100.
-        vocab_size: As for `split_documents`.
+        vocab_size: As for `TokenStream`.
 
     Returns:
         (training, validation).
@@ -195,16 +179,15 @@ def split_rows(
     ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
-        start=0,
         stop=end,
         num_documents=begun,
+        # The sum of uint32 in int64: a large corpus has more bytes than uint32 can count.
         num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )
     training = TokenStream(
         file,
         start=end,
-        stop=file.num_tokens,
         num_documents=file.num_documents - ended,
         num_bytes=int(row_bytes[split_row:].sum(dtype=np.int64)),
         vocab_size=vocab_size,

@@ -1,7 +1,7 @@
 """Trains a tokenizer on text files: `python -m llm.data.train_tokenizer --input text/*.jsonl ...`.
 
-The output is an ordinary Hugging Face tokenizer folder. It appears under its name when it is
-whole, and a SentencePiece tokenizer only when its ids are those of SentencePiece itself.
+The output is an ordinary Hugging Face tokenizer folder, renamed into place when it is complete. The
+ids of a SentencePiece tokenizer are compared with those of SentencePiece itself first.
 
 Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.data.preparation.workers import bounded_workers, num_cores
+from llm.data.options import bounded_workers, num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.errors import ConfigError, LLMError
@@ -27,13 +27,13 @@ from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
-from llm.tokenizers.train import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
+from llm.tokenizers.training import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")
 _SENTENCEPIECE = ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id")
 _THREADS = 16
-"""Taken on any machine, so that a unigram model does not depend on its cores."""
+"""The same on any machine, so that a unigram model does not depend on the number of cores."""
 _MOST_TOKENS = 10_000_000
 """Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
 _FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
@@ -111,10 +111,7 @@ class TrainTokenizerOptions:
         at_least=-1,
     )
     unk_id: int | None = option(
-        None,
-        "Id of <unk>, by default 0 (sentencepiece).",
-        group=_TOKENIZER,
-        at_least=0,
+        None, "Id of <unk>, by default 0 (sentencepiece).", group=_TOKENIZER, at_least=0
     )
     bos_id: int | None = option(
         None,
@@ -142,7 +139,7 @@ class TrainTokenizerOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program and return the exit code."""
     set_up_logging(rank=0)
     try:
         options = parse(
@@ -187,11 +184,16 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         try:
             _train(options, texts, num_threads, unfinished)
         except Exception:
-            if texts.failure is not None:  # which the libraries hide
-                raise texts.failure from None
+            if texts.error is not None:  # the libraries replace it by one of their own
+                raise texts.error from None
             raise
         report = _report(unfinished, texts)
-        _put_in_place(unfinished, output)
+        replaced = unfinished.with_suffix(".replaced")
+        if output.exists():
+            output.rename(replaced)
+        unfinished.rename(output)
+        if replaced.is_dir():
+            shutil.rmtree(replaced)
     except OSError as error:
         raise ConfigError(
             f"--output_dir {output} cannot be written: {error.strerror or error}."
@@ -211,9 +213,18 @@ def check_options(options: TrainTokenizerOptions) -> None:
         raise ConfigError("No text is named: give files, patterns or folders with --input.")
     if options.output_dir is None:
         raise ConfigError("No output is named: give the folder to write with --output_dir.")
-    _check_output(Path(options.output_dir), options.overwrite)
-    kinds = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
-    if options.normalization in kinds[options.library]:
+    output = Path(options.output_dir)
+    if output.exists() and not options.overwrite:
+        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
+    if output.exists():
+        names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+        if others := sorted(names - _FILES if output.is_dir() else names):
+            raise ConfigError(
+                f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
+                "--overwrite does not replace it; name another folder."
+            )
+    lacking = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
+    if options.normalization in lacking[options.library]:
         raise ConfigError(
             f"--library {options.library} has no --normalization {options.normalization}; "
             "see --help for those that it has."
@@ -230,23 +241,9 @@ def check_options(options: TrainTokenizerOptions) -> None:
 
 
 def _given(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
-    """The options that are set, by name."""
+    """Return the options that are set, by name."""
     values = {name: getattr(options, name) for name in names}
     return {name: v for name, v in values.items() if v is not None and v is not False}
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
-    others = [path.name for path in output.iterdir()] if output.is_dir() else [output.name]
-    others = sorted(set(others) - (_FILES if output.is_dir() else set()))
-    if others:
-        raise ConfigError(
-            f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
-            "--overwrite does not replace it; name another folder."
-        )
 
 
 def _train(
@@ -261,16 +258,16 @@ def _train(
         file.write_bytes(train_sentencepiece(texts, **flags))
         model = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
         backend, special_tokens = model.backend, model.special_tokens
-    # The library's own way to save hides why a file cannot be written.
+    # Tokenizer.save does not say why a file cannot be written.
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-    # The class by its name in all versions of transformers.
+    # This name of the class is known to all versions of transformers.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
     text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _report(folder: Path, texts: TrainingTexts) -> str:
-    """What was read and made, in a line; the tokenizer is loaded as its users will."""
+    """Describe text and tokenizer in a line; the tokenizer is loaded as its users load it."""
     tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
     assert tokenizer.backend is not None
     encoded = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
@@ -281,15 +278,6 @@ def _report(folder: Path, texts: TrainingTexts) -> str:
         f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
         f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
     )
-
-
-def _put_in_place(unfinished: Path, output: Path) -> None:
-    replaced = unfinished.with_suffix(".replaced")
-    if output.exists():
-        output.rename(replaced)
-    unfinished.rename(output)
-    if replaced.is_dir():
-        shutil.rmtree(replaced)
 
 
 if __name__ == "__main__":

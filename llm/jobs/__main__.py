@@ -21,8 +21,9 @@ from llm.runtime.files import write_whole
 from llm.trainers.gpt.main import parse_args
 
 _LEAST_MINUTES = 30
+"""To start, train and save."""
 
-# As the scripts of Megatron-LM name them: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
+# Names from the scripts of Megatron-LM: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
 _ENVIRONMENT_VARIABLES = {
     "tensor_parallel_size": "TP_SIZE",
     "pipeline_parallel_size": "PP_SIZE",
@@ -60,11 +61,11 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
 
     Args:
         options: Options of this program.
-        command: The arguments that they were read from, which the script's head repeats.
+        command: The arguments of this program, which the script's head repeats.
         trainer: Arguments of the trainer.
 
     Raises:
-        ConfigError: An option does not fit the others, or the trainer would refuse its own.
+        ConfigError: An option does not fit the others, or the trainer refuses its arguments.
     """
     site = SITES[options.site]
     job = replace(
@@ -78,8 +79,13 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
     if not trainer:
         raise ConfigError("The trainer's options are missing: write them after --.")
     minutes = read_minutes(job.time)
-    _check_time(job, minutes)
-    trainer = _with_what_the_job_needs(job, trainer, minutes)
+    for name in ("requeue", "chain"):
+        if getattr(job, name) and minutes <= _LEAST_MINUTES:
+            raise ConfigError(
+                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
+                f"and save in; --time {job.time} is less."
+            )
+    trainer = _with_stop_and_resume(job, trainer, minutes)
     queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
     swept, values = _read_sweep(job.sweep, trainer)
     output_dir = parse_args(trainer).output_dir
@@ -109,25 +115,24 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
 
 
 def read_minutes(time: str) -> int:
-    """Minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
-
-    Two numbers alone are hours to some schedulers and minutes to others, and refused.
+    """Return the minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is no time limit, or one such as 6:00, which some schedulers read as hours
+            and minutes, others as minutes and seconds.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
     if match is None:
         raise ConfigError(f"--time {time} is no time limit; write it as 6:00:00 or 1-12:00:00.")
     days, hours, minutes, plain = (int(number or 0) for number in match.groups())
-    found = plain + 1440 * days + 60 * hours + minutes
-    if found == 0:
+    total = plain + 1440 * days + 60 * hours + minutes
+    if total == 0:
         raise ConfigError(f"--time {time} leaves no minute to train; write it as 6:00:00.")
-    return found
+    return total
 
 
 def _check(job: JobOptions) -> None:
-    """Refuse what a site or a scheduler has no counterpart of."""
+    """Refuse options that the site or the scheduler does not have."""
     offered = SITES[job.site].schedulers
     if job.scheduler not in offered:
         raise ConfigError(
@@ -150,18 +155,8 @@ def _check(job: JobOptions) -> None:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
 
-def _check_time(job: JobOptions, minutes: int) -> None:
-    """Refuse a limit that leaves no time between start and warning."""
-    for name in ("requeue", "chain"):
-        if getattr(job, name) and minutes <= _LEAST_MINUTES:
-            raise ConfigError(
-                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
-                f"and save in; --time {job.time} is less."
-            )
-
-
-def _with_what_the_job_needs(job: JobOptions, trainer: Sequence[str], minutes: int) -> list[str]:
-    """The trainer's arguments, with those that make it end in time and resume."""
+def _with_stop_and_resume(job: JobOptions, trainer: Sequence[str], minutes: int) -> list[str]:
+    """Add the trainer's arguments that make it end in time and resume."""
     named = {_option_of(word) for word in trainer if word.startswith("--")}
     words = list(trainer)
     if job.chain and "exit_after" not in named:
@@ -173,7 +168,7 @@ def _with_what_the_job_needs(job: JobOptions, trainer: Sequence[str], minutes: i
 
 
 def _read_sweep(sweep: str | None, trainer: Sequence[str]) -> tuple[str, list[str]]:
-    """The option that an array varies and its values; empty without an array."""
+    """Return the option that an array varies, and its values; both empty without an array."""
     if sweep is None:
         return "", []
     name, _, after = sweep.partition("=")
@@ -189,7 +184,12 @@ def _read_sweep(sweep: str | None, trainer: Sequence[str]) -> tuple[str, list[st
 
 
 def _rows(trainer: Sequence[str], *, without: set[str]) -> list[str]:
-    """The trainer's arguments quoted for bash, one option a row, but for those that it computes."""
+    """Quote the trainer's arguments for bash, one option a row.
+
+    Args:
+        trainer: The arguments.
+        without: Options that the script computes itself.
+    """
     rows: list[list[str]] = []
     for word in trainer:
         if word.startswith("--") or not rows:

@@ -8,14 +8,14 @@ from llm.config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What the job shall ask for."""
+    """The job and its resources."""
 
     scheduler: Literal["slurm", "pbs"] | None = option(
-        None, "Who runs the job; the option's name can be left out. By default the site's.",
+        None, "Scheduler of the job; the option's name can be left out. By default the site's.",
         group="Job",
     )  # fmt: skip
     site: Literal["generic", "polaris", "aurora", "perlmutter", "frontier"] = option(
-        "generic", "Fills in what a site asks for.", group="Job"
+        "generic", "Site whose directives and queues the script has.", group="Job"
     )
     nodes: int = option(1, "Number of nodes.", group="Job", at_least=1)
     gpus_per_node: int | None = option(
@@ -36,7 +36,7 @@ class JobOptions:
         None, "Image to run in instead, through Slurm's pyxis.", group="Job"
     )
     launcher: Literal["torchrun", "task_per_gpu"] | None = option(
-        None, "Who starts the ranks: one torchrun on each node, or srun or mpiexec one task for "
+        None, "How ranks are started: one torchrun on each node, or srun or mpiexec one task for "
         "each GPU; by default as the site advises, or torchrun.", group="Job",
     )  # fmt: skip
     requeue: bool = option(
@@ -44,7 +44,7 @@ class JobOptions:
         group="Job",
     )  # fmt: skip
     chain: bool = option(
-        False, "The job saves and ends before its time limit, for a next one to go on (PBS).",
+        False, "The job saves and ends before its time limit, and the next job resumes it (PBS).",
         group="Job",
     )  # fmt: skip
     sweep: str | None = option(

@@ -1,4 +1,4 @@
-"""What sites ask of a job, as `sites.toml` says."""
+"""Sites and their queues, read from `sites.toml`."""
 
 import tomllib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """A queue, and the largest and longest job that it takes."""
+    """A queue, and the size and duration of the jobs that it takes."""
 
     name: str
     min_nodes: int
@@ -24,16 +24,17 @@ class Site:
     """A cluster.
 
     Attributes:
-        schedulers: What it runs, the usual one first.
-        gpus_per_node: What torch counts as devices of a node.
-        cpus_per_gpu: Cores for each of them.
-        launcher: How the site's own pages start ranks.
+        schedulers: Its schedulers, the usual one first.
+        gpus_per_node: Devices of a node, as torch counts them.
+        cpus_per_gpu: Cores for each device.
+        launcher: Launcher that the site's own pages recommend.
         directives: Further directives that every job needs.
-        task_directives: How sbatch gives each task its GPU, where --gpus-per-node does not.
-        system: What PBS calls the machine when it selects nodes.
-        filesystems: The file systems that a job has to name.
-        pals: Whether mpiexec is HPE's PALS, which would otherwise bind ranks to single cores.
-        queues: The queues in the order of preference; a job takes the first that fits its size.
+        task_directives: Directives by which sbatch gives each task its GPU, if --gpus-per-node
+            does not.
+        system: Name of the machine when PBS selects nodes.
+        filesystems: File systems that a job has to name.
+        pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
+        queues: Queues in the order of preference; a job takes the first that fits its size.
         queue_option: Slurm's option that names the queue.
         set_up: Shell lines that make Python and the network usable.
         master_addr: Shell text for the address of rank 0.
@@ -57,8 +58,8 @@ class Site:
 def _read() -> dict[str, Site]:
     text = Path(__file__).with_name("sites.toml").read_text(encoding="utf-8")
     return {
-        name: Site(**{**facts, "queues": [Queue(**row) for row in facts.get("queues", ())]})
-        for name, facts in tomllib.loads(text).items()
+        name: Site(**{**site, "queues": [Queue(**row) for row in site.get("queues", ())]})
+        for name, site in tomllib.loads(text).items()
     }
 
 
@@ -66,10 +67,10 @@ SITES = _read()
 
 
 def choose_queue(site: Site, *, asked: str | None, nodes: int, minutes: int) -> str:
-    """Return the queue that was asked for, or the site's first that takes a job of this size.
+    """Return the queue that the user names, or the site's first that takes a job of this size.
 
     Raises:
-        ConfigError: None does, or the one that was asked for does not.
+        ConfigError: No queue takes it, or the named one does not.
     """
     rows = [queue for queue in site.queues if asked in (None, queue.name)]
     if not rows:

@@ -1,4 +1,4 @@
-"""What a device can do at best, and how much memory a process takes: yardsticks for the log."""
+"""Peak FLOP/s of a device, and the memory that a process uses."""
 
 import logging
 import os
@@ -38,8 +38,8 @@ PEAK_TFLOPS = {
     "MI250X": 191.5,
     "GPU Max 1550": 419.0,
 }
-"""Dense bf16 or fp16 TFLOP/s of one device (a die or tile, where torch counts those), from the
-makers' data sheets: without sparsity, and with sums in fp32."""
+"""Dense bf16 or fp16 TFLOP/s of one device, from the makers' data sheets, without sparsity and with
+sums in fp32. A device is what torch counts as one: a die of an MI250X, a tile of a GPU Max."""
 
 _SIZES = (512, 1024, 2048)
 _SECONDS = 0.1
@@ -49,7 +49,7 @@ logger = logging.getLogger("llm")
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOP/s that a device can do at best in half precision, or None when unknown."""
+    """Return the peak FLOP/s of a device in half precision, or None when unknown."""
     names = [
         name
         for name in PEAK_TFLOPS
@@ -60,12 +60,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
-    """FLOP/s of this process' device: the maker's figure in half precision, else measured.
+    """Return the peak FLOP/s of this process' device: the maker's figure, or a measured one.
 
     Args:
-        device: Where the model is.
-        mixed_precision: no, fp8, fp16 or bf16; the rate of fp8 is that of bf16, since only a part
-            of the products is computed in it.
+        device: The device of the model.
+        mixed_precision: no, fp8, fp16 or bf16. The peak of fp8 is that of bf16, since only some of
+            the matrix products are computed in fp8.
     """
     if device.type == "cuda" and mixed_precision != "no":
         known = peak_flops(torch.cuda.get_device_name(device))
@@ -81,16 +81,16 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of matrix products, the best of as many of each size as 0.1 s allow.
+    """Return the best FLOP/s of square matrix products, each size repeated for 0.1 s.
 
-    Larger ones follow while they are the faster ones and one alone takes less than 0.5 s. Other
-    programs make products slow, so this is the least that the device can do at best.
+    The sizes grow as long as larger products are faster and take less than 0.5 s. Other programs
+    slow the products down, so the result is a lower bound of the peak.
     """
     best = 0.0
     for size in _SIZES:
         if best and 2.0 * size**3 / best > _MOST_SECONDS:
             break
-        # As one block, which the C library's allocator gives back to the system when it is freed.
+        # Allocated as one block, which the C library returns to the system when it is freed.
         one, other, product = torch.ones(3, size, size, device=device, dtype=dtype)
         smaller = best
         began = now = time.perf_counter()
@@ -112,9 +112,9 @@ def _wait(device: torch.device) -> None:
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes that this process has taken: the most on a GPU since the last call, or on the host.
+    """Return the bytes that this process uses, or None where the system does not report them.
 
-    None where the system does not say.
+    On a GPU it is the peak since the last call, elsewhere the resident memory of the process.
     """
     backend = torch.get_device_module(device)
     if hasattr(backend, "max_memory_allocated"):

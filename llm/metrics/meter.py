@@ -9,16 +9,16 @@ import torch
 class Meter:
     """Sums of the current logging interval and counts of the run, kept on the device.
 
-    Nothing is read from the device until `read`. A step that was skipped because its
-    gradient was not finite takes no part in the interval's loss.
+    Nothing is read from the device until `read`. A step that was skipped because its gradient was
+    not finite is left out of the interval's loss.
 
     Args:
-        device: Where the sums live.
+        device: Device of the sums.
         rank: Rank of this process.
     """
 
     _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
-    """The numbers that a checkpoint takes along."""
+    """The numbers that a checkpoint holds."""
 
     def __init__(self, device: torch.device, *, rank: int) -> None:
         self._rank = rank
@@ -28,9 +28,9 @@ class Meter:
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        # Of steps that were not folded yet: whether this rank skipped them, and its norm was NaN.
+        # Steps before the next all-reduce: whether this rank skipped them, and its norm was NaN.
         self._own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # Of steps that were not taken yet: whether any rank skipped them.
+        # All-reduced steps before the next `pop_steps`: whether any rank skipped them.
         self._flags: list[tuple[int, torch.Tensor]] = []
 
     def add(
@@ -45,7 +45,7 @@ class Meter:
         """Count one step.
 
         Args:
-            step: Its number, counted from 0.
+            step: Number of the step, counted from 0.
             loss_sum: Sum of this rank's token losses.
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
@@ -57,7 +57,7 @@ class Meter:
         self._own.append((step, skipped, torch.isnan(grad_norm)))
 
     def pop_steps(self) -> list[tuple[int, bool]]:
-        """The steps since the last call, after `all_reduce`, and whether any rank skipped them."""
+        """Return the all-reduced steps since the last call, and whether any rank skipped each."""
         if not self._flags:
             return []
         steps, flags = zip(*self._flags, strict=True)
@@ -65,10 +65,10 @@ class Meter:
         return list(zip(steps, torch.stack(flags).tolist(), strict=True))
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Bring the ranks' numbers together, so that they can be saved or read.
+        """All-reduce the numbers in one message, so that they can be saved or read.
 
-        The losses are summed on rank 0. Norms are averaged, and so are tokens: a rank that
-        skipped a step alone leaves out its part of it. A step is skipped where any rank did so.
+        The losses are summed on rank 0. Norms and tokens are averaged: a rank that skipped a step
+        alone leaves out its own tokens only. A step counts as skipped if any rank skipped it.
 
         Args:
             reduce_sum: Sums a tensor over all ranks.
@@ -90,7 +90,10 @@ class Meter:
         self._own = []
 
     def read(self) -> dict[str, float]:
-        """The interval's loss and the run's counts, after `all_reduce`; starts a new interval."""
+        """Return the interval's loss and the run's counts, and start a new interval.
+
+        Call it after `all_reduce`. The host waits for the device here, once for all numbers.
+        """
         values = torch.stack(
             [
                 (self.loss_sum / self.num_tokens).double(),
@@ -105,12 +108,12 @@ class Meter:
         return dict(zip(names, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums as plain numbers, after `all_reduce`."""
+        """Return the sums as plain numbers, after `all_reduce`."""
         return {name: float(getattr(self, name)) for name in self._names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the sums that rank 0 saved."""
+        """Load the sums that rank 0 saved."""
         for name in self._names:
             getattr(self, name).fill_(state[name])
-        if self._rank != 0:
+        if self._rank != 0:  # else the next all-reduce would add rank 0's loss once for each rank
             self.loss_sum.zero_()

@@ -38,7 +38,7 @@ class LoggingOptions:
 
 
 def logging_problems(options: LoggingOptions) -> list[str]:
-    """What cannot work about the log, a sentence each."""
+    """Return what cannot work about the options, one sentence each."""
     problems = []
     if "none" in options.report_to and len(options.report_to) > 1:
         problems.append("--report_to none stands alone.")
@@ -50,7 +50,7 @@ def logging_problems(options: LoggingOptions) -> list[str]:
 
 
 def profiled_steps(options: LoggingOptions) -> tuple[int, int] | None:
-    """The steps to profile: after the first number, up to the second; None for none.
+    """Return (start, stop) to profile the steps start + 1 to stop; None without `profile`.
 
     Raises:
         ConfigError: The option is not two growing numbers.

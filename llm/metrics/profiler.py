@@ -16,8 +16,8 @@ from llm.runtime.files import write_whole
 
 logger = logging.getLogger("llm")
 
-# In this order: an operation belongs to the first class that its own name or that of an operation
-# around it speaks of.
+# An operation belongs to the first class of which a word is in its name, or in the name of an
+# operation that calls it.
 _CLASSES = (
     (
         "communication",
@@ -33,13 +33,13 @@ _DEVICES = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
 
 
 class StepProfiler:
-    """Profiles the steps after step `start` up to step `stop`; does nothing without a span.
+    """Profiles the steps start + 1 to stop; does nothing without a span.
 
     Args:
         span: (start, stop), or None.
-        folder: Where trace and table go.
-        rank: Rank of this process; each writes a trace, rank 0 the table.
-        device: Where the model is.
+        folder: Folder of the traces and the table.
+        rank: Rank of this process; every rank writes a trace, rank 0 also the table.
+        device: Device of the model.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class StepProfiler:
         self._profile: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Called before a step; `step` steps are done."""
+        """Start the profile if it begins with the next step.
+
+        Args:
+            step: Steps done.
+        """
         if step != self._start:
             return
         if self._on_gpu:
@@ -63,7 +67,11 @@ class StepProfiler:
         self._began = time.perf_counter()
 
     def end_step(self, step: int) -> bool:
-        """Called after a step; `step` steps are done. Whether there is something to write now."""
+        """Stop the profile if it ends with this step, and return whether it did: then `write`.
+
+        Args:
+            step: Steps done.
+        """
         if step != self._stop or self._profile is None:
             return False
         if self._on_gpu:
@@ -73,7 +81,7 @@ class StepProfiler:
         return True
 
     def close(self) -> None:
-        """Called after the last step: says if a span was asked for and not seen as a whole."""
+        """Log after the last step if this start has not seen the whole span."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
         if self._stop >= 0 and self._rank == 0:
@@ -96,39 +104,39 @@ class StepProfiler:
 
 
 def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
-    """Seconds of the operations of a profile, by what they are for.
+    """Return the seconds of a profile's operations by class.
 
     Args:
-        events: The profile's events, each with its own time, without that of those inside it.
+        events: The profile's events, whose own times leave out the operations that they call.
         on_gpu: Count the device's time in place of the host's.
     """
     busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
     for event in events:
         if event.device_type.name != "CPU":
-            continue  # a kernel, which the operation that started it counts as its own time
+            continue  # a kernel, whose time is that of the operation which launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         busy[_class_of(event)] += microseconds / 1e6
     return busy
 
 
 def _class_of(event: Any) -> str:
-    around = []
+    names = []
     while event is not None:
-        around.append(str(event.name))
+        names.append(str(event.name))
         event = event.cpu_parent
     for name, words in _CLASSES:
-        if any(word in text for text in around for word in words):
+        if any(word in text for text in names for word in words):
             return name
     return _OTHER
 
 
 def table(busy: dict[str, float], seconds: float, *, steps: int) -> list[str]:
-    """The shares of a step's time, the rest of which is waiting: for data, for Python, for others.
+    """Return the lines of the table; time without operations is waiting, for data or Python.
 
     Args:
-        busy: What `time_by_class` gave.
-        seconds: That the steps took.
-        steps: Their number.
+        busy: Seconds by class, from `time_by_class`.
+        seconds: Seconds of all steps.
+        steps: Number of steps.
     """
     rows = {**busy, _WAITING: max(0.0, seconds - sum(busy.values()))}
     whole = sum(rows.values())

@@ -1,7 +1,7 @@
 """The construction of Hugging Face causal language models.
 
-What we change about a model is done here from outside, in one order (`build_model`), and none of
-it shows in the model's configuration: that one always describes the model that will be exported.
+All changes to a model are made here from outside, in one order (`build_model`). None of them shows
+in the model's configuration, which always describes the model that will be exported.
 """
 
 import copy
@@ -28,7 +28,13 @@ from llm.models.patches.tied_embedding import tie_gradients
 
 logger = logging.getLogger("llm.models")
 
-_FEW_TOKENS = 0.5  # of the embedding's rows
+_ATTENTION_FLAGS = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+_ATTENTION_WORDS = ("attention", "attn", "flash", "kernel")
+_FEW_TOKENS = 0.5  # of the embedding's rows, below which the log suggests a smaller embedding
 
 
 def build_model(
@@ -45,17 +51,17 @@ def build_model(
 
     Args:
         options: How to build it: the attention kernel, the padding, the patches.
-        config: What to build; not changed.
-        weights_from: A Hub name or folder whose weights to go on from; None starts afresh.
+        config: The model's configuration; not changed.
+        weights_from: A Hub name or folder to load weights from; None initialises them.
         seed: Keys the initial weights, together with each parameter's name.
-        device: Where the model will live; a fresh one never exists anywhere else. On the meta
-            device it has no weights until `fill_model`. Pretrained ones are loaded whole.
+        device: Where the model will live; initial weights are never anywhere else. On the meta
+            device it has no weights until `fill_model`, unless they are loaded.
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
-        tensor_parallel_size: Ranks over which each layer will be divided. With more than one,
+        tensor_parallel_size: Ranks over which each layer will be sharded. With more than one,
             `tied_gradients` has no effect.
 
     Raises:
-        ConfigError: The model does not offer what was asked, or the weights do not fit.
+        ConfigError: The architecture does not offer an option, or the weights do not fit.
     """
     config = copy.deepcopy(config)
     if weights_from is None:
@@ -63,7 +69,7 @@ def build_model(
     else:
         model = _loaded_model(options, config, weights_from, seed=seed, device=device)
         if vocab_size > _rows(model):
-            _say_enlarged(_rows(model), vocab_size)
+            _log_enlarged(_rows(model), vocab_size)
             _resize_vocabulary(model, vocab_size, seed=seed)
     if options.pad_vocab_to_multiple_of is not None:
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
@@ -71,7 +77,7 @@ def build_model(
         _hold_biases_at_zero(model)
     if options.fused_gelu:
         fuse_gelu(model)
-    # torch.compile traces no such detour, and divided rows are looked up in another way.
+    # torch.compile cannot trace TiedEmbedding, and tensor parallelism replaces the lookup.
     if options.tied_gradients and not options.torch_compile and tensor_parallel_size == 1:
         tie_gradients(model)
     recompute_activations(model, recomputation(options))
@@ -90,7 +96,7 @@ def _fresh_model(
 ) -> PreTrainedModel:
     text_config = config.get_text_config()
     if vocab_size > text_config.vocab_size:
-        _say_enlarged(text_config.vocab_size, vocab_size)
+        _log_enlarged(text_config.vocab_size, vocab_size)
         text_config.vocab_size = vocab_size
     elif vocab_size < _FEW_TOKENS * text_config.vocab_size:
         logger.info(
@@ -119,7 +125,7 @@ def _loaded_model(
     device: torch.device,
 ) -> PreTrainedModel:
     try:
-        # Weights that the files lack are drawn; these draws must not depend on the caller.
+        # Keyed, since transformers draws the weights that the files lack.
         with keyed_generator(seed, "missing", torch.device("cpu")):
             model = AutoModelForCausalLM.from_pretrained(
                 weights_from, config=config, **_library_arguments(options)
@@ -150,28 +156,17 @@ def _library_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 def _refusal(options: ModelOptions, config: PreTrainedConfig, error: Exception) -> ConfigError:
-    asked = options.attention_implementation
-    if asked is not None and asked != "eager" and _mentions_attention(error):
-        return ConfigError(
-            f"--attention_implementation {asked} cannot be used with {config.model_type}, which "
-            f"offers {', '.join(_attention_implementations(config))}: {one_line(error)}"
-        )
-    return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}")
-
-
-def _mentions_attention(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("attention", "attn", "flash", "kernel"))
-
-
-def _attention_implementations(config: PreTrainedConfig) -> list[str]:
+    kernel = options.attention_implementation
+    about_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
+    if kernel in (None, "eager") or not about_attention:
+        return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    flags = {
-        "sdpa": "_supports_sdpa",
-        "flash_attention_2": "_supports_flash_attn",
-        "flex_attention": "_supports_flex_attn",
-    }
-    return ["eager", *(name for name, flag in flags.items() if getattr(model_class, flag, False))]
+    flags = _ATTENTION_FLAGS.items()
+    kernels = ["eager", *(name for name, flag in flags if getattr(model_class, flag, False))]
+    return ConfigError(
+        f"--attention_implementation {kernel} cannot be used with {config.model_type}, which "
+        f"offers {', '.join(kernels)}: {one_line(error)}"
+    )
 
 
 def _rows(model: PreTrainedModel) -> int:
@@ -179,7 +174,7 @@ def _rows(model: PreTrainedModel) -> int:
     return rows
 
 
-def _say_enlarged(before: int, after: int) -> None:
+def _log_enlarged(before: int, after: int) -> None:
     logger.info(
         "The tokenizer has %d tokens and the embedding %d rows: enlarged to %d.",
         after,
@@ -199,6 +194,7 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
     if padded == rows:
         return
     _resize_vocabulary(model, padded, seed=seed)
+    # The configuration describes the export, which cuts the padding off.
     model.config.get_text_config().vocab_size = rows
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -214,9 +210,8 @@ def biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
     held = biases(model)
-    nonzero = "an unknown number"
-    if model.device.type != "meta":
-        nonzero = str(sum(bool(bias.any()) for bias in held))
+    on_meta = model.device.type == "meta"
+    nonzero = "an unknown number" if on_meta else sum(bool(bias.any()) for bias in held)
     for bias in held:
         bias.requires_grad_(False)
         bias.zero_()

@@ -1,4 +1,4 @@
-"""The configuration of a Hugging Face causal language model: found, changed, questioned."""
+"""The configuration of a Hugging Face causal language model, and where its weights come from."""
 
 import ast
 import difflib
@@ -34,15 +34,15 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 def load_config(options: ModelOptions) -> PreTrainedConfig:
     """Load the configuration of the causal language model that the options describe.
 
-    A name comes before a type, and `config_name` before `model_name_or_path`; a size without
+    `config_name` overrides `model_name_or_path`, and a name overrides `model_type`; a size without
     either is a GPT-2. `config_overrides` come last.
 
     Args:
         options: The model's name, type or size, and changes to it.
 
     Raises:
-        ConfigError: Nothing is named, the name cannot be read, it is no causal language model,
-            or an override names no field or has a value of another type.
+        ConfigError: No model is named, the name cannot be read, the model is no causal language
+            model, or an override names no field or has a value of another type.
     """
     name = options.config_name or options.model_name_or_path
     model_type = options.model_type
@@ -64,7 +64,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             "No model is named: set --model_name_or_path, --config_name, --model_type or "
             "--model_size."
         )
-    # The configuration is constructed anew, so that what it derives from a field follows it.
+    # A new object from the changed fields: the constructor derives other fields from them.
     if is_shaped:
         stated = {**stated, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(stated)
@@ -80,7 +80,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest context that the model has positions for; None where there is no limit."""
+    """Return the longest context that the model has positions for; None without a limit."""
     text_config = config.get_text_config()
     for name in _POSITION_NAMES:
         value = getattr(text_config, name, None)
@@ -89,8 +89,19 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def find_weights(options: ModelOptions) -> str | None:
+    """Return the Hub name or folder to load pretrained weights from; None trains from scratch."""
+    name = options.model_name_or_path
+    if name is None or options.low_cpu_mem_usage or shape_options(options):
+        return None
+    if has_weights(name):
+        return name
+    logger.info(f"{name} holds no weights: the model is trained from scratch.")
+    return None
+
+
 def has_weights(model_name_or_path: str) -> bool:
-    """Whether a folder holds trained weights. A Hub name is taken to."""
+    """Return whether a folder holds trained weights; a Hub name counts as one that does."""
     folder = Path(model_name_or_path)
     if not folder.exists():
         return True
@@ -101,7 +112,7 @@ def has_weights(model_name_or_path: str) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What a library said, on one line and short enough to stand in a sentence of ours."""
+    """Return the message of a library's error as one line, cut to 240 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 240 else f"{text[:237]}..."
 
@@ -132,7 +143,7 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
 
 
 def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:
-    """The configuration with changes to the fields that are stated."""
+    """Return a configuration from the stated fields and the changes in `config_overrides`."""
     changes: dict[str, Any] = {}
     for item in text.split(","):
         field, equals, value = (part.strip() for part in item.partition("="))

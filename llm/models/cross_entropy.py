@@ -1,12 +1,12 @@
 """Cross-entropy of the output head's logits, a chunk of tokens at a time.
 
-The gradients of a chunk are computed while its logits are at hand, so that nothing is kept or
-computed twice. The idea of fusing the head with the cross-entropy is that of Cut Cross-Entropy
-(Wijmans et al. 2024, arXiv:2411.09009) and of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
+The gradients of a chunk are computed along with its logits, so that nothing is kept for the
+backward pass or computed twice. Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) and Liger
+Kernel (Hsu et al. 2024, arXiv:2410.10989) fuse the head with the cross-entropy in this way.
 
-Where the head is sharded by its rows over ranks, no rank has the logits of the whole vocabulary:
-the ranks exchange the largest logit and the sum of the exponentials of each token (Shoeybi et al.
-2019, arXiv:1909.08053, section 3).
+If the rows of the head are sharded over ranks, no rank has the logits of the whole vocabulary. The
+ranks then all-reduce the largest logit and the sum of the exponentials of each token (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3).
 """
 
 from dataclasses import dataclass
@@ -38,24 +38,21 @@ def chunked_cross_entropy(
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
 
     Args:
-        hidden: [tokens, width]; the same on all ranks that share a sharded head.
-        weight: [columns, width]. A DTensor is sharded by its rows over one axis of ranks, which
-            then all get the same sum.
-        bias: [columns], sharded as the weight is, or None.
+        hidden: [tokens, width]; the same on all ranks of a sharded head.
+        weight: [columns, width], one column of logits per token of the vocabulary. A DTensor is
+            sharded by its rows over one mesh axis, all ranks of which return the same sum.
+        bias: [columns], sharded like the weight, or None.
         labels: [tokens], int64; -100 for no loss.
-        vocab_size: Columns that exist; the others are padding.
+        vocab_size: Columns of the vocabulary; the others are padding.
         rows: Tokens of a chunk.
-        tied: Where to leave the gradient of a weight that is the input embedding, too.
+        tied: The input embedding, if it has the same weight; takes the gradient of the weight.
         buffer: [rows, columns]: memory for the logits of a chunk.
     """
-    if isinstance(weight, DTensor):
-        loss_sum: Tensor = _vocabulary_parallel(hidden, weight, bias, labels, vocab_size, rows)
-        return loss_sum
-    # torch.compile unrolls the loop over chunks: welcome where they are few and large.
-    apply = _apply_uncompiled if hidden.device.type == "cpu" else _apply
-    arguments = (hidden, weight, bias, labels, vocab_size, rows, None, tied, buffer)
-    loss_sum = apply(*arguments, torch.is_grad_enabled())
-    return loss_sum
+    # torch.compile traces no DTensor. It unrolls the loop over chunks, which pays only where they
+    # are few and large, as on a GPU.
+    compiles = hidden.device.type != "cpu" and not isinstance(weight, DTensor)
+    apply = _cross_entropy if compiles else _uncompiled_cross_entropy
+    return apply(hidden, weight, bias, labels, vocab_size, rows, tied, buffer)
 
 
 @dataclass(frozen=True)
@@ -63,36 +60,43 @@ class _Shard:
     """The rows of the output head that this rank holds.
 
     Attributes:
-        group: The ranks that hold all of them.
-        first: Number of this rank's first row.
+        group: The ranks that together hold all rows.
+        first: Index of this rank's first row.
     """
 
     group: dist.ProcessGroup
     first: int
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _vocabulary_parallel(
+def _cross_entropy(
     hidden: Tensor,
-    weight: DTensor,
+    weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     vocab_size: int,
     rows: int,
+    tied: TiedEmbedding | None,
+    buffer: Tensor | None,
 ) -> Tensor:
-    mesh = weight.device_mesh
-    first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-    shard = _Shard(mesh.get_group(), first)
-    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    shard = None
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
+        weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
+    # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
-    return _apply(
-        hidden, weight.to_local(), local_bias, labels, vocab_size, rows, shard, None, None,
-        grad_enabled,
-    )  # fmt: skip
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, vocab_size, rows, shard, tied, buffer, grad_enabled
+    )
+    return loss_sum
+
+
+_uncompiled_cross_entropy = torch.compiler.disable(_cross_entropy)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies of `hidden @ weight.T + bias`, its gradients made on the way."""
+    """Sum of cross-entropies, whose forward pass computes the gradients too."""
 
     @staticmethod
     def forward(
@@ -108,7 +112,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         buffer: Tensor | None,
         grad_enabled: bool,
     ) -> Tensor:
+        """Return the sum; the arguments are those of `chunked_cross_entropy`."""
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        # Gradients are summed over chunks in fp32: in bf16 each addition would round.
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = None
@@ -123,31 +129,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False):
             matrix = weight.to(dtype)
             for start in range(0, len(labels), rows):
-                part = slice(start, start + rows)
-                chunk = hidden[part].to(dtype)
+                span = slice(start, start + rows)
+                chunk = hidden[span].to(dtype)
                 logits = _logits(chunk, matrix, bias, buffer)
+                # Padding columns get probability 0.
                 logits[:, max(0, vocab_size - first) :] = -torch.inf
                 log_probs = _log_softmax(logits, shard)
-                counted = labels[part] != IGNORED
-                targets = labels[part] - first
-                # Labels of other ranks' columns count there.
+                counted = labels[span] != IGNORED
+                targets = labels[span] - first
+                # A label in the columns of another rank adds its loss there.
                 mine = counted & (targets >= 0) & (targets < columns)
                 targets = targets.clamp(0, columns - 1).unsqueeze(1)
-                losses[part] = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
+                losses[span] = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
                 if not any(wanted):
                     continue
-                # d loss / d logits = softmax - one-hot; ignored rows are dropped where the
-                # matrices are narrow.
+                # d loss / d logits = softmax - one-hot. Ignored rows are zeroed in the products
+                # below, which are narrower than the logits.
                 one = mine.float().unsqueeze(1)
                 grad_logits = log_probs.exp_().scatter_add_(1, targets, -one).to(dtype)
                 keep = counted.to(dtype).unsqueeze(1)
                 if grad_hidden is not None:
-                    grad_hidden[part] = (grad_logits @ matrix) * keep
+                    grad_hidden[span] = (grad_logits @ matrix) * keep
                 if grad_weight is not None:
                     _add_product(grad_weight, grad_logits, chunk * keep)
                 if grad_bias is not None:
                     grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
         if shard is not None:
+            # Each rank has the losses of its own labels, and the gradient through its own rows.
             dist.all_reduce(losses, group=shard.group)
             if grad_hidden is not None:
                 dist.all_reduce(grad_hidden, group=shard.group)
@@ -164,22 +172,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         if ctx.tied is not None:
+            # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
         return hidden, weight, bias, None, None, None, None, None, None, None
 
 
-def _apply(*arguments: Any) -> Tensor:
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return loss_sum
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _apply_uncompiled(*arguments: Any) -> Tensor:
-    return _apply(*arguments)
-
-
 def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """[rows, columns], in the matrix' dtype."""
+    """Return [rows, columns] in the matrix' dtype."""
     if buffer is None:
         return F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
     logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
@@ -189,25 +188,25 @@ def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor |
 
 
 def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:
-    """[rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits."""
+    """Return [rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits."""
     if shard is not None:
         logits = logits.float()
+        # Log-sum-exp: without the largest logit of all ranks subtracted, exp would overflow.
         largest = logits.amax(dim=1, keepdim=True)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
         total = (logits - largest).exp().sum(dim=1, keepdim=True)
         dist.all_reduce(total, group=shard.group)
         return logits.sub_(largest + total.log())
     if logits.dtype == torch.float32:
-        # In place: the kernels have read a row before they write it.
+        # In place, since the kernels read a row before they write it.
         return torch.log_softmax(logits, dim=-1, out=logits)
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
-    """Total [columns, width] += grad_logits.T @ chunk, accumulated in fp32.
+    """Add grad_logits.T @ chunk to the fp32 total, [columns, width], and accumulate in fp32.
 
-    The gradient of a frequent token sums over many rows, and no loss scale is in it yet: as fp16
-    it would overflow.
+    The row of a frequent token sums over many tokens, before any loss scale: fp16 would overflow.
     """
     if total.dtype == grad_logits.dtype:
         total.addmm_(grad_logits.t(), chunk)

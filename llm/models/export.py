@@ -1,4 +1,4 @@
-"""What leaves a run: an ordinary Hugging Face folder, and the model card beside it."""
+"""Exports a model as an ordinary Hugging Face folder with a model card."""
 
 import copy
 import os
@@ -34,16 +34,16 @@ def export_model(
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
-    The weights are written bit for bit, padded rows of the vocabulary cut off. Everything is
-    written beside the folder first and then moved file by file, the weights last of all.
+    The weights are written bit for bit, without the padding of the vocabulary. Everything is
+    written to a temporary folder first and then moved file by file, the weights last.
 
     Args:
         config: The model's configuration (`model.config`); not changed.
         state_dict: Every weight by its name in the model, in fp32, in host memory.
-        folder: Where to; made if need be. Other files in it are left alone.
+        folder: The folder to write; other files in it are left alone.
         tokenizer: The tokenizer that the model was trained with.
-        generation_config: How to generate; derived from `config` if not given.
-        trust_remote_code: The model is built from Python code that came with it.
+        generation_config: Defaults of `generate`; derived from `config` if not given.
+        trust_remote_code: Whether to run the Python code of the model's repository.
 
     Raises:
         OSError: A file cannot be written.
@@ -60,7 +60,7 @@ def export_model(
     model.tie_weights()
     if generation_config is not None:
         model.generation_config = generation_config
-    # In the folder itself, so that a rename never crosses a file system.
+    # Inside the folder, so that a rename never crosses a file system.
     for abandoned in folder.glob(".export-*"):
         shutil.rmtree(abandoned)
     staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
@@ -69,7 +69,7 @@ def export_model(
         tokenizer.save_pretrained(staging)
         _move_into_place(staging, folder)
     except Exception as error:
-        # The libraries in Rust raise other kinds of errors where a file cannot be written.
+        # Libraries in Rust raise errors of their own if a file cannot be written.
         if refused := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(folder)) from error
         raise
@@ -77,14 +77,14 @@ def export_model(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
-    """Write README.md: a model card with a table of training facts.
+def write_model_card(folder: str | Path, entries: Mapping[str, object]) -> None:
+    """Write README.md: a model card with a table about the training.
 
     Args:
         folder: The exported model's folder.
-        facts: What to tell, in order. "name" becomes the title.
+        entries: The rows of the table, in order; "name" becomes the title.
     """
-    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items() if name != "name"]
+    rows = [f"| {name} | {_cell(value)} |" for name, value in entries.items() if name != "name"]
     lines = [
         "---",
         "library_name: transformers",
@@ -94,7 +94,7 @@ def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
         "- llm-trainers",
         "---",
         "",
-        f"# {_cell(facts.get('name', Path(folder).resolve().name))}",
+        f"# {_cell(entries.get('name', Path(folder).resolve().name))}",
         "",
         "A causal language model, pretrained with llm-trainers. Load it with",
         "`transformers.AutoModelForCausalLM.from_pretrained` and",
@@ -111,7 +111,7 @@ def write_model_card(folder: str | Path, facts: Mapping[str, object]) -> None:
 
 
 def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Drop the rows that pad the vocabulary; every other tensor fits as it is."""
+    """Drop the rows that pad the vocabulary, if the tensor has some."""
     if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
         return tensor[: shape[0]]
     return tensor
@@ -120,17 +120,17 @@ def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
 def _move_into_place(staging: Path, folder: Path) -> None:
     files = sorted(staging.iterdir(), key=lambda file: (".safetensors" in file.name, file.name))
     new = {file.name for file in files}
-    # Weights in one file beside an older export's shards: which ones would be loaded?
+    # from_pretrained could load the shards of an older export instead of the new weights.
     for file in folder.glob("model*.safetensors*"):
         if _WEIGHTS.fullmatch(file.name) and file.name not in new:
             file.unlink()
     umask = os.umask(0)
     os.umask(umask)
     for file in files:
-        # safetensors writes for the owner alone; others may read what the umask lets them.
+        # safetensors makes files that only the owner can read; the umask should decide.
         file.chmod(0o666 & ~umask)
         with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+            os.fsync(handle.fileno())  # before the rename, for a power cut
         os.replace(file, folder / file.name)
 
 

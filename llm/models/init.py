@@ -1,12 +1,17 @@
-"""Initial weights that depend on the seed and the parameter's name, and on nothing else.
+"""Weights for a model on the meta device: initial ones keyed by name, or dummy ones for checks.
 
-Every module is initialised by its own Hugging Face code, in the library's own order. What changes
-is where the random numbers come from: the generator is seeded anew, from (seed, name), before each
-write to a named parameter. A parameter's start therefore does not depend on how many layers, ranks
-or stages come before it, and can be drawn alone.
+Every module is initialised by its own Hugging Face code, in the library's order. Only the source
+of the random numbers changes: the generator is seeded from (seed, name) before each write to a
+named parameter. The initial value of a parameter therefore does not depend on the layers, ranks or
+stages before it, and any rank can draw it alone.
+
+Dummy weights take next to no memory. They are for checks of what a model computes that do not
+depend on its weights: whether its stages together compute the same as the whole, whether documents
+stay apart.
 """
 
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -22,14 +27,14 @@ from llm.runtime.rng import seed_torch
 
 
 def key(seed: int, name: str) -> int:
-    """A generator seed that is a pure function of the run's seed and of a name."""
+    """Return a seed for the generator that depends only on the run's seed and a name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 @contextmanager
 def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    """Draw from a generator keyed by (seed, name); the caller's generators are left as they were.
+    """Draw from a generator keyed by (seed, name); restore the caller's generators afterwards.
 
     Args:
         seed: The run's seed.
@@ -43,7 +48,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
 
 
 def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Give a model that was built on the meta device its memory and its initial weights.
+    """Allocate the memory of a model that was built on the meta device, and initialise it.
 
     Nothing is drawn or copied on the host when `device` is an accelerator.
 
@@ -54,7 +59,7 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
     """
     model.to_empty(device=device)
     for name in model.all_tied_weights_keys:
-        # As when loading: what will be tied to another weight is not drawn for nothing.
+        # As when loading: transformers skips what will be tied to another weight.
         model.get_parameter(name)._is_hf_initialized = True
     draws = KeyedDraws(model, seed)
     draws.run(device)
@@ -65,13 +70,13 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
 
 
 class KeyedDraws(TorchFunctionMode):
-    """Seeds the generator from a parameter's name before anything writes to that parameter.
+    """Seeds the generator from the name of a parameter before anything writes to the parameter.
 
-    A draw that fills no parameter directly (Mamba computes a bias from `torch.rand`) continues
-    from the module that is being initialised, whose name seeds the generator as well.
+    For draws that fill no parameter directly (Mamba computes a bias from `torch.rand`), the name
+    of each module seeds the generator before the module is initialised.
 
     Args:
-        model: What is initialised.
+        model: The model to initialise.
         seed: The run's seed.
 
     Attributes:
@@ -82,7 +87,7 @@ class KeyedDraws(TorchFunctionMode):
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        # Not by address, which tensors on the meta device have none of.
+        # Not by address: tensors on the meta device have none.
         self._name_of = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
         self._model = model
         self._seed = seed
@@ -90,22 +95,30 @@ class KeyedDraws(TorchFunctionMode):
         self.written: set[str] = set()
 
     def run(self, device: torch.device) -> None:
-        """Let the model initialise itself.
+        """Run the model's own initialisation.
 
         Args:
             device: Where the draws happen.
         """
         names = {module: name for name, module in self._model.named_modules()}
+        owners = [m for m in self._model.modules() if isinstance(m, PreTrainedModel)]
 
-        def announce(module: nn.Module) -> None:
+        def seeded(init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
             seed_torch(key(self._seed, names[module]))
+            init_weights(module)
 
-        announced = _announced_modules(self._model, announce)
-        with keyed_generator(self._seed, "model", device), self, announced:
-            self._model.initialize_weights()
+        for owner in owners:
+            # An attribute of the object hides the method of the class.
+            vars(owner)["_init_weights"] = functools.partial(seeded, owner._init_weights)
+        try:
+            with keyed_generator(self._seed, "model", device), self:
+                self._model.initialize_weights()
+        finally:
+            for owner in owners:
+                del vars(owner)["_init_weights"]
 
     def name_of(self, tensor: Any) -> str | None:
-        """Which parameter or buffer a tensor is a part of."""
+        """Return the parameter or buffer that a tensor is, or is a view of."""
         if not isinstance(tensor, torch.Tensor):
             return None
         return self._name_of.get(tensor.untyped_storage()._cdata)
@@ -113,14 +126,14 @@ class KeyedDraws(TorchFunctionMode):
     def seed_draw(self, name: str, target: torch.Tensor) -> None:
         """Seed the generator for a write to a parameter, or to a slice of it."""
         self.written.add(name)
-        # Two slices of one parameter must not start alike.
+        # Two slices of one parameter must not get the same numbers.
         seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch.nn.init passes its own functions through here, with the tensor by keyword.
+        # The functions of torch.nn.init arrive here too, with the tensor by keyword.
         target: Any = kwargs.get("tensor", args[0] if args else None)
         name = self.name_of(target)
         if name is not None and writes_in_place(func):
@@ -129,38 +142,15 @@ class KeyedDraws(TorchFunctionMode):
 
 
 def writes_in_place(func: Any) -> bool:
-    """Whether a function, by its name, writes to its first argument: `normal_`, `copy_` ..."""
+    """Return whether a function's name says that it works in place: `normal_`, `copy_` ..."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
-@contextmanager
-def _announced_modules(
-    model: PreTrainedModel, announce: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Call `announce(module)` before each module's own initialisation."""
-    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-    def announced(original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def init_weights(module: nn.Module) -> None:
-            announce(module)
-            original(module)
-
-        return init_weights
-
-    for owner in owners:
-        vars(owner)["_init_weights"] = announced(owner._init_weights)
-    try:
-        yield
-    finally:
-        for owner in owners:
-            del vars(owner)["_init_weights"]
-
-
 def _copy_constructed(model: PreTrainedModel, names: set[str], *, seed: int) -> None:
-    """Fill what `_init_weights` leaves to the constructor from an ordinary build on the host.
+    """Copy what `_init_weights` leaves to the constructor from an ordinary model on the host.
 
-    Its draws come in one stream, keyed by the seed alone: the constructor knows no names.
+    The draws of the constructor are one stream, keyed by the seed alone.
     """
     host = torch.device("cpu")
     with keyed_generator(seed, "constructor", host), host:
@@ -169,3 +159,88 @@ def _copy_constructed(model: PreTrainedModel, names: set[str], *, seed: int) -> 
         for name in names:
             source = built.get_parameter_or_buffer(name)
             model.get_parameter_or_buffer(name).copy_(source)
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model to the meta device: it keeps sizes and names, and takes no memory."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    bare: dict[int, Any] = {}
+    for _, tensor in tensors:
+        meta = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        bare[id(tensor)] = meta
+    # Pre-seeded memo entries are reused, which keeps tied weights tied.
+    return copy.deepcopy(model, bare)
+
+
+@contextmanager
+def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give the meta tensors of a model dummy values inside the context; restore them afterwards.
+
+    Entry (i, j) of a matrix is number i + j of one row of random numbers, which takes the memory
+    of its two sides only. A stack of matrices, such as the experts of a layer, repeats one
+    contiguous matrix, as kernels for stacks ask for; layers share it. All ranks draw the same.
+
+    Args:
+        model: A model, or a module that contains one; tied parameters stay tied.
+        device: Where the model computes inside the context.
+    """
+    dummy = _DummyValues(device)
+    made: dict[Tensor, Tensor] = {}
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = dummy.of(tensor)
+                    places.append((tensors, name, tensor))
+    for tensors, name, tensor in places:
+        tensors[name] = made[tensor]
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in places:
+            tensors[name] = tensor
+
+
+class _DummyValues:
+    """Random numbers at a scale that lets a signal pass through many layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        self._matrices: dict[torch.Size, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return values for a parameter or buffer."""
+        if not tensor.is_floating_point():  # a mask that hides nothing, or indices of 0
+            return tensor.new_full(tensor.shape, tensor.dtype == torch.bool, device=self._device)
+        if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
+            row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
+            return self._spread(row, tensor)
+        if tensor.ndim < 2:
+            values = self._spread(1 + 0.1 * self._row(tensor.numel()), tensor)
+        elif tensor.ndim == 2:
+            row = self._row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
+            values = self._spread(row, tensor)
+        else:
+            values = self._matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+
+    def _row(self, length: int) -> Tensor:
+        return torch.randn(length, generator=self._generator)
+
+    def _spread(self, row: Tensor, tensor: Tensor) -> Tensor:
+        # On the device first: moving a view would make it contiguous.
+        row = row.to(self._device, tensor.dtype)
+        return row.as_strided(tensor.shape, (1,) * tensor.ndim)
+
+    def _matrix(self, shape: torch.Size) -> Tensor:
+        if shape not in self._matrices:
+            row = self._row(sum(shape)) / max(shape) ** 0.5
+            laid_out = row.as_strided(shape, (1, 1)).contiguous()
+            self._matrices[shape] = laid_out.to(self._device)
+        return self._matrices[shape]

@@ -1,33 +1,37 @@
-"""The language-model loss, summed over tokens, without ever building the full logits."""
+"""The language-model loss, summed over tokens, without the full logits where the head allows it."""
 
+import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from llm.models.cross_entropy import IGNORED, chunked_cross_entropy
 from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
-from llm.models.plain_head import has_plain_head, hidden_states
+from llm.models.sizes import find_blocks
 
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 512 * 2**20
-"""Memory for the fp32 logits of one chunk, but on a CPU."""
+"""Memory for the fp32 logits of one chunk on any device but a CPU."""
 _MIN_ROWS = 64
+
+logger = logging.getLogger("llm.models")
 
 
 class LanguageModelLoss(nn.Module):
-    """A causal language model together with its loss: one forward, as data parallelism wants it.
+    """A causal language model and its loss in one module, which data parallelism can wrap.
 
     Args:
-        model: A Hugging Face causal language model; it is not changed.
-        vocab_size: Tokens that exist; rows of the output head beyond them are padding and take
-            no part in the softmax. The size in the model's configuration unless given.
-        chunked: Whether the logits are exactly `head(hidden states)`, so that the loss may be
-            computed in chunks. Found out by `has_plain_head` unless given.
+        model: A Hugging Face causal language model; not changed.
+        vocab_size: Number of tokens; rows of the output head beyond it are padding and left out of
+            the softmax. The size in the model's configuration unless given.
+        chunked: Whether to compute the loss in chunks, for which the logits must be exactly
+            `head(hidden states)`. By `has_plain_head` unless given.
         chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
 
     Attributes:
@@ -46,7 +50,7 @@ class LanguageModelLoss(nn.Module):
         text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = text_config.vocab_size if vocab_size is None else vocab_size
-        # The router's own loss needs the causal model's forward, and so the full logits.
+        # The balancing loss of the router comes with the full logits only.
         self._router = bool(getattr(text_config, "output_router_logits", False))
         self._router_coefficient = float(getattr(text_config, "router_aux_loss_coef", 0.0))
         if chunked is None:
@@ -62,19 +66,19 @@ class LanguageModelLoss(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The loss, summed over the tokens of a micro-batch.
+        """Return the loss, summed over the tokens of a micro-batch.
 
         Args:
             input_ids: [batch, length], int64.
             labels: [batch, length], int64: the token that follows each input, -100 for none.
             positions: [batch, length], int64; None counts from 0 in each row.
-            documents: [batch, length], int64: numbers of documents between which there shall be
-                no attention; None lets each token see all that lie before it.
+            documents: [batch, length], int64: number of the document of each token; there is no
+                attention between documents. None: every token attends to all before it.
 
         Returns:
-            Two fp32 scalars: what to differentiate, and the sum of the token losses for the
-            log (detached). They differ only by a mixture-of-experts model's balancing loss,
-            which enters once per token.
+            Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
+            the log (detached). They differ only in a mixture-of-experts model, by its balancing
+            loss, which is added once per token.
         """
         if self.chunked:
             loss_sum = self._chunked_loss(input_ids, labels, positions, documents)
@@ -97,7 +101,7 @@ class LanguageModelLoss(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """The likeliest next token at each position.
+        """Return the most likely next token at each position.
 
         Args:
             input_ids: [batch, length], int64.
@@ -129,7 +133,7 @@ class LanguageModelLoss(nn.Module):
             tied.begin()
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         if tied is not None and tied.lookups != 1:
-            tied = None  # nobody, or nobody in particular, would end the head's gradient
+            tied = None  # exactly one lookup must complete the gradient of the head
         head = self.model.get_output_embeddings()
         rows = self._chunk_rows(hidden.device, head.weight.shape[0])
         return chunked_cross_entropy(
@@ -150,10 +154,11 @@ class LanguageModelLoss(nn.Module):
         return run_model(self.model, input_ids, positions, documents, **kwargs)
 
     def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
-        """[rows, columns]: memory for the logits of a chunk, on a CPU kept from step to step.
+        """Return [rows, columns] of memory for the logits of a chunk; on a CPU only.
 
-        The C library gives a block of this size back to the kernel, which clears it every time,
-        or else lets it tear holes between the activations. A GPU's allocator does neither.
+        It is kept from step to step: malloc would return a block of this size to the kernel, which
+        clears it every time, or leave holes between the activations. A GPU's allocator does
+        neither.
         """
         compiling = torch.compiler.is_compiling()
         sharded = isinstance(weight, DTensor)
@@ -174,3 +179,77 @@ class LanguageModelLoss(nn.Module):
             size = _CHUNK_BYTES.get(device.type, ACCELERATOR_CHUNK_BYTES)
             return max(_MIN_ROWS, size // (4 * columns))
         return max(1, size // (4 * columns))
+
+
+@torch.no_grad()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the logits of a model are its output head applied to its last hidden states.
+
+    Some families scale or cap their logits, and their configurations have no common field for it.
+    The logits of two short sequences are therefore compared bit for bit, in evaluation mode. For a
+    model on the meta device, the operations that it runs are compared.
+
+    Args:
+        model: A causal language model, on the meta device or with weights; its mode is restored.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:
+        return False
+    if head.weight.is_meta:
+        return _computes_head_last(model)
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
+    training = model.training
+    model.eval()
+    try:
+        logits = run_model(model, input_ids, None, None).logits
+        hidden = hidden_states(model, input_ids, None, None)
+    finally:
+        model.train(training)
+    return torch.equal(head(hidden).float(), logits.float())
+
+
+def _computes_head_last(model: PreTrainedModel) -> bool:
+    """Return whether a model on the meta device only applies its head to its hidden states.
+
+    It runs without its blocks, which make no difference here: some need weights to run.
+    """
+    input_ids = torch.zeros((2, 8), dtype=torch.long, device=model.device)
+    blocks = find_blocks(model)
+    modules, blocks._modules = blocks._modules, {}
+    try:
+        with _Operations() as whole:
+            run_model(model, input_ids, None, None)
+        with _Operations() as pieces:
+            model.get_output_embeddings()(hidden_states(model, input_ids, None, None))
+    except Exception:  # code of any model may fail in any way without its blocks
+        logger.info(f"The loss of {type(model).__name__} is computed from the full logits.")
+        return False
+    finally:
+        blocks._modules = modules
+    same: bool = whole.names == pieces.names
+    return same
+
+
+class _Operations(TorchDispatchMode):
+    """Lists the operations that run inside the context, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def hidden_states(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
+) -> Tensor:
+    """Return [batch, length, width], the input of the output head; arguments as for `run_model`."""
+    hidden: Tensor = run_model(model.base_model, input_ids, positions, documents)[0]
+    return hidden

@@ -1,7 +1,8 @@
-"""Which tokens of a window see one another: all that lie before, or those of their document only.
+"""Causal masks of windows: over the whole window, or within each document only.
 
-transformers looks for several documents in one row by jumps in the position ids. We answer in its
-place, because we know: this costs no stop of the device, and keeps positions and attention apart.
+transformers detects several documents in one row by jumps in the position ids. `run_model` tells it
+the documents instead: this needs no synchronisation with the device, and keeps positions and
+attention independent of each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,13 +15,13 @@ from transformers import PreTrainedModel, masking_utils
 
 from llm.errors import ConfigError
 
-_LENGTH = 4  # of the two documents of the check; any model has so many positions twice
+_LENGTH = 4  # of each of the two documents of the check; every model has as many positions
 _NEGLIGIBLE = 1e-3
-"""Rounding, as a share of what one document does to another where nothing keeps them apart."""
+"""Largest rounding error, relative to the effect of one document on the next without a mask."""
 
 
 class _Answer:
-    """What transformers is told about the forward that is under way."""
+    """The documents of the current forward pass."""
 
     documents: Tensor | None = None
 
@@ -29,11 +30,11 @@ _answer = _Answer()
 
 
 def disable_packing_detection() -> None:
-    """Tell transformers which documents a window holds: none, unless `run_model` was given some.
+    """Let transformers take the documents of a window from `run_model`, and none without them.
 
-    Without an attention mask it looks for jumps in the position ids and reads the answer
-    back from the device: one stop of the device for each micro-batch, and under
-    torch.compile a mask in place of the causal kernel.
+    Without an attention mask it looks for jumps in the position ids and reads the result back
+    from the device: a synchronisation for each micro-batch and, under torch.compile, a mask in
+    place of the causal kernel.
     """
     if hasattr(masking_utils, "find_packed_sequence_indices"):
         masking_utils.find_packed_sequence_indices = lambda position_ids: _answer.documents
@@ -46,27 +47,27 @@ def run_model(
     documents: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """A model's forward over windows that have no padding, and so need no attention mask.
+    """Run a model's forward over windows without padding, which need no attention mask.
 
     Args:
         model: A causal language model, or its trunk.
         input_ids: [batch, length], int64.
-        positions: [batch, length], int64; None leaves them to the model.
-        documents: [batch, length], int64: numbers of documents between which there shall be no
-            attention; None lets each token see all that lie before it.
+        positions: [batch, length], int64; None: the model's own.
+        documents: [batch, length], int64: number of the document of each token; there is no
+            attention between documents. None: every token attends to all before it.
         **kwargs: More arguments of the forward.
     """
     if positions is not None:
         kwargs["position_ids"] = positions
     if documents is None:
-        # SDPA then takes its causal kernel.
+        # Without documents, SDPA uses its causal kernel.
         return model(input_ids=input_ids, use_cache=False, **kwargs)
     with _answering(documents):
         return model(input_ids=input_ids, use_cache=False, **kwargs)
 
 
 def documents_of_forward() -> Tensor | None:
-    """The documents that `run_model` was given for the forward that is under way."""
+    """Return the documents that `run_model` was given for the current forward pass."""
     return _answer.documents
 
 
@@ -81,17 +82,17 @@ def _answering(documents: Tensor) -> Iterator[None]:
 
 @torch.no_grad()
 def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention: bool) -> None:
-    """Refuse a model that cannot keep the documents of a window apart as asked.
+    """Refuse a model that cannot keep the documents of a window apart.
 
-    The model is asked by what it does: two documents in one window, in evaluation mode.
+    The check compares the logits of windows of two documents, in evaluation mode.
 
     Args:
         model: A causal language model with weights; its mode is restored.
-        positions: Whether positions shall start again with each document.
-        attention: Whether there shall be no attention between documents.
+        positions: Whether positions start again with each document.
+        attention: Whether attention stays within each document.
 
     Raises:
-        ConfigError: It ignores one of the two, or its attention kernel would.
+        ConfigError: The model, or its attention kernel, ignores one of the two.
     """
     kernel = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
     name = f"{model.config.model_type} with the attention kernel {kernel}"
@@ -103,7 +104,7 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
     training = model.training
     model.eval()
     try:
-        logits = _asker(model)
+        logits = _logits_function(model)
         if attention and not _keeps_attention_apart(logits):
             raise ConfigError(
                 f"--reset_attention_mask cannot keep documents apart in {name}: what one document "
@@ -118,23 +119,26 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         model.train(training)
 
 
-_Ask = Callable[[list[str], bool, bool], Tensor]
+_Logits = Callable[[list[str], bool, bool], Tensor]
 
 
-def _asker(model: PreTrainedModel) -> _Ask:
-    """A function from documents by name, and what to keep apart, to the last one's logits."""
+def _logits_function(model: PreTrainedModel) -> _Logits:
+    """Return a function that computes the last document's logits.
+
+    It takes the names of the documents, and whether positions and attention keep them apart.
+    """
     generator = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
     tokens = {name: torch.randint(size, (1, _LENGTH), generator=generator) for name in "ABC"}
 
     def logits(names: list[str], positions: bool, attention: bool) -> Tensor:
         input_ids = torch.cat([tokens[name] for name in names], dim=1).to(model.device)
-        places = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
+        indices = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
         outputs = run_model(
             model,
             input_ids,
-            places % _LENGTH if positions else None,
-            places // _LENGTH if attention else None,
+            indices % _LENGTH if positions else None,
+            indices // _LENGTH if attention else None,
         )
         last: Tensor = outputs.logits[:, -_LENGTH:].float()
         return last
@@ -142,18 +146,22 @@ def _asker(model: PreTrainedModel) -> _Ask:
     return logits
 
 
-def _keeps_attention_apart(logits: _Ask) -> bool:
-    """Whether a document's logits are the same after any other one."""
+def _keeps_attention_apart(logits: _Logits) -> bool:
+    """Return whether a document's logits are the same after any other document."""
     apart = _distance(logits(["A", "C"], False, True), logits(["B", "C"], False, True))
     mixed = _distance(logits(["A", "C"], False, False), logits(["B", "C"], False, False))
     return apart <= _NEGLIGIBLE * mixed
 
 
-def _uses_positions(logits: _Ask, *, together: bool) -> bool:
-    """Whether positions matter and, with attention kept apart too, a document is as if alone."""
+def _uses_positions(logits: _Logits, *, together: bool) -> bool:
+    """Return whether the model uses the positions that it is given.
+
+    With attention kept apart as well (`together`), a document must have the logits that it has
+    alone.
+    """
     try:
         changed = not torch.equal(logits(["A", "C"], True, False), logits(["A", "C"], False, False))
-    except TypeError:  # the forward has no such argument
+    except TypeError:  # the forward takes no position_ids
         return False
     if not changed or not together:
         return changed

@@ -1,4 +1,4 @@
-"""Options of the model: what is built, and how it computes."""
+"""Options of the model: its architecture, and how it computes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ Recomputation = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is trained, and how it computes."""
+    """The architecture of the model, and how it computes."""
 
     model_name_or_path: str | None = option(
         None,
@@ -152,61 +152,49 @@ class ModelOptions:
 
 
 def model_problems(options: ModelOptions) -> list[str]:
-    """What cannot work about the model, a sentence each."""
-    return [*_named_problems(options), *_shape_problems(options), *_memory_problems(options)]
-
-
-def _named_problems(options: ModelOptions) -> list[str]:
+    """Return what cannot work together, one sentence each."""
+    problems = []
     named = options.model_name_or_path or options.config_name or options.model_type
     if not named and not shape_options(options):
-        return [
+        problems.append(
             "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
-        ]
-    if options.model_name_or_path is not None and options.model_type is not None:
-        return [
+        )
+    elif options.model_name_or_path is not None and options.model_type is not None:
+        problems.append(
             "--model_type starts from an architecture's defaults and --model_name_or_path from a "
             "model; give one of them."
-        ]
-    return []
-
-
-def _shape_problems(options: ModelOptions) -> list[str]:
+        )
     changed = [name for name in SHAPE[1:] if getattr(options, name) is not None]
-    named = options.model_name_or_path or options.config_name or options.model_type
     if options.model_size is not None and changed:
-        return [
+        problems.append(
             f"--model_size {options.model_size} sets --{changed[0]} already; leave one of them out."
-        ]
-    if changed and not named and len(changed) < 3:
+        )
+    elif changed and not named and len(changed) < 3:
         missing = " and ".join(f"--{name}" for name in SHAPE[1:] if name not in changed)
-        return [
+        problems.append(
             f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
             f"or --model_type; without one, give {missing} too."
-        ]
-    return []
-
-
-def _memory_problems(options: ModelOptions) -> list[str]:
+        )
     chosen = options.activation_checkpointing
     if options.gradient_checkpointing and chosen not in (None, "full"):
-        return [
+        problems.append(
             "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
             f"{chosen}; leave one of them out."
-        ]
-    return []
+        )
+    return problems
 
 
 SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")
-"""Options that set a model's layers, width and heads."""
+"""Options that set the layers, width and heads of a model."""
 
 
 def shape_options(options: ModelOptions) -> list[str]:
-    """The options given that set a model's layers, width and heads."""
+    """Return the given options that set the layers, width and heads of a model."""
     return [name for name in SHAPE if getattr(options, name) is not None]
 
 
 def recomputation(options: ModelOptions) -> Recomputation:
-    """The activations to compute once more, by either of the option's two names."""
+    """Return which activations to recompute, by either of the option's two names."""
     return options.activation_checkpointing or (
         "full" if options.gradient_checkpointing else "none"
     )

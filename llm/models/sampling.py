@@ -1,4 +1,4 @@
-"""Text that a model writes."""
+"""Samples text from a model."""
 
 from functools import partial
 from typing import Any
@@ -21,15 +21,15 @@ def sample_text(
     seed: int,
     **generation: Any,
 ) -> str:
-    """Let the model continue a text.
+    """Continue a text with the model.
 
     Args:
         model: A causal language model; its mode is restored.
         tokenizer: The tokenizer that it was trained with.
-        prompt: How the text begins; may be empty.
-        max_new_tokens: Tokens to add, at most; fewer where the model's positions end.
+        prompt: The beginning of the text; may be empty.
+        max_new_tokens: Largest number of tokens to add; fewer if the model has no more positions.
         seed: Keys the draws: the same seed gives the same text.
-        generation: More for the library's `generate`, such as temperature, top_p or a streamer.
+        generation: More arguments of `generate`, such as temperature, top_p or a streamer.
 
     Returns:
         The prompt and its continuation.
@@ -43,12 +43,12 @@ def sample_text(
         start = [end if end is not None else 0]
     limit = max_positions(model.config)
     if limit is not None:
-        # A long prompt makes room for what follows, but keeps half of the positions.
+        # A long prompt is cut on the left, to no less than half of the positions.
         start = start[-max(1, limit // 2, limit - max_new_tokens) :]
         max_new_tokens = min(max_new_tokens, limit - len(start))
     input_ids = torch.tensor([start], device=model.device)
-    # Padded rows of the head, and rows that no token has, must not be drawn.
-    nameless = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+    # Rows of the head without a token, such as padding, must not be drawn.
+    unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     training = model.training
     model.eval()
     try:
@@ -59,7 +59,7 @@ def sample_text(
                 max_new_tokens=max_new_tokens,
                 pad_token_id=end if end is not None else 0,
                 eos_token_id=end,
-                suppress_tokens=nameless or None,
+                suppress_tokens=unused or None,
                 logits_processor=[partial(_check_logits, model)],
                 **{"do_sample": True, **generation},
             )
@@ -70,8 +70,8 @@ def sample_text(
 
 
 def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Give the logits back, if a token can be drawn from them."""
-    # A model may rule tokens out by -inf; NaN and inf are passed on by the maximum.
+    """Return the logits if a token can be drawn from them."""
+    # -inf may exclude a token; NaN and inf show in the maximum.
     if bool(logits.amax(dim=-1).isfinite().all()):
         return logits
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())

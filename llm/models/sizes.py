@@ -1,93 +1,70 @@
-"""Sizes of models by name or by Megatron's three numbers, for GPT-2- and Llama-shaped ones."""
+"""Sizes of models: presets by name, parameters, FLOPs per token, and the blocks that repeat.
 
-import dataclasses
+The presets and Megatron's three numbers (layers, width, heads) apply to GPT-2- and Llama-shaped
+models.
+"""
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.options import ModelOptions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """The shape of a GPT.
-
-    Attributes:
-        num_layers: Transformer blocks.
-        hidden_size: Width of the hidden states.
-        num_attention_heads: Heads of each block.
-        vocab_size: Tokens, where no model is named beside the size.
-        max_positions: Positions, likewise.
-    """
+class ModelSize(NamedTuple):
+    """The shape of a GPT; vocabulary and positions are used where no model is named as well."""
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    vocab_size: int
-    max_positions: int
-
-
-def _megatron(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelSize:
-    return ModelSize(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        vocab_size=51200,
-        max_positions=2048,
-    )
-
-
-def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelSize:
-    return ModelSize(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        vocab_size=50257,
-        max_positions=1024,
-    )
+    vocab_size: int = 51200
+    max_positions: int = 2048
 
 
 SIZES = {
-    # Radford et al. 2019, table 2, with the counts of the released weights.
-    "124M": _gpt2(12, 768, 12),
-    "355M": _gpt2(24, 1024, 16),
-    "774M": _gpt2(36, 1280, 20),
-    "1.5B": _gpt2(48, 1600, 25),
+    # Radford et al. 2019, table 2, with the parameter counts of the released weights.
+    "124M": ModelSize(12, 768, 12, 50257, 1024),
+    "355M": ModelSize(24, 1024, 16, 50257, 1024),
+    "774M": ModelSize(36, 1280, 20, 50257, 1024),
+    "1.5B": ModelSize(48, 1600, 25, 50257, 1024),
     # Narayanan et al. 2021 (arXiv:2104.04473), table 1.
-    "1.7B": _megatron(24, 2304, 24),
-    "3.6B": _megatron(30, 3072, 32),
-    "7.5B": _megatron(36, 4096, 32),
-    "18.4B": _megatron(40, 6144, 48),
-    "39.1B": _megatron(48, 8192, 64),
-    "76.1B": _megatron(60, 10240, 80),
-    "145.6B": _megatron(80, 12288, 96),
-    "310.1B": _megatron(96, 16384, 128),
+    "1.7B": ModelSize(24, 2304, 24),
+    "3.6B": ModelSize(30, 3072, 32),
+    "7.5B": ModelSize(36, 4096, 32),
+    "18.4B": ModelSize(40, 6144, 48),
+    "39.1B": ModelSize(48, 8192, 64),
+    "76.1B": ModelSize(60, 10240, 80),
+    "145.6B": ModelSize(80, 12288, 96),
+    "310.1B": ModelSize(96, 16384, 128),
 }
 
 SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose size these options can set."""
+"""Architectures whose size the options can set."""
 
-_MULTIPLE = 128  # to which the width of a gated MLP is rounded up
+_MULTIPLE = 128  # of which the width of a gated MLP is a multiple
 
 
 def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What layers, width and heads that are asked for change in a Hugging Face configuration.
+    """Return the fields of a Hugging Face configuration that the shape options change.
 
-    Vocabulary and positions stay. The width of the MLP and the number of key and value heads
-    keep their proportion to hidden size and heads: with GPT-2 the MLP is four times as wide, with
-    Llama 2 it is 11008 / 4096 times (rounded up to a multiple of 128).
+    Vocabulary and positions stay. The ratios of MLP width to hidden size and of query heads to
+    key-value heads are kept: the MLP of GPT-2 is four times as wide as the hidden states, that of
+    Llama 2 11008 / 4096 times (rounded up to a multiple of 128).
 
     Args:
-        options: A size by name, numbers, or both; a number goes before that of the size.
-        fields: The configuration, as its `to_dict` gives it.
+        options: A size by name, numbers, or both; a number overrides that of the size.
+        fields: The configuration, as its `to_dict` returns it.
 
     Returns:
-        Fields by the library's own names.
+        Values by the names that the architecture has for these fields.
 
     Raises:
-        ConfigError: No such size, an architecture of another shape, or numbers that do not
-            divide one another.
+        ConfigError: There is no such size, the architecture has another shape, or the numbers
+            do not divide one another.
     """
     kind = str(fields["model_type"])
     if kind not in SHAPED:
@@ -96,15 +73,12 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
             f"{', '.join(SHAPED)}, and this is a {kind} model; set its own fields with "
             "--config_overrides."
         )
-    size = None if options.model_size is None else find_size(options.model_size)
     names = ("n_layer", "n_embd", "n_head")
     if kind != "gpt2":
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     old = [int(fields[name]) for name in names]
     given = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    named = old
-    if size is not None:
-        named = [size.num_layers, size.hidden_size, size.num_attention_heads]
+    named = old if options.model_size is None else find_size(options.model_size)[:3]
     new = [one if one is not None else other for one, other in zip(given, named, strict=True)]
     if new[1] % new[2]:
         raise ConfigError(
@@ -114,7 +88,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     changes: dict[str, Any] = dict(zip(names, new, strict=True))
     if kind == "gpt2":
         inner = fields.get("n_inner")
-        # None is four times the width, and so it stays.
+        # None means four times the width.
         return changes | ({} if inner is None else {"n_inner": inner * new[1] // old[1]})
     ratio = new[1] / old[1]
     width = math.ceil(fields["intermediate_size"] * ratio / _MULTIPLE) * _MULTIPLE
@@ -125,15 +99,15 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if fields.get("head_dim") is not None and (new[1], new[2]) != (old[1], old[2]):
         changes["head_dim"] = new[1] // new[2]
     if fields.get("layer_types") is not None and new[0] != old[0]:
-        changes["layer_types"] = None  # one for each layer: the library fills them in anew
+        changes["layer_types"] = None  # transformers fills in one for each layer
     return changes
 
 
 def find_size(name: str) -> ModelSize:
-    """A size by its name.
+    """Return a size by its name.
 
     Raises:
-        ConfigError: There is none of this name; the message lists those that there are.
+        ConfigError: There is no such size.
     """
     if name not in SIZES:
         raise ConfigError(f"--model_size {name} is none of {', '.join(SIZES)}.")
@@ -141,13 +115,13 @@ def find_size(name: str) -> ModelSize:
 
 
 def gpt2_fields(model_size: str | None) -> dict[str, int]:
-    """Vocabulary and positions of a GPT-2 for which no model is named but a size."""
+    """Return vocabulary and positions of a GPT-2 for which only a size is given."""
     size = SIZES["124M"] if model_size is None else find_size(model_size)
     return {"vocab_size": size.vocab_size, "n_positions": size.max_positions}
 
 
 def _key_value_heads(fields: Mapping[str, Any], old: int, new: int) -> int:
-    """As many query heads share a key as before."""
+    """Return the number of key-value heads that keeps their ratio to the query heads."""
     shared = old // int(fields["num_key_value_heads"])
     if new % shared:
         raise ConfigError(
@@ -155,3 +129,70 @@ def _key_value_heads(fields: Mapping[str, Any], old: int, new: int) -> int:
             "their keys and values in this model; choose a multiple of it."
         )
     return new // shared
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """Return the transformer blocks of a model, in order.
+
+    They are the list of modules with the most parameters; of two lists alike, the longer one.
+
+    Raises:
+        ValueError: The model has no list of modules.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in lists if next(m.parameters(), None) is not None]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers.")
+    return max(lists, key=lambda m: (sum(p.numel() for p in m.parameters()), len(m)))
+
+
+def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
+    """Count parameters by kind, tied ones once.
+
+    Returns:
+        "total" = "embedding" (tokens, positions, untied output head) + "other", and
+        "total" = "trainable" + "frozen".
+    """
+    head = model.get_output_embeddings()
+    owners = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    embedding = {parameter for module in owners for parameter in module.parameters()}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedded = sum(parameter.numel() for parameter in embedding)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "total": total,
+        "embedding": embedded,
+        "other": total - embedded,
+        "trainable": trainable,
+        "frozen": total - trainable,
+    }
+
+
+def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
+    """Return the floating-point operations of forward and backward for one token.
+
+    Six for each weight of a matrix product (PaLM, Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B): an embedding that is looked up does not count, the output head does. Attention adds
+    the products with keys and values, counted as if they were not causal. In a mixture of experts
+    only the experts that a token is routed to count.
+
+    Args:
+        model: The model; a tied output head counts once.
+        block_size: Tokens of a sample.
+    """
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    weights = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
+        experts = getattr(module, "num_experts", None)
+        # The experts of a layer are stacked in tensors of three dimensions.
+        is_stack = any(p.ndim == 3 for p in matrices)
+        used = float(chosen) / float(experts) if experts and chosen and is_stack else 1.0
+        weights += used * sum(p.numel() for p in matrices)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    attention = 12.0 * int(config.num_hidden_layers) * heads * int(width) * block_size
+    return 6.0 * weights + attention

@@ -1,5 +1,6 @@
-"""torch's fused AdamW: its state made at once, and its step by itself, for other optimizers."""
+"""torch's fused AdamW, and its state and step for the optimizers that are variants of it."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from llm.optim.options import OptimizerOptions
 
 
 def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.AdamW:
-    """Make AdamW (Loshchilov & Hutter 2019) in its fused form.
+    """Make AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) in its fused form.
 
     The fused kernel also skips a step by a flag on the device (`found_inf`), so
     that a non-finite gradient needs no synchronisation.
 
-    Its state is made at once, where torch waits for the first step: a checkpoint can be loaded
-    into it, and moments do not settle in the memory that the first step's activations leave, and
-    the next step's want.
+    Its state is created here, where torch creates it in the first step: a checkpoint can be loaded
+    into it, and the moments do not fragment the memory that the activations of the first step leave
+    free for those of the next.
     """
     groups = parameter_groups(model, weight_decay=options.weight_decay)
     optimizer = torch.optim.AdamW(groups, **adamw_settings(options), fused=True)
@@ -29,7 +30,7 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
 
 
 def adamw_settings(options: OptimizerOptions) -> dict[str, Any]:
-    """Return lr, betas and eps, which every optimizer that is a kind of AdamW takes."""
+    """Return lr, betas and eps, the arguments of every variant of AdamW."""
     beta1, beta2 = options.betas
     return {"lr": options.learning_rate, "betas": (beta1, beta2), "eps": options.eps}
 
@@ -37,6 +38,7 @@ def adamw_settings(options: OptimizerOptions) -> dict[str, Any]:
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
     """Return AdamW's state of a parameter before its first step."""
     return {
+        # In float32, and on the device, where a skipped step does not count.
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
@@ -44,30 +46,36 @@ def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def adamw_step(
-    group: dict[str, Any],
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
+    group: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Tensor]],
     found_inf: Tensor | None,
-    *,
-    decay: float,
 ) -> None:
-    """Take a step of torch's fused AdamW with a group's settings and states of `adamw_state`."""
+    """Take a step of torch's fused AdamW on the parameters that have a gradient.
+
+    Args:
+        group: lr, betas, eps and weight_decay.
+        parameters: Tensors with their gradient in `grad`, or None there.
+        state: By tensor, as `adamw_state` returns it.
+        found_inf: 1.0 where the step is skipped; read on the device.
+    """
+    ready = [p for p in parameters if p.grad is not None]
+    states = [state[p] for p in ready]
     beta1, beta2 = group["betas"]
     adamw(
-        parameters,
-        gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        ready,
+        [p.grad for p in ready if p.grad is not None],
+        [each["exp_avg"] for each in states],
+        [each["exp_avg_sq"] for each in states],
         [],
-        [state["step"] for state in states],
+        [each["step"] for each in states],
         fused=True,
         found_inf=found_inf,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
         lr=group["lr"],
-        weight_decay=decay,
+        weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
     )

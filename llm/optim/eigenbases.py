@@ -1,23 +1,23 @@
-"""Eigenbases and inverses of factors, what happens if they fail, and rotations into a basis."""
+"""Eigenbases and inverses of symmetric matrices, their fallbacks, and rotations into a basis."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Blocks = list[Tensor] | None
-"""The blocks of a block-diagonal matrix; None is the identity."""
+"""The blocks of a block-diagonal matrix, [n, n] each; None is the identity."""
 
 
 class Solution(NamedTuple):
-    """What was computed of a symmetric matrix.
+    """The decomposition or the inverse of a symmetric matrix.
 
     Attributes:
         basis: [n, n]: eigenvectors in columns, or the damped inverse.
         values: [n]: eigenvalues, never negative; ones beside an inverse.
-        fallback: A float32 scalar. How the first failure was answered: 0 none failed, 1 jitter,
+        fallback: A float32 scalar, the method that succeeded: 0 the first one, 1 jitter,
             2 float64, 3 the previous basis, 4 the identity.
-        order: [n]: of an iteration, the former columns in the order of the new ones.
+        order: [n]: with `power_iteration`, the index of each new column in the previous basis.
     """
 
     basis: Tensor
@@ -27,22 +27,23 @@ class Solution(NamedTuple):
 
 
 def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
-    """Decompose a symmetric matrix; where that fails, find the next best basis.
+    """Decompose a symmetric matrix, with fallbacks; the largest eigenvalue comes first.
 
-    In turn: some weight on the diagonal, float64, the previous basis, the identity. It reads
-    the result, so the host waits for the device. The largest eigenvalue comes first.
+    If it fails, it is tried with some weight on the diagonal, then in float64; then the previous
+    basis is kept, or the identity. It reads the result, so the host waits for the device.
 
     Args:
         matrix: [n, n], fp32.
-        previous: The basis so far.
+        previous: [n, n], the previous basis.
     """
     for fallback, attempt in enumerate(_attempts(matrix)):
         try:
             values, vectors = torch.linalg.eigh(attempt)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
-        # On a CPU, what did not converge may come back as NaN without a word.
+        # On a CPU, a decomposition that did not converge may return NaN without an error.
         if _is_finite(values) and _is_finite(vectors):
+            # Rounding makes the eigenvalues of a semi-definite matrix negative.
             values = values.float().clamp_min(0).flip(0)
             return _solution(vectors.float().flip(1), values, fallback)
     return _previous(matrix, previous)
@@ -51,12 +52,12 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
 def damped_inverse(
     matrix: Tensor, damping: Tensor | float, previous: Tensor | None = None
 ) -> Solution:
-    """Invert matrix + damping I by its Cholesky factor; where that fails, as `eigenbasis` does.
+    """Invert matrix + damping I by its Cholesky factor, with the fallbacks of `eigenbasis`.
 
     Args:
         matrix: [n, n], fp32, positive semi-definite up to rounding.
-        damping: What is added to the diagonal.
-        previous: The inverse so far.
+        damping: Added to the diagonal.
+        previous: [n, n], the previous inverse.
     """
     for fallback, attempt in enumerate(_attempts(matrix)):
         identity = torch.eye(len(matrix), dtype=attempt.dtype, device=attempt.device)
@@ -70,47 +71,58 @@ def damped_inverse(
 
 
 def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
-    """One step of orthogonal iteration from a basis, as in SOAP (Vyas et al. 2024, 2409.11321).
+    """Take one step of orthogonal iteration, as in SOAP (Vyas et al. 2024, arXiv:2409.11321).
 
-    Cheaper than a decomposition, and nothing waits for the device. The columns are sorted by
-    their Rayleigh quotients, largest first; the values are the quotients of the basis so far.
+    It is cheaper than a decomposition, and nothing waits for the device. The columns are sorted by
+    their Rayleigh quotients, largest first; the values are the quotients of the previous basis.
 
     Args:
         matrix: [n, n], symmetric, fp32.
-        basis: [n, n], orthonormal; it is kept where the next is not finite.
+        basis: [n, n], orthonormal, the previous basis; it is kept if the next is not finite.
     """
     product = matrix @ basis
     quotients = torch.linalg.vecdot(basis, product, dim=0)
     order = torch.argsort(quotients, descending=True, stable=True)
-    # The Q of `torch.linalg.qr`, without its R.
+    # The Q of `torch.linalg.qr`, without the cost of its R.
     vectors = torch.linalg.householder_product(*torch.geqrf(product[:, order]))
     finite = torch.isfinite(vectors).all()
     values = quotients[order].nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
     order = torch.where(finite, order, torch.arange(len(basis), device=basis.device))
+    # Fallback 3 where the previous basis is kept: computed on the device, without waiting.
     return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite), order)
 
 
 def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right, and each of a stack."""
-    return _times_left(_times_right(matrix, right), left)
+    """Return left^T @ matrix @ right for block-diagonal left and right.
+
+    Args:
+        matrix: [..., rows, columns].
+        left: Blocks of a matrix [rows, rows].
+        right: Blocks of a matrix [columns, columns].
+    """
+    return _times_blocks(_times_blocks(matrix, right, dim=-1), left, dim=-2)
 
 
 def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
     """Return left @ matrix @ right^T, which undoes `rotate`."""
-    return rotate(matrix, _transposed(left), _transposed(right))
+    transposed = (blocks and [block.T for block in blocks] for blocks in (left, right))
+    return rotate(matrix, *transposed)
 
 
 def _attempts(matrix: Tensor) -> list[Tensor]:
-    """The matrix as it is, with some weight on the diagonal, and so in float64."""
+    """Return the matrix, the same with some weight on the diagonal, and that in float64."""
+    # Exactly symmetric, since eigh and cholesky read one triangle only.
     matrix = (matrix + matrix.T) / 2
     if not _is_finite(matrix):
         return []
     diagonal = matrix.diagonal()
+    # A few times the rounding error of fp32, relative to the diagonal.
     jitter = torch.diag_embed((1e-6 * diagonal.abs().mean()).expand_as(diagonal))
     return [matrix, matrix + jitter, (matrix + jitter).double()]
 
 
 def _previous(matrix: Tensor, previous: Tensor | None) -> Solution:
+    """Return the previous basis, or the identity, with its Rayleigh quotients."""
     fallback = 3
     if previous is None or not _is_finite(previous):
         previous = torch.eye(len(matrix), device=matrix.device)
@@ -124,33 +136,19 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
-    # Filled on the device: a copy from the host would wait.
+    # Filled on the device, since the copy of a tensor from the host would wait.
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
 
 
-def _transposed(blocks: Blocks) -> Blocks:
-    return None if blocks is None else [block.T for block in blocks]
-
-
-def _times_right(matrix: Tensor, blocks: Blocks) -> Tensor:
+def _times_blocks(matrix: Tensor, blocks: Blocks, *, dim: Literal[-1, -2]) -> Tensor:
+    """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""
     if blocks is None:
         return matrix
     if len(blocks) == 1:
-        return matrix @ blocks[0]
+        return matrix @ blocks[0] if dim == -1 else blocks[0].T @ matrix
     product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
-    parts = zip(matrix.split(widths, dim=-1), blocks, product.split(widths, dim=-1), strict=True)
-    for part, block, out in parts:
-        torch.matmul(part, block, out=out)
-    return product
-
-
-def _times_left(matrix: Tensor, blocks: Blocks) -> Tensor:
-    if blocks is None:
-        return matrix
-    if len(blocks) == 1:
-        return blocks[0].T @ matrix
-    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
-    parts = zip(matrix.split(widths, dim=-2), blocks, product.split(widths, dim=-2), strict=True)
-    for part, block, out in parts:
-        torch.matmul(block.T, part, out=out)
+    slices = zip(matrix.split(widths, dim), blocks, product.split(widths, dim), strict=True)
+    for values, block, out in slices:
+        # Written in place, which saves the concatenation of the products.
+        torch.matmul(*((values, block) if dim == -1 else (block.T, values)), out=out)
     return product

@@ -1,4 +1,4 @@
-"""Which parameters decay: every trainable parameter is in exactly one group."""
+"""Which parameters decay, and which matrices are not inside the model."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether weight decay falls on a parameter: on matrices, embeddings included.
+    """Return whether weight decay applies to a parameter: to matrices, embeddings included.
 
     A matrix is a `weight` of two or more dimensions, or a stack of matrices such as
-    fused experts. Gains and biases are none, and neither are parameters that only look
+    fused experts. Gains and biases are not, and neither are parameters that only look
     like one: Mamba's state matrix `A_log`, a stack of experts' biases.
 
     Args:
@@ -22,7 +22,7 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters of a model into decayed and undecayed ones.
+    """Split the trained parameters of a model into decayed and undecayed ones, each in one group.
 
     A tied parameter is counted once; an empty group is left out.
     """
@@ -36,10 +36,15 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
     return [group for group in groups if group["params"]]
 
 
-def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The matrices with a row for each token or position."""
-    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the layer that gives the logits, if the model is one of transformers and has one."""
     get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    found = [module.weight for module in (*modules, head) if module is not None]
-    return {weight for weight in found if isinstance(weight, torch.nn.Parameter)}
+    head: torch.nn.Module | None = get_head() if callable(get_head) else None
+    return head
+
+
+def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the matrices with a row for each token or position: [tokens, width]."""
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
+    return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}

@@ -1,12 +1,12 @@
-"""The one place where an optimizer is chosen; `llm.optim.kfac.make` has K-FAC's."""
+"""Chooses a run's optimizer; `llm.optim.kfac.make_kfac` does so with K-FAC."""
 
 import torch
 
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
+from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
-from llm.optim.sgd import make_sgd
 from llm.optim.soap import make_soap
 
 
@@ -17,11 +17,11 @@ def make_optimizer(
 
     Args:
         options: Which optimizer, and its settings.
-        model: What to train.
-        accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
+        model: The model to train.
+        accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
 
     Raises:
-        ConfigError: The optimizer finds nothing to train.
+        ConfigError: The model has nothing that the optimizer trains.
     """
     if options.optimizer == "sgd":
         return make_sgd(options, model)
@@ -32,3 +32,18 @@ def make_optimizer(
     if accum_steps is not None:
         return make_accum_adamw(options, model, accum_steps=accum_steps)
     return make_adamw(options, model)
+
+
+def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.SGD:
+    """Make torch's SGD with momentum, in its fused form for the reasons of `make_adamw`.
+
+    Weight decay, on matrices only, is added to the gradient, as torch's SGD does.
+    """
+    momentum = 0.9 if options.momentum is None else options.momentum
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    optimizer = torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=True)
+    if momentum:
+        for group in groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer

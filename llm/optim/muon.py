@@ -1,13 +1,13 @@
-"""Muon for the matrices inside a model, AdamW for all that is not one: one optimizer of both."""
+"""Muon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.optim.adamw import adamw_settings, adamw_state
+from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
 from llm.optim.groups import embeddings_and_head, parameter_groups
 from llm.optim.options import OptimizerOptions
 
@@ -15,20 +15,20 @@ from llm.optim.options import OptimizerOptions
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon (Jordan et al. 2024) for some matrices, its fused AdamW for the rest.
 
-    A step of Muon is the gradient's momentum made orthogonal; its length is scaled as Liu et al.
-    2025 (arXiv:2502.16982) do, so that it takes AdamW's learning rate and weight decay. Every rank
-    computes it whole.
+    A step of Muon is the gradient's momentum made orthogonal. Its length is scaled as in Liu et
+    al. 2025 (arXiv:2502.16982), so that it takes AdamW's learning rate and weight decay. Every
+    rank computes the whole step.
 
     Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
     one: where it is 1, weights and state stay as they are.
 
     Args:
         groups: Parameter groups with their weight decay.
-        matrices: The parameters, of two dimensions, that are Muon's.
+        matrices: The parameters, of two dimensions, that Muon trains.
         lr: Learning rate of both.
-        momentum: Muon's.
-        betas: AdamW's.
-        eps: AdamW's.
+        momentum: Momentum of Muon.
+        betas: Decay of AdamW's first and second moments.
+        eps: Added to the root of AdamW's second moment.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class MuonAndAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
     ) -> None:
         chosen = set(matrices)
+        divided = [
+            group
+            | {"params": [p for p in group["params"] if (p in chosen) is is_muon]}
+            | {"is_muon": is_muon}
+            for is_muon in (True, False)
+            for group in groups
+        ]
+        divided = [group for group in divided if group["params"]]
+        # Gives its groups Muon's own settings, such as the number of Newton-Schulz iterations.
         self._muon = torch.optim.Muon(
-            _part(groups, lambda p: p in chosen),
+            [group for group in divided if group["is_muon"]],
             lr=lr,
             momentum=momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        others = _part(groups, lambda p: p not in chosen)
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
-        for group in self._muon.param_groups:
-            group["is_muon"] = True
-        for group in self._adamw.param_groups:
-            group["is_muon"] = False
-        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
-        self._make_state()
-
-    def _make_state(self) -> None:
-        """Create all state at once, so that a checkpoint can be loaded before the first step."""
+        super().__init__(divided, {"lr": lr, "betas": betas, "eps": eps})
+        # Created here and not in the first step, so that a checkpoint can be loaded before it.
         for group in self.param_groups:
             for p in group["params"]:
                 if group["is_muon"]:
@@ -74,19 +74,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
             closure: Not supported.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        # torch's load_state_dict puts new groups and a new state in the place of these.
-        self._muon.state = self._adamw.state = self.state
+        self._muon.state = self.state  # torch's load_state_dict replaces it.
         for group in self.param_groups:
-            if group["is_muon"]:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self._step_muon(p, group, found_inf)
-        self._adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
-        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
-        self._adamw.step()
+            if not group["is_muon"]:
+                adamw_step(group, group["params"], self.state, found_inf)
+                continue
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step_muon(p, group, found_inf)
 
     def _step_muon(self, p: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
-        """One matrix at a time: torch's Muon knows no flag, and a copy of all would be dear."""
+        """Take a step on one matrix, and undo it on the device where `found_inf` is set.
+
+        torch's Muon has no such flag. One matrix at a time needs a copy of one matrix only.
+        """
         self._muon.param_groups = [{**group, "params": [p]}]
         if found_inf is None:
             self._muon.step()
@@ -98,18 +99,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
             tensor.copy_(torch.where(found_inf > 0, former, tensor))
 
 
-def _part(
-    groups: list[dict[str, Any]], belongs: Callable[[nn.Parameter], bool]
-) -> list[dict[str, Any]]:
-    """The groups with the parameters that belong, without empty ones."""
-    parts = [{**group, "params": [p for p in group["params"] if belongs(p)]} for group in groups]
-    return [part for part in parts if part["params"]]
-
-
 def make_muon(options: OptimizerOptions, model: nn.Module) -> MuonAndAdamW:
     """Make Muon for the matrices inside a model.
 
-    AdamW has the rest: embeddings, the output head, experts stored as one stack.
+    AdamW trains the rest: embeddings, the output head, experts stored as one stack.
 
     Raises:
         ConfigError: The model has no such matrix.

@@ -1,58 +1,125 @@
-"""Options of the optimizer and the learning rate."""
+"""Options of the optimizer, K-FAC and the learning rate."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from llm.config.options import given, option
-from llm.optim.kfac.options import KFACOptions
 
 OPTIMIZER = "Optimizer and learning rate"
+KFAC = "K-FAC"
+
+# What almost all options of a group have in common.
+_fixed_option = partial(option, group=OPTIMIZER, resume="fixed")
+_kfac_option = partial(option, group=KFAC, requires=("kfac",), resume="fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACOptions:
+    """K-FAC, a second-order method; see `llm.optim.kfac`."""
+
+    kfac: bool = option(
+        False,
+        "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
+        group=KFAC,
+        resume="fixed",
+    )
+    kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
+        None,
+        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
+        "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
+        "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
+    )
+    kfac_factor_update_steps: int | None = _kfac_option(
+        None,
+        "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
+        at_least=1,
+    )
+    kfac_inv_update_steps: int | None = _kfac_option(
+        None,
+        "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
+        "ekfac, else 10.",
+        at_least=1,
+    )
+    kfac_factor_decay: float | None = _kfac_option(
+        None,
+        "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
+        "since the last one for ekfac, else 0.95.",
+        above=0,
+        below=1,
+    )
+    kfac_damping: float | None = _kfac_option(
+        None,
+        "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
+        "kfac_compat and the library.",
+        above=0,
+    )
+    kfac_kl_clip: float | None = _kfac_option(
+        None,
+        "Bound on the update's length in the metric of the curvature; 0.001 if not given.",
+        above=0,
+    )
+    kfac_skip_layers: tuple[str, ...] = _kfac_option(
+        (), "Regular expressions; AdamW trains the layers whose name one of them matches."
+    )
+    kfac_max_dim: int | None = _kfac_option(
+        None,
+        "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
+        "model's width with ekfac and 8192 with the other methods.",
+        at_least=1,
+    )
+    kfac_strategy: Literal["comm-opt", "mem-opt", "hybrid-opt"] | None = _kfac_option(
+        None,
+        "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
+        resume="free",
+    )
+    kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
+        None, "Implementation: native if not given, or kfac-pytorch, which must be installed."
+    )
+    kfac_compat: bool = _kfac_option(
+        False,
+        "Use the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
+        "damping, all layers due at once.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(KFACOptions):
-    """The optimizer, K-FAC or another one, and its learning rate by step."""
+    """The optimizer, with or without K-FAC, and the learning rate of each step."""
 
     optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW; AccumAdamW, whose moments advance once in accum_steps steps; torch's Muon for the "
-        "matrices inside the model, with AdamW for the rest; SOAP, AdamW in the eigenbasis of "
-        "Shampoo's factors; or gradient descent with momentum. By default accumadamw for gossip, "
-        "else adamw.",
+        "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
+        "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
+        "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
+        "accumadamw for gossip, else adamw.",
         group=OPTIMIZER,
         resume="fixed",
     )
-    accum_steps: int | None = option(
+    moment_update_steps: int | None = option(
         None,
-        "Steps in which the moments of accumadamw advance once; by default as many as models are "
-        "trained side by side, 8 at most.",
+        "Steps between two updates of accumadamw's moments; by default the number of models that "
+        "are trained side by side, 8 at most.",
         group=OPTIMIZER,
+        renamed_from="accum_steps",
         at_least=1,
         resume="fixed",
     )
-    momentum: float | None = option(
+    momentum: float | None = _fixed_option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
-        group=OPTIMIZER,
         requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
-        resume="fixed",
     )
-    soap_update_steps: int | None = option(
+    soap_update_steps: int | None = _fixed_option(
         None,
         "Steps between two updates of soap's eigenbases; 10 if not given.",
-        group=OPTIMIZER,
         requires=("optimizer=soap",),
         at_least=1,
-        resume="fixed",
     )
-    learning_rate: float = option(
-        5e-5, "Peak learning rate.", group=OPTIMIZER, at_least=0, resume="fixed"
-    )
-    min_learning_rate: float = option(
-        0.0, "Learning rate at which decay ends.", group=OPTIMIZER, at_least=0, resume="fixed"
-    )
+    learning_rate: float = _fixed_option(5e-5, "Peak learning rate.", at_least=0)
+    min_learning_rate: float = _fixed_option(0.0, "Learning rate at which decay ends.", at_least=0)
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -61,65 +128,42 @@ class OptimizerOptions(KFACOptions):
         "constant",
         "constant_with_warmup",
         "warmup_stable_decay",
-    ] = option("linear", "Learning-rate schedule.", group=OPTIMIZER, resume="fixed")
-    num_warmup_steps: int = option(
-        0,
-        "Steps over which the learning rate rises from 0.",
-        group=OPTIMIZER,
-        at_least=0,
-        resume="fixed",
+    ] = _fixed_option("linear", "Learning-rate schedule.")
+    num_warmup_steps: int = _fixed_option(
+        0, "Steps over which the learning rate rises from 0.", at_least=0
     )
-    num_warmup_samples: int | None = option(
+    num_warmup_samples: int | None = _fixed_option(
         None,
         "Samples over which the learning rate rises from 0, in place of num_warmup_steps.",
-        group=OPTIMIZER,
         at_least=0,
-        resume="fixed",
     )
-    num_constant_steps: int = option(
+    num_constant_steps: int = _fixed_option(
         0,
         "Last steps that stay at min_learning_rate, after the decay of linear and cosine.",
-        group=OPTIMIZER,
         at_least=0,
-        resume="fixed",
     )
-    num_decay_steps: int | None = option(
+    num_decay_steps: int | None = _fixed_option(
         None,
         "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
-        group=OPTIMIZER,
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
-        resume="fixed",
     )
-    weight_decay: float = option(
+    weight_decay: float = _fixed_option(
         0.0,
-        "Decoupled weight decay, on matrices only; with sgd a part of the gradient.",
-        group=OPTIMIZER,
+        "Weight decay, on matrices only: decoupled, but with sgd added to the gradient.",
         at_least=0,
-        resume="fixed",
     )
-    betas: tuple[float, ...] = option(
-        (0.9, 0.999),
-        "The two decay rates of AdamW and SOAP.",
-        group=OPTIMIZER,
-        at_least=0,
-        below=1,
-        resume="fixed",
+    betas: tuple[float, ...] = _fixed_option(
+        (0.9, 0.999), "The two decay rates of AdamW and SOAP.", at_least=0, below=1
     )
-    eps: float = option(
-        1e-8, "The epsilon of AdamW and SOAP.", group=OPTIMIZER, above=0, resume="fixed"
-    )
-    max_grad_norm: float = option(
-        1.0,
-        "Clip the gradient's global norm to this; 0 is off.",
-        group=OPTIMIZER,
-        at_least=0,
-        resume="fixed",
+    eps: float = _fixed_option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
+    max_grad_norm: float = _fixed_option(
+        1.0, "Clip the gradient's global norm to this; 0 is off.", at_least=0
     )
 
 
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
-    """What cannot work about the optimizer, a sentence each."""
+    """Return a sentence for each problem of the optimizer's options."""
     problems = []
     if options.num_warmup_steps and options.num_warmup_samples is not None:
         problems.append("--num_warmup_steps and --num_warmup_samples exclude each other.")
@@ -135,7 +179,7 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
 
 
 def schedule_problems(options: OptimizerOptions) -> list[str]:
-    """What cannot work about the learning rate, a sentence each."""
+    """Return a sentence for each problem of the learning rate's options."""
     problems = []
     kind = options.lr_scheduler_type
     if options.min_learning_rate > options.learning_rate:
@@ -150,3 +194,35 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     if kind == "constant" and (options.num_warmup_steps or options.num_warmup_samples):
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
     return problems
+
+
+def kfac_problems(options: KFACOptions) -> list[str]:
+    """Return a sentence for each problem of K-FAC's options."""
+    problems = []
+    if options.kfac_method == "ekfac":
+        problems += [
+            f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
+            for name in preconditioner_options(options)
+        ]
+    if options.kfac_library == "kfac-pytorch":
+        problems += [
+            f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
+            for name in ("kfac_strategy", "kfac_max_dim", "kfac_compat")
+            if name in given(options)
+        ]
+    return problems
+
+
+def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
+    """Return the method of K-FAC that is given, or that other options select."""
+    if options.kfac_method is not None:
+        return options.kfac_method
+    return "eigen" if preconditioner_options(options) else "ekfac"
+
+
+def preconditioner_options(options: KFACOptions) -> list[str]:
+    """Return the given options that only the methods eigen and cholesky use."""
+    names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
+    names += ["kfac_compat"] if options.kfac_compat else []
+    names += ["kfac_library kfac-pytorch"] if options.kfac_library == "kfac-pytorch" else []
+    return names

@@ -1,18 +1,17 @@
-"""The learning rate as a pure function of the step.
+"""The learning rate as a pure function of the step: a linear warm-up, then one of several shapes.
 
-The shapes agree with those of `transformers.get_scheduler` where it has the name;
+Schedules of a name that `transformers.get_scheduler` has agree with its schedules;
 `linear` and `cosine` can also end at a minimum and stay there.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 from llm.errors import ConfigError
 from llm.optim.options import OptimizerOptions
 
 Schedule = Callable[[float], float]
-"""Optimizer steps done -> learning rate of the next one."""
+"""Number of optimizer steps done -> learning rate of the next step."""
 
 
 def make_schedule(
@@ -21,9 +20,9 @@ def make_schedule(
     """Make the schedule that `lr_scheduler_type` names.
 
     Args:
-        options: Name and phases of the schedule, peak and minimum of the rate.
+        options: Name and phases of the schedule, peak and minimum of the learning rate.
         total_steps: Optimizer steps of the run.
-        global_batch_size: Samples of a step, for a warm-up that is given in samples.
+        global_batch_size: Samples of a step, to convert a warm-up in samples to steps.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
@@ -32,7 +31,7 @@ def make_schedule(
     warmup_steps: float = options.num_warmup_steps
     if options.num_warmup_samples is not None:
         warmup_steps = options.num_warmup_samples / global_batch_size
-    end = total_steps - constant_steps
+    start, end = warmup_steps, total_steps - constant_steps
     if kind == "warmup_stable_decay":
         decay = options.num_decay_steps or max(1, total_steps // 10)
         if warmup_steps + decay > total_steps:
@@ -40,43 +39,26 @@ def make_schedule(
                 f"Warm-up ({warmup_steps:g} steps) and --num_decay_steps ({decay}) are longer "
                 f"than the run of {total_steps} steps."
             )
-        body: Schedule = partial(stable_then_decay, start=total_steps - decay, end=total_steps)
-    else:
-        if constant_steps and warmup_steps + constant_steps >= total_steps:
-            raise ConfigError(
-                f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
-                f"leave nothing of the {total_steps} steps to decay in."
-            )
-        bodies: dict[str, Schedule] = {
-            "linear": partial(linear, start=warmup_steps, end=end),
-            "cosine": partial(cosine, start=warmup_steps, end=end),
-            "cosine_with_restarts": partial(cosine, start=warmup_steps, end=end),
-            "polynomial": partial(linear, start=warmup_steps, end=end),
-            "constant": constant,
-            "constant_with_warmup": constant,
-        }
-        body = bodies[kind]
+        start, end = total_steps - decay, total_steps
+    elif constant_steps and warmup_steps + constant_steps >= total_steps:
+        raise ConfigError(
+            f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
+            f"leave nothing of the {total_steps} steps to decay in."
+        )
+    shape = _SHAPES[kind]
+    peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
-    floor = options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0)
-    return partial(
-        rate,
-        body=body,
-        learning_rate=options.learning_rate,
-        floor=min(floor, options.learning_rate),
-        warmup_steps=warmup_steps,
-    )
+    floor = min(options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0), peak)
+
+    def schedule(step: float) -> float:
+        if step < warmup_steps:
+            return peak * step / warmup_steps
+        return floor + (peak - floor) * shape(step, start=start, end=end)
+
+    return schedule
 
 
-def rate(
-    step: float, *, body: Schedule, learning_rate: float, floor: float, warmup_steps: float
-) -> float:
-    """Rise linearly from 0 over `warmup_steps`, then follow `body` between peak and floor."""
-    if step < warmup_steps:
-        return learning_rate * step / warmup_steps
-    return floor + (learning_rate - floor) * body(step)
-
-
-def constant(step: float) -> float:
+def constant(step: float, *, start: float, end: float) -> float:
     """Stay at 1."""
     return 1.0
 
@@ -98,3 +80,15 @@ def stable_then_decay(step: float, *, start: float, end: float) -> float:
     The decay phase of warmup-stable-decay (Hu et al. 2024; Haegele et al. 2024).
     """
     return 1.0 if step < start else linear(step, start=start, end=end)
+
+
+_SHAPES = {
+    "linear": linear,
+    "cosine": cosine,
+    "cosine_with_restarts": cosine,
+    "polynomial": linear,
+    "constant": constant,
+    "constant_with_warmup": constant,
+    "warmup_stable_decay": stable_then_decay,
+}
+"""By `lr_scheduler_type`, the course between the peak (1) and the minimum (0) after the warm-up."""

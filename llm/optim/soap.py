@@ -13,29 +13,32 @@ from llm.optim.groups import embeddings_and_head, parameter_groups
 from llm.optim.options import OptimizerOptions
 
 MAX_DIM = 10_000
-"""The widest side that has a basis."""
+"""Width of the widest side that has a basis."""
 UPDATE_STEPS = 10
+"""Steps between two updates of a basis, unless the options say otherwise."""
 
 
 class SOAP(torch.optim.Optimizer):
     """SOAP (Vyas et al. 2024, arXiv:2409.11321) for matrices, AdamW for all other parameters.
 
-    With L and R the moving averages of g g^T and g^T g of a matrix's gradients g, and QL and QR
-    their eigenvectors, AdamW divides in the basis QL^T g QR. The first moment is kept in the
-    space of the weights, the second one in the basis. Every so many steps an iteration of QR lets
-    the bases follow the factors. As in the paper's code, a matrix's first gradient only begins
-    the factors, and a basis has seen the gradients before the one that it turns.
+    With L and R the moving averages of g g^T and g^T g of a matrix's gradients g [rows, columns],
+    and QL and QR their eigenvectors, AdamW divides in the basis QL^T g QR. The first moment is kept
+    in the space of the weights, the second one in the basis. Every `update_steps` steps, one
+    iteration of orthogonal iteration lets the bases follow the factors. As in the paper's code, a
+    matrix's first gradient only initializes the factors, and a gradient is rotated into a basis of
+    the gradients before it.
 
-    Differences: decay comes before the step, as in torch, and matrices take turns, so that no
-    step has all the work of a new basis. Every rank computes everything.
+    Differences: decay comes before the step, as in torch, and the updates of the matrices' bases
+    are spread over the interval, so that no step has all the work. Every rank computes everything.
 
     Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
-    one: where it is 1, weights, moments, factors and bases stay as they are. Nothing waits for the
-    device but decompositions, which are at the first steps.
+    one: where it is 1, weights, moments, factors and bases stay as they are. Only the
+    decompositions, which are in the first steps, wait for the device.
 
     Args:
         groups: Parameter groups with their weight decay.
-        sides: For each parameter that is a matrix, which of its two sides have a basis.
+        sides: For each parameter that is a matrix, which of its two sides have a basis: 0 for the
+            rows, 1 for the columns.
         lr: Learning rate.
         betas: Decay of first and second moments; the second one also that of factors.
         eps: Added to the root of the second moment.
@@ -55,8 +58,10 @@ class SOAP(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._update_steps = update_steps
         self._sides = {p: tuple(its) for p, its in sides.items() if its}
+        # The step in the interval at which a matrix's bases are updated.
         number = len(self._sides)
-        self._turn = {p: i * update_steps // number for i, p in enumerate(self._sides)}
+        self._offset = {p: i * update_steps // number for i, p in enumerate(self._sides)}
+        # Created here and not in the first step, so that a checkpoint can be loaded before it.
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] = adamw_state(p) | _factors(p, self._sides.get(p, ()))
@@ -70,18 +75,10 @@ class SOAP(torch.optim.Optimizer):
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            others = [p for p in ready if p not in self._sides]
-            adamw_step(
-                group,
-                others,
-                [p.grad for p in others],
-                [self.state[p] for p in others],
-                found_inf,
-                decay=group["weight_decay"],
-            )
-            for p in ready:
-                if p in self._sides:
+            others = [p for p in group["params"] if p not in self._sides]
+            adamw_step(group, others, self.state, found_inf)
+            for p in group["params"]:
+                if p in self._sides and p.grad is not None:
                     self._step_matrix(p, group, found_inf)
 
     def _step_matrix(
@@ -89,67 +86,63 @@ class SOAP(torch.optim.Optimizer):
     ) -> None:
         assert p.grad is not None
         state, beta2 = self.state[p], group["betas"][1]
-        sound = torch.ones_like(state["step"])
+        keep = torch.ones_like(state["step"])
         gradient = p.grad
         if found_inf is not None:
-            sound = sound - found_inf
-            # Times 0 would not do: infinity times 0 is no number.
-            gradient = torch.where(sound > 0, gradient, torch.zeros_like(gradient))
-        self._descend(p, gradient, group, taken=sound * state["has_basis"])
+            keep = keep - found_inf
+            # Not multiplied by 0, since infinity times 0 is NaN.
+            gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
+        self._descend(p, gradient, group, keep=keep * state["has_basis"])
         for side in self._sides[p]:
             square = gradient @ gradient.T if side == 0 else gradient.T @ gradient
-            state[f"factor.{side}"].lerp_(square, (1 - beta2) * sound)
+            state[f"factor.{side}"].lerp_(square, (1 - beta2) * keep)
         state["calls"] += 1
-        # On the host, where it can be read at any time.
-        calls = int(state["calls"])
-        # With fp16, the first steps may have been skipped: then the next power of two tries again.
+        calls = int(state["calls"])  # On the host, so that nothing waits for the device.
+        # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one succeeds.
         if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-            self._begin_bases(p)
-        elif (calls - 1 - self._turn[p]) % self._update_steps == 0 and calls > 1:
-            self._turn_bases(p, sound * state["has_basis"] > 0)
+            for side in self._sides[p]:
+                factor = state[f"factor.{side}"]
+                state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
+                state["has_basis"].copy_(factor.trace() > 0)
+        elif (calls - 1 - self._offset[p]) % self._update_steps == 0 and calls > 1:
+            self._update_bases(p, keep * state["has_basis"] > 0)
 
     def _descend(
-        self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], *, taken: Tensor
+        self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], *, keep: Tensor
     ) -> None:
-        """AdamW's step in the basis: `taken` is 1, or 0 for none."""
+        """Take AdamW's step in the basis where `keep` is 1, and none where it is 0."""
         state, lr = self.state[p], group["lr"]
         beta1, beta2 = group["betas"]
         left, right = (
             [state[f"basis.{side}"]] if side in self._sides[p] else None for side in (0, 1)
         )
         first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-        step += taken
-        first.lerp_(gradient, (1 - beta1) * taken)
-        second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * taken)
+        step += keep
+        first.lerp_(gradient, (1 - beta1) * keep)
+        second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * keep)
         direction = rotate(first, left, right) / (second.sqrt() + group["eps"])
         direction = rotate_back(direction, left, right)
         corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
-        p.mul_(1 - lr * group["weight_decay"] * taken)
-        p.sub_(direction * (lr * corrected * taken))
+        p.mul_(1 - lr * group["weight_decay"] * keep)
+        p.sub_(direction * (lr * corrected * keep))
 
-    def _begin_bases(self, p: nn.Parameter) -> None:
-        state = self.state[p]
-        for side in self._sides[p]:
-            factor = state[f"factor.{side}"]
-            state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
-            state["has_basis"].copy_(factor.trace() > 0)
-
-    def _turn_bases(self, p: nn.Parameter, wanted: Tensor) -> None:
-        """Let the bases follow the factors; the second moment goes with its columns."""
+    def _update_bases(self, p: nn.Parameter, keep: Tensor) -> None:
+        """Let the bases follow the factors, and sort the second moment as their columns."""
         state = self.state[p]
         for side in self._sides[p]:
             basis, second = state[f"basis.{side}"], state["exp_avg_sq"]
-            found = power_iteration(state[f"factor.{side}"], basis)
-            sorted_second = second.index_select(side, found.order)
-            second.copy_(torch.where(wanted, sorted_second, second))
-            basis.copy_(torch.where(wanted, found.basis, basis))
+            solution = power_iteration(state[f"factor.{side}"], basis)
+            sorted_second = second.index_select(side, solution.order)
+            second.copy_(torch.where(keep, sorted_second, second))
+            basis.copy_(torch.where(keep, solution.basis, basis))
 
 
 def _factors(p: Tensor, sides: Sequence[int]) -> dict[str, Tensor]:
-    """New factors and bases of a matrix; nothing for what is none."""
+    """Return new factors and bases of a matrix; nothing for a parameter without sides."""
     if not sides:
         return {}
     zero = torch.zeros((), dtype=torch.float32)
+    # `calls` stays on the host, `has_basis` is on the device.
     state = {"calls": zero, "has_basis": zero.to(p.device, copy=True)}
     for side in sides:
         square = torch.zeros(p.shape[side], p.shape[side], dtype=p.dtype, device=p.device)
@@ -158,15 +151,16 @@ def _factors(p: Tensor, sides: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _bias(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step, exact also for small steps in fp32; that of step 1 before it."""
+    """Return 1 - beta^step, that of step 1 for step 0."""
+    # Accurate in fp32, also for a beta close to 1 in the first steps.
     return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
 
 
 def make_soap(options: OptimizerOptions, model: nn.Module) -> SOAP:
     """Make SOAP for a model's matrices.
 
-    A side of more than 10,000 has no basis, and neither has the side of the tokens or positions of
-    an embedding or head, however few they are.
+    A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
+    of an embedding or an output head of any size.
     """
     groups = parameter_groups(model, weight_decay=options.weight_decay)
     outside = embeddings_and_head(model)

@@ -6,11 +6,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, is_fp8_available
+from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
 from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
+from llm.parallel.options import PrecisionOptions
+from llm.runtime.world import world_from_environment
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -35,13 +38,14 @@ def check_device(device: torch.device) -> None:
     )
 
 
-def check_precision(mixed_precision: str, device: torch.device) -> None:
+def check_precision(options: PrecisionOptions, device: torch.device) -> None:
     """Refuse a precision that the device cannot compute in.
 
     Raises:
         ParallelError: Names the precision, the device and an alternative.
     """
-    if mixed_precision == "fp8":
+    precision = options.mixed_precision
+    if precision == "fp8":
         capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         if not capable:
             raise ParallelError(
@@ -53,54 +57,67 @@ def check_precision(mixed_precision: str, device: torch.device) -> None:
                 "--mixed_precision fp8 needs a library that has its kernels: "
                 "pip install torchao, or transformer-engine[pytorch]."
             )
-    if mixed_precision in ("bf16", "fp16") and device.type == "cpu" and not _has_half_products():
+    has_half_matmul = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if precision in ("bf16", "fp16") and device.type == "cpu" and not has_half_matmul:
         logger.warning(
-            f"--mixed_precision {mixed_precision} takes several times as long as no on this CPU, "
+            f"--mixed_precision {precision} takes several times as long as no on this CPU, "
             "which has no arithmetic for it."
         )
     # PyTorch counts GPUs that emulate it, such as V100 and T4, many times slower than fp16.
     if (
-        mixed_precision == "bf16"
+        precision == "bf16"
         and device.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
-    if mixed_precision == "fp16" and device.type == "mps":
+    if precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
 
 
-def _has_half_products() -> bool:
-    """Whether the CPU multiplies matrices of half precision."""
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
+    """Form the group of all ranks, unless there is one rank; every rank must call it.
+
+    Accelerate's own would have NCCL only, whose default time-out is ten minutes, and would leave
+    it to the first `barrier` to guess the device of each rank.
+    """
+    if world_from_environment().world_size == 1:
+        return
+    if device.type == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device, timeout=timeout)
 
 
 def make_accelerator(
-    mixed_precision: str, *, device: torch.device, timeout: float = 600.0
+    options: PrecisionOptions, *, device: torch.device, timeout: float = 600.0
 ) -> Accelerator:
-    """Form the process groups.
-
-    Accelerate has two ways of its own on a CPU: it joins several processes only when
-    told to use the CPU, and trains fp16 as float32 without a word. The first is told
-    here; the second is left to `AcceleratedStrategy`, which does that autocast itself.
+    """Form the process groups; every rank must call it.
 
     Args:
-        mixed_precision: no, fp8, fp16 or bf16.
+        options: The precision, which the accelerator holds from here on.
         device: Of this process.
-        timeout: Seconds that a step may take, 0 for any number; messages may take longer, so that
-            a rank that hangs is named first.
+        timeout: Seconds that a step may take; 0: no limit. Collectives time out later than that,
+            so that the watchdog names a hung rank first.
     """
     patience = timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
         setattr(distributed_c10d, name, patience)
+    form_default_group(device, timeout=patience)
     on_cpu = device.type == "cpu"
-    # Else DistributedDataParallel is told the rank's number on its node as its device, which is
-    # another one where a task sees its own GPU only. Batches are on the device already.
+    # By default DistributedDataParallel is given the local rank as its device, which is wrong
+    # where the job's launcher shows each task its own GPU only. Batches are on the device already.
     os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     data_parallel = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, broadcast_buffers=False
     )
-    return Accelerator(
-        cpu=on_cpu,
-        mixed_precision="no" if on_cpu and mixed_precision == "fp16" else mixed_precision,
-        kwargs_handlers=[data_parallel, InitProcessGroupKwargs(timeout=patience)],
+    fp16_on_cpu = on_cpu and options.mixed_precision == "fp16"
+    accelerator = Accelerator(
+        cpu=on_cpu,  # without it, Accelerate does not join the processes of a CPU
+        mixed_precision="no" if fp16_on_cpu else options.mixed_precision,
+        kwargs_handlers=[data_parallel],
     )
+    if fp16_on_cpu:
+        # Accelerate would silently train in float32: `AcceleratedStrategy` does this autocast.
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    return accelerator

@@ -1,7 +1,7 @@
-"""Flags that any rank may set and all hear of at the same call, told from rank to rank.
+"""Flags that any rank may set, and that all ranks see at the same call, without an all-reduce.
 
-An all-reduce would have each rank wait for every other one in each step, over as many messages in
-a row as there are ranks: on a slow network it would take longer than the step.
+An all-reduce in each step would make every rank wait for all others, over as many messages in
+sequence as there are ranks: on a slow network it would take longer than the step.
 """
 
 from collections.abc import Sequence
@@ -12,71 +12,65 @@ import torch.distributed as dist
 
 
 class FlagReducer:
-    """Spreads flags in turns, as in a dissemination barrier (Hensgen, Finkel and Manber 1988).
+    """Spreads flags in rounds, as a dissemination barrier does (Hensgen, Finkel and Manber 1988).
 
-    In turn k of log2(ranks), a rank tells the one 2^k further what it has heard of, and listens to
-    the one 2^k before: after the last turn all have heard of all. Each call is a turn, so that a
-    message has the time of a step to arrive.
+    In round k of log2(ranks), a rank sends the flags that it knows of to the rank 2^k further, and
+    receives those of the rank 2^k before: after the last round all ranks know of all flags. Each
+    call is a round, so that a message has the time of a step to arrive.
 
     Attributes:
         delay: The most calls between a flag and its answer.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of ranks; more than one.
-        group: Of all ranks, for tensors on the host.
+        group: A group of all ranks, for tensors on the host.
     """
 
     def __init__(self, *, rank: int, world_size: int, group: Any) -> None:
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._turns = (world_size - 1).bit_length()
-        self.delay = 2 * self._turns - 1
-        self._turn = self._turns
-        self._asked: torch.Tensor | None = None
-        self._heard: torch.Tensor | None = None
+        self._rounds = (world_size - 1).bit_length()
+        self.delay = 2 * self._rounds - 1
+        self._round = self._rounds
+        self._next: torch.Tensor | None = None  # flags for the next exchange
+        self._known: torch.Tensor | None = None  # flags of the current exchange
         self._incoming: torch.Tensor | None = None
-        self._under_way: list[Any] = []
+        self._in_flight: list[Any] = []
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return which flags any rank had set when the exchange began that ends with this call.
 
         Args:
-            flags: Always as many; every rank must call it.
+            flags: The same number at each call; every rank must call it.
 
         Returns:
-            The same on all ranks; none are set where no exchange ends.
+            The same on all ranks; all False at calls in which no exchange ends.
         """
         own = torch.tensor([float(flag) for flag in flags])
-        self._asked = own if self._asked is None else torch.maximum(self._asked, own)
-        self._listen()
+        self._next = own if self._next is None else torch.maximum(self._next, own)
+        self.settle()
+        if self._incoming is not None and self._known is not None:
+            self._known = torch.maximum(self._known, self._incoming)
         answer = [False] * len(flags)
-        if self._turn == self._turns:
-            if self._heard is not None:
-                answer = [value > 0 for value in self._heard.tolist()]
-            self._heard, self._asked, self._turn = self._asked, None, 0
-        self._tell()
+        if self._round == self._rounds:
+            if self._known is not None:
+                answer = [value > 0 for value in self._known.tolist()]
+            # A flag set during an exchange waits for the next: all ranks have to see it at once.
+            self._known, self._next, self._round = self._next, None, 0
+        assert self._known is not None
+        distance = 2**self._round
+        self._incoming = torch.empty_like(self._known)
+        self._in_flight = [
+            dist.isend(self._known, (self._rank + distance) % self._world_size, self._group),
+            dist.irecv(self._incoming, (self._rank - distance) % self._world_size, self._group),
+        ]
+        self._round += 1
         return answer
 
     def settle(self) -> None:
-        """Wait for messages that are under way."""
-        for work in self._under_way:
+        """Wait for messages in flight."""
+        for work in self._in_flight:
             work.wait()
-        self._under_way = []
-
-    def _listen(self) -> None:
-        """Take in what the last call's message says."""
-        self.settle()
-        if self._incoming is not None and self._heard is not None:
-            self._heard = torch.maximum(self._heard, self._incoming)
-
-    def _tell(self) -> None:
-        assert self._heard is not None
-        distance = 2**self._turn
-        self._incoming = torch.empty_like(self._heard)
-        self._under_way = [
-            dist.isend(self._heard, (self._rank + distance) % self._world_size, self._group),
-            dist.irecv(self._incoming, (self._rank - distance) % self._world_size, self._group),
-        ]
-        self._turn += 1
+        self._in_flight = []

@@ -1,225 +1,279 @@
-"""One device, or data parallelism over several, through Accelerate."""
+"""A model and its training step on one device, or replicated by DistributedDataParallel."""
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import Tensor, nn
 
-from llm.checkpoint.state import model_tensors
-from llm.data.micro_batch import MicroBatch
+from llm.checkpoint.format import model_tensors
+from llm.data.loader import MicroBatch
 from llm.errors import ParallelError
-from llm.parallel.strategy import MakeOptimizer, SecondOrder, SpreadOptimizer
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.make_kfac import KFAC
 
-
-def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors that an optimizer changes."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class AcceleratedStrategy:
-    """Every rank holds the whole model; gradients are averaged by DistributedDataParallel.
+    """Spreads a model and its training step over devices; the base class of all layouts.
+
+    Here every rank holds the whole model. A layout is a subclass that overrides the private steps
+    of `prepare` and `forward_backward`. The rest of the package calls the public methods and does
+    not know which layout runs. Returned tensors stay on the device, so that a step never waits
+    for it.
 
     Args:
-        accelerator: Accelerate's view of the processes, devices and precision.
-        mixed_precision: no, fp8, fp16 or bf16.
+        accelerator: The processes, devices and precision, from `make_accelerator`.
+
+    Attributes:
+        device: Where this process computes.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        data_rank: Which of the `data_ranks` equal slices of a global batch this rank computes.
+        data_ranks: Number of slices of a global batch.
+        rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
+        second_order: K-FAC, if the run has it; set when the optimizer is made.
+        answer_delay: The most calls of `any_rank` between a flag and its answer.
+        parameters: The trained parameters of the model; DTensors where they are sharded.
+        local_parameters: What the optimizer updates: `parameters`, or this rank's shards of them.
     """
 
-    second_order: SecondOrder | None = None
-    """Set by who makes the optimizer, where K-FAC is part of it."""
-
+    second_order: KFAC | None = None
     answer_delay: int = 1
+    _uses_ddp = True
 
-    def __init__(self, *, accelerator: Accelerator, mixed_precision: str) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.data_rank, self.data_ranks = self.rank, self.world_size
         self.rng_rank = self.rank
-        self._fp16_on_cpu = mixed_precision == "fp16" and self.device.type == "cpu"
-        scaler = accelerator.scaler
-        if self._fp16_on_cpu:
-            scaler = torch.amp.GradScaler("cpu")
-        self.scaler: torch.amp.GradScaler | None = scaler
+        self.scaler: torch.amp.GradScaler | None = accelerator.scaler
+        self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
         self._host_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._vote: tuple[Any, torch.Tensor] | None = None
+        self._pending_flags: tuple[Any, Tensor] | None = None
 
-    def prepare(self, loss: torch.nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Take over the model (inside its loss) and make its optimizer."""
+    def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Take over the model, inside its loss, and make its optimizer.
+
+        Args:
+            loss: Returns the objective and the sum of token losses; its `model` is the model.
+            make_optimizer: Called after the model was sharded, so that moments are sharded too.
+        """
         self.loss: Any = loss
-        self.model = loss.get_submodule("model")
+        self.model: Any = loss.get_submodule("model")
+        self._shard()
         self.optimizer = make_optimizer(self.model)
-        self.parameters = self.stepped = stepped_by(self.optimizer)
-        self.wrapped = self._wrap(loss)
+        self.parameters = _optimized(self.optimizer)
+        self._localize_optimizer()
+        self.local_parameters = _optimized(self.optimizer)
+        self.wrapped = self._wrap()
 
-    def _wrap(self, loss: torch.nn.Module) -> torch.nn.Module:
-        """Put around the loss what averages gradients."""
+    def _shard(self) -> None:
+        """Replace the model's parameters by this rank's shards of them."""
+
+    def _localize_optimizer(self) -> None:
+        """Replace the optimizer's parameters by this rank's local tensors."""
+
+    def _wrap(self) -> nn.Module:
+        """Return the loss in Accelerate's autocast; its evaluation mode leaves DDP out."""
         with warnings.catch_warnings():
-            # Accelerate hands on the older name of broadcast_buffers.
+            # Accelerate passes broadcast_buffers by its older name.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
-            # device_placement: the model was built where it lives.
-            wrapped: torch.nn.Module = self.accelerator.prepare_model(loss, device_placement=False)
+            wrapped: nn.Module = self.accelerator.prepare_model(
+                self.loss, device_placement=False, evaluation_mode=not self._uses_ddp
+            )
         return wrapped
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the rate of the next `optimizer_step`."""
+        """Set the learning rate of the next `optimizer_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], *, num_tokens: int
-    ) -> torch.Tensor:
-        """Compute the gradient of one step's mean loss; see `Strategy`."""
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
+        """Compute the gradient of one step's mean loss, unscaled.
+
+        Args:
+            micro_batches: This rank's slice of the step.
+            num_tokens: Tokens with a label over all ranks; the loss is divided by it once.
+
+        Returns:
+            The sum of this rank's token losses, a float32 scalar.
+        """
         if not self.wrapped.training:
             self.wrapped.train()
-        self._zero_gradients()
-        # The gradient is averaged over ranks where the loss wants their sum.
-        weight = self._averaged_ranks / num_tokens
-        total = torch.zeros((), device=self.device)
-        with self._recording(weight):
-            for number, micro_batch in enumerate(micro_batches, start=1):
-                with self._communicating(number == len(micro_batches)):
-                    with self._autocast():
-                        objective, loss_sum = self.wrapped(*micro_batch)
-                    self._scaled(objective * weight).backward()
-                total += loss_sum.detach()
-        self._hand_over_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:  # not the optimizer's, where they are sharded
+            parameter.grad = None
+        # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
+        token_weight = self._gradient_ranks / num_tokens
+        own = [self._local_batch(micro_batch) for micro_batch in micro_batches]
+        loss_sum = self._accumulate_gradients(own, token_weight)
+        self._reduce_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return total
+        return loss_sum
 
     @property
-    def _averaged_ranks(self) -> int:
-        """Over how many ranks `backward` averages a gradient."""
+    def _gradient_ranks(self) -> int:
+        """Number of ranks whose mean gradient is that of a step."""
         return self.world_size
 
-    def _zero_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+    def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return what this rank computes of each sample."""
+        return micro_batch
 
-    def _hand_over_gradients(self) -> None:
-        """Give the optimizer the gradients; here its parameters are the model's own."""
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], token_weight: float
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches; return the sum of token losses."""
+        total = torch.zeros((), device=self.device)
+        capture: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.second_order is not None:
+            capture = self.second_order.capture_stats(
+                token_weight=token_weight, loss_scale=self.loss_scale()
+            )
+        with capture:
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                with self._gradient_sync(number == len(micro_batches)):
+                    with self._cpu_fp16_autocast():
+                        objective, loss_sum = self.wrapped(*micro_batch)
+                    self._scale(objective * token_weight).backward()
+                total += loss_sum.detach()
+        return total
 
-    def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
-        """K-FAC sees all micro-batches of a step, if there is K-FAC."""
-        if self.second_order is None:
-            return contextlib.nullcontext()
-        return self.second_order.capture_stats(
-            token_weight=token_weight, loss_scale=self.loss_scale()
-        )
+    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """All-reduce gradients in the backward of a step's last micro-batch only (no_sync)."""
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
-    def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients cross the network with the last micro-batch of a step only."""
-        if last:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(self.wrapped)
-        return context
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _cpu_fp16_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the one autocast that Accelerate does not put around the model's forward."""
         if self._fp16_on_cpu:
             return torch.autocast("cpu", torch.float16)
-        # Elsewhere Accelerate has put the autocast around the model's forward.
         return contextlib.nullcontext()
 
-    def _scaled(self, objective: torch.Tensor) -> torch.Tensor:
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the run's autocast, for a forward that does not go through `wrapped`."""
+        return self._cpu_fp16_autocast() if self._fp16_on_cpu else self.accelerator.autocast()
+
+    def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
 
-    def optimizer_step(self, max_grad_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip and update, or skip on all ranks; see `Strategy`."""
+    def _reduce_gradients(self) -> None:
+        """Finish what `backward` left to do and set the gradients of `local_parameters`."""
+
+    def optimizer_step(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+        """Clip the gradient (0: no clipping) and update the weights, or skip the step.
+
+        Returns:
+            The gradient's norm before clipping, and 1.0 if it was not finite and the step was
+            skipped, else 0.0. Both are equal on all ranks, except where ranks have weights of
+            their own.
+        """
         norm = self._gradient_norm()
         if max_grad_norm > 0:
             self._clip(norm, max_grad_norm)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The fused optimizers read this flag on the device: with it set they leave weights,
-        # moments and step counts as they are. GradScaler.step would do the same after asking
-        # the device for its own flag; the norm's covers that one and bf16 and float32 too.
+        # moments and step counts as they are. GradScaler.step would read its own flag on the host,
+        # which waits for the device; the norm covers fp16 overflows, bf16 and float32 alike.
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
         return norm, skipped
 
-    def _gradient_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, the same on all ranks."""
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, the same on all ranks."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def averaged(self) -> contextlib.AbstractContextManager[torch.Tensor | None]:
-        """All ranks have the same weights, which are what is evaluated."""
-        return contextlib.nullcontext()
-
-    def _clip(self, norm: torch.Tensor, max_grad_norm: float) -> None:
-        """Shorten the gradient to the largest norm, if it is longer."""
+    def _clip(self, norm: Tensor, max_grad_norm: float) -> None:
+        """Scale the gradient to the largest norm, if its norm is larger."""
         if type(self.optimizer) is torch.optim.AdamW and norm.dtype == torch.float32:
-            # Its kernel divides by this on the way, which saves a pass over all gradients.
+            # The fused kernel divides gradients by this, which saves a pass over all of them.
             scale = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         else:
-            torch.nn.utils.clip_grads_with_norm_(self.stepped, max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.local_parameters, max_grad_norm, norm)
+
+    def averaged(self) -> contextlib.AbstractContextManager[Tensor | None]:
+        """Return a context in which the model has the weights to evaluate; every rank enters it.
+
+        Where ranks have weights of their own, these are the mean, and the context gives the
+        distance of the ranks from it: the root of the mean squared distance, divided by the norm
+        of the mean. Elsewhere it gives None.
+        """
+        return contextlib.nullcontext()
 
     @torch.no_grad()
-    def evaluate(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of token losses and number of tokens that count, on this rank."""
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of token losses and the number of labels, of this rank's slice."""
         if self.wrapped.training:
             self.wrapped.eval()
-        with self._autocast():
+        micro_batch = self._local_batch(micro_batch)
+        with self._cpu_fp16_autocast():
             _, loss_sum = self.wrapped(*micro_batch)
         return loss_sum, (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
-    def predict(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The likeliest next token at each position, int64 of the inputs' shape."""
+    def predict(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the likeliest next token at each position, int64 of the inputs' shape."""
         self.wrapped.eval()
-        input_ids, _, positions, documents = micro_batch
-        with self._autocast(), self.accelerator.autocast():
-            predictions: torch.Tensor = self.loss.predictions(input_ids, positions, documents)
+        input_ids, _, positions, documents = self._local_batch(micro_batch)
+        with self._autocast():
+            predictions: Tensor = self.loss.predictions(input_ids, positions, documents)
         return predictions
 
-    def loss_scale(self) -> torch.Tensor:
-        """The factor by which the loss is scaled (1 without fp16)."""
-        one = torch.ones((), device=self.device)
+    def loss_scale(self) -> Tensor:
+        """Return the factor by which the loss is scaled (1 without fp16)."""
         # scale() multiplies on the device, where get_scale() would wait for it.
-        return one if self.scaler is None else self.scaler.scale(one)
+        return self._scale(torch.ones((), device=self.device))
 
-    def reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks; every rank must call it."""
-        reduced: torch.Tensor = self.accelerator.reduce(values, reduction="sum")
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all slices of the data; every rank must call it."""
+        reduced: Tensor = self.accelerator.reduce(values, reduction="sum")
         return reduced
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Concatenate equally shaped tensors of all ranks along the first dimension."""
-        gathered: torch.Tensor = self.accelerator.gather(values)
+    def gather(self, values: Tensor) -> Tensor:
+        """Concatenate equally shaped tensors of all slices of the data; every rank must call it."""
+        gathered: Tensor = self.accelerator.gather(values)
         return gathered
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags were set on any rank at the last call; every rank must call it.
+        """Return which flags any rank has set now or up to `answer_delay` calls ago.
 
-        The answer travels on the host while the next step is computed: the device
-        is not involved, and no rank waits for another.
+        Every rank must call it. The answer is the same on all ranks, and comes once. Here the
+        all-reduce runs on the host while the next step is computed, and the next call returns its
+        result: neither the device nor another rank is waited for.
         """
         if self.world_size == 1:
             return list(flags)
         answer = [False] * len(flags)
-        if self._vote is not None:
-            work, values = self._vote
+        if self._pending_flags is not None:
+            work, values = self._pending_flags
             work.wait()
             answer = [value > 0 for value in values.tolist()]
         values = torch.tensor([float(flag) for flag in flags])
-        self._vote = dist.all_reduce(values, group=self._host_group, async_op=True), values
+        work = dist.all_reduce(values, group=self._host_group, async_op=True)
+        self._pending_flags = work, values
         return answer
 
-    def share(self, value: Any) -> Any:
-        """The value that rank 0 has, on every rank; every rank must call it."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value on every rank; every rank must call it."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0, group=self._host_group)
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank gives, as plain values, on every rank; every rank must call it."""
+        """Return the values of all ranks on every rank; every rank must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self._host_group)
@@ -234,8 +288,8 @@ class AcceleratedStrategy:
         self.accelerator.end_training()
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and loss scale, by parameter name, as live tensors."""
-        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        """Return model, optimizer and loss scale, by parameter name, as live tensors."""
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         moments = self._optimizer_state()
         return {
             "model": model_tensors(self.model),
@@ -243,22 +297,21 @@ class AcceleratedStrategy:
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def _optimizer_state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
-        """What the optimizer keeps of each parameter of the model."""
-        if isinstance(self.optimizer, SpreadOptimizer):
-            return self.optimizer.gathered_state()
+    def _optimizer_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Return the optimizer's state by the model's parameters."""
+        if isinstance(self.optimizer, EKFAC):
+            return self.optimizer.gathered_state()  # a rank has the state of some layers only
         return self.optimizer.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Load what `state_dict` returned.
 
         Raises:
             ParallelError: The state belongs to another model.
         """
         own = self.state_dict()
-        for part in ("model", "optimizer"):
-            if own[part].keys() != state[part].keys():
-                raise ParallelError(f"The {part} of the saved state has other parameters.")
+        for name in ("model", "optimizer"):
+            check_same_parameters(name, own[name], state[name])
         with torch.no_grad():
             for name, tensor in own["model"].items():
                 tensor.copy_(state["model"][name])
@@ -270,11 +323,28 @@ class AcceleratedStrategy:
             self.scaler.load_state_dict(state["scaler"])
 
     def owner_ranks(self, path: str) -> Sequence[int]:
-        """All ranks hold the same."""
+        """Return the ranks that hold a tensor of a checkpoint: one of them writes it.
+
+        Args:
+            path: Its path in the checkpoint, which begins with "strategy/".
+        """
         return range(self.world_size)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's parameters and persistent buffers on the host, for export.
+
+        Every rank must call it; all but rank 0 get an empty dict.
+        """
         if self.rank != 0:
             return {}
         return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise a ParallelError if a saved state has other names than this run's."""
+    if own.keys() != saved.keys():
+        raise ParallelError(f"The {name} of the saved state has other parameters.")

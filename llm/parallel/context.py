@@ -1,41 +1,69 @@
-"""Every sample's sequence divided over ranks: context parallelism.
+"""Context parallelism: every sample's sequence is sharded over ranks.
 
-A sequence is cut into twice as many chunks as there are ranks. Each rank holds one from the front
-and its mirror image from the back, so that all ranks have as many keys to attend to. Everything
-but attention is the business of a token alone; for attention the keys and values of all ranks are
-gathered, as Llama 3 was trained (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+A sequence is cut into twice as many chunks as there are ranks. Each rank holds one chunk from the
+front and its mirror image from the back, so that causal attention costs every rank the same. All
+layers but attention work on each token alone; for attention the keys and values of all ranks are
+all-gathered, as Llama 3 was trained (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+
+The models of transformers call an attention function and a mask function by the name of a kernel.
+`divide_attention` registers a kernel that all-gathers keys and values. That is exact for a model
+whose tokens interact in that function only, which `check_divisible` tests on the model itself.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import causal_mask_function
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
+from llm.errors import ConfigError
+from llm.models.masking import documents_of_forward, run_model
 from llm.parallel.dims import ParallelDims
 
+KERNEL = "context_parallel"
+"""The name under which the functions are registered."""
 
-class ContextPart:
+_MASKED_DEVICES = ("cpu",)
+"""Devices without a kernel for queries that are the last of the keys. There all layers share one
+explicit mask, where each layer would otherwise keep its own."""
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of some models' attention that PyTorch's kernels do not have."""
+
+_CHECKED_TOKENS = 2
+"""Tokens of each chunk that `check_divisible` uses."""
+
+_TOLERANCE = 1e-4
+"""Rounding error allowed, as a fraction of the error of attention within each shard only."""
+
+
+class SequenceShard:
     """The chunks of each sequence that a rank holds; every rank must make one.
 
     Args:
-        layout: Where the ranks stand.
-        rank: Of this process among all.
+        dims: How many ranks each kind of parallelism has.
+        rank: Rank of this process.
 
     Attributes:
-        num_chunks: Into how many chunks of one length a sequence is cut.
-        chunks: The numbers of the two that this rank holds.
+        num_chunks: Number of chunks, of equal length, that a sequence is cut into.
+        chunks: The numbers of the two chunks that this rank holds.
     """
 
-    def __init__(self, layout: ParallelDims, rank: int) -> None:
-        at = layout.coordinates(rank)["context"]
-        self.num_chunks = 2 * layout.context
+    def __init__(self, dims: ParallelDims, rank: int) -> None:
+        at = dims.coordinates(rank)["context"]
+        self.num_chunks = 2 * dims.context
         self.chunks = at, self.num_chunks - 1 - at
-        self._group, _ = dist.new_subgroups_by_enumeration(layout.groups("context"))
+        self._group, _ = dist.new_subgroups_by_enumeration(dims.groups("context"))
 
     def of(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a micro-batch, with the positions of its tokens in the samples."""
+        """Return this rank's shard of a micro-batch, with each token's position in its sample."""
         input_ids, labels, positions, documents = micro_batch
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -51,27 +79,27 @@ class ContextPart:
         chunks = whole.chunk(self.num_chunks, dim=1)
         return torch.cat([chunks[number] for number in self.chunks], dim=1)
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
-        """The whole sequence out of the parts that the ranks hold; differentiable.
+    def gather(self, shard: Tensor, dim: int) -> Tensor:
+        """All-gather the shards of a sequence; differentiable.
 
         Args:
-            part: Of one shape on all ranks that share a sequence; each of them must call it.
+            shard: Of the same shape on all ranks of a sequence; each of them must call it.
             dim: The dimension of the tokens.
 
         Returns:
-            The same with the tokens of all ranks along `dim`, in the order of the sequence. Its
-            gradient is summed over the ranks.
+            The tokens of all ranks along `dim`, in the order of the sequence. Its gradient is
+            summed over the ranks (reduce-scatter).
         """
-        whole: Tensor = _Gather.apply(part, dim, self._group)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gather.apply(shard, dim, self._group)  # type: ignore[no-untyped-call]
         return whole
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         ranks = group.size()
-        tokens_first = part.movedim(dim, 0).contiguous()
+        tokens_first = shard.movedim(dim, 0).contiguous()
         gathered = tokens_first.new_empty(ranks * len(tokens_first), *tokens_first.shape[1:])
         dist.all_gather_single(gathered, tokens_first, group=group)
         front, back = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
@@ -82,6 +110,210 @@ class _Gather(torch.autograd.Function):
         ranks = ctx.group.size()
         chunks = grad_outputs[0].movedim(ctx.dim, 0).unflatten(0, (2 * ranks, -1))
         by_rank = torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=1).flatten(0, 2)
-        part = by_rank.new_empty(len(by_rank) // ranks, *by_rank.shape[1:])
-        dist.reduce_scatter_single(part, by_rank, group=ctx.group)
-        return part.movedim(0, ctx.dim), None, None
+        shard = by_rank.new_empty(len(by_rank) // ranks, *by_rank.shape[1:])
+        dist.reduce_scatter_single(shard, by_rank, group=ctx.group)
+        return shard.movedim(0, ctx.dim), None, None
+
+
+def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
+    """Let a model's attention reach the keys and values that other ranks hold.
+
+    From then on the model is given this rank's shard of each sequence, with its positions.
+
+    Args:
+        model: A causal language model that `check_divisible` accepts. All ranks that share a
+            sequence must call its forward together.
+        shard: What this rank holds.
+    """
+
+    def mask(
+        *,
+        q_length: int,
+        mask_function: Callable[..., Tensor],
+        allow_is_causal_skip: bool = True,
+        device: torch.device,
+        dtype: torch.dtype,
+        **unused: Any,
+    ) -> Tensor | None:
+        documents = documents_of_forward()
+        plain = mask_function is causal_mask_function and allow_is_causal_skip
+        if plain and documents is None and device.type not in _MASKED_DEVICES:
+            return None
+        keys = torch.arange(q_length // 2 * shard.num_chunks, device=device)
+        chunks = keys.chunk(shard.num_chunks)
+        queries = torch.cat([chunks[number] for number in shard.chunks])
+        visible = _visible(mask_function, queries.unsqueeze(0), keys)
+        if documents is not None:
+            of_keys = shard.gather(documents, 1)[:, None, None]
+            visible = visible & (documents[:, None, :, None] == of_keys)
+        # An additive mask: each layer would make and keep one from a boolean mask.
+        bias = torch.zeros(visible.shape, dtype=_kernel_dtype(dtype, device), device=device)
+        return bias.masked_fill_(~visible, -torch.inf)
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        # Cast before the all-gather: autocast casts in the kernel, after twice the bytes are sent.
+        dtype = _kernel_dtype(query.dtype, query.device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = _for_all_heads(query, key), _for_all_heads(query, value)
+        length = query.shape[2] // 2
+        attended = []
+        for number, chunk in enumerate(shard.chunks):
+            own = slice(number * length, (number + 1) * length)
+            end = (chunk + 1) * length  # no token of the chunk attends beyond it
+            if attention_mask is None:
+                bias: Tensor = causal_lower_right(length, end)
+            else:
+                bias = attention_mask[..., own, :end]
+            own_query, own_key = query[..., own, :], key[..., :end, :]
+            attended.append(_attend(own_query, own_key, value[..., :end, :], bias, **kwargs))
+        return torch.cat(attended, dim=1), None
+
+    # transformers would index this rank's documents by positions in the whole sequence.
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    _use_kernel(model, attend, mask)
+
+
+@torch.no_grad()
+def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
+    """Refuse a model whose tokens interact outside attention, or that depends on a shard's length.
+
+    The test runs the model, in evaluation mode, on the last tokens of each chunk. It compares the
+    logits of the whole sequence with those of a batch whose rows are the ranks' shards.
+
+    Args:
+        model: A causal language model with weights; its mode is restored.
+        ranks: Number of ranks over which a sequence will be sharded.
+        block_size: Tokens of a sample, a multiple of twice the ranks.
+
+    Raises:
+        ConfigError: Its logits would not be those of the whole sequence.
+    """
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "--context_parallel_size would balance a mixture's experts over parts of samples: turn "
+            "output_router_logits off, or leave the samples whole."
+        )
+    ends = torch.arange(block_size, device=model.device)
+    ends = ends.view(2 * ranks, -1)[:, -_CHECKED_TOKENS:]
+    positions, tokens = ends.flatten(), torch.arange(ends.numel(), device=model.device)
+    front, back = tokens.view(2, ranks, -1).unbind()
+    shards = torch.cat([front, back.flip(0)], dim=1)
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = torch.randint(vocab_size, tokens.shape, generator=generator).to(model.device)
+
+    def logits(of: Tensor) -> Tensor:
+        outputs: Tensor = run_model(model, input_ids[of], positions[of], None).logits
+        return outputs.float()
+
+    training, kernel = model.training, model.config._attn_implementation
+    model.eval()
+    try:
+        # Before the whole sequence: some rotary embeddings remember the longest they have seen.
+        alone = logits(shards[-1:])
+        whole = logits(tokens.unsqueeze(0))[0, shards]
+        apart = logits(shards)
+        _simulate_ranks(model, shards)
+        divided = logits(shards)
+        error = max(_distance(divided, whole), _distance(alone, apart[-1:]))
+        divisible = not model._is_stateful and error <= _TOLERANCE * _distance(apart, whole)
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        divisible = False  # it takes no positions, or its attention has another interface
+    finally:
+        model.set_attn_implementation(kernel)
+        model.train(training)
+    if not divisible:
+        raise ConfigError(
+            f"--context_parallel_size {ranks} cannot divide samples of {block_size} tokens of "
+            f"{model.config.model_type}: its tokens meet elsewhere than in ordinary attention, or "
+            "take no positions from outside; leave it out, or choose another architecture."
+        )
+
+
+def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
+    """Let each row of a batch attend to all rows, as if they were the shards of one sequence."""
+    order = shards.flatten().argsort()
+
+    def gathered(rows: Tensor) -> Tensor:
+        whole = rows.transpose(0, 1).flatten(1, 2)[:, order]
+        return whole.expand(len(shards), *whole.shape)
+
+    def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
+        keys = torch.arange(shards.numel(), device=shards.device)
+        earlier = keys <= shards[:, None, :, None]  # whatever the model's own mask allows
+        return _visible(mask_function, shards, keys) & earlier
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        key, value = (_for_all_heads(query, gathered(tensor)) for tensor in (key, value))
+        return _attend(query, key, value, attention_mask, **kwargs), None
+
+    _use_kernel(model, attend, mask)
+
+
+def _use_kernel(
+    model: PreTrainedModel, attend: Callable[..., Any], mask: Callable[..., Tensor | None]
+) -> None:
+    AttentionInterface.register(KERNEL, attend)
+    AttentionMaskInterface.register(KERNEL, mask)
+    model.set_attn_implementation(KERNEL)
+
+
+def _visible(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
+    """Return a mask [rows, 1, queries, keys], from positions [rows, queries] and [keys]."""
+    row = torch.arange(len(queries), device=queries.device)[:, None, None, None]
+    head = row.new_zeros(1, 1, 1, 1)
+    visible: Tensor = mask_function(row, head, queries[:, None, :, None], keys[None, None, None, :])
+    return visible
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute attention, [batch, heads, tokens, width] to [batch, tokens, heads, width]."""
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"Attention with {name} is not computed over parts of a sequence.")
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
+    )
+    return attended.transpose(1, 2).contiguous()
+
+
+def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
+    """Repeat key or value heads that several query heads share."""
+    repeated: Tensor = repeat_kv(tensor, query.shape[1] // tensor.shape[1])
+    return repeated
+
+
+def _kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type that attention computes in, inside autocast or outside of it."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())

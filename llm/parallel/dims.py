@@ -1,4 +1,4 @@
-"""How the ranks of a run are laid out: which ones share data, a layer's parts, a stage."""
+"""The sizes of each kind of parallelism, and where each rank stands among them."""
 
 import itertools
 import math
@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm.errors import ConfigError
+from llm.parallel.options import ParallelOptions
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
-"""From the outermost to the innermost: neighbouring ranks, which lie on one node, talk most."""
+"""From the outermost to the innermost: ranks next to each other, on one node, send the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Sizes of the ways to divide the work; their product is the number of ranks.
+    """Number of ranks along each axis; their product is the world size.
 
     Attributes:
         pipeline: Stages, each of which holds some of the layers.
         replicate: Groups of ranks that hold the same weights and train on different samples.
-        shard: Ranks that train on different samples, and each hold a part of every weight.
-        context: Ranks that each hold a part of every sample.
-        tensor: Ranks that each compute a part of every layer.
+        shard: Ranks that train on different samples and each hold a shard of every weight.
+        context: Ranks that each hold a shard of every sample.
+        tensor: Ranks that each compute some heads and columns of every layer.
     """
 
     pipeline: int = 1
@@ -37,74 +38,72 @@ class ParallelDims:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of `AXES`."""
+        """The sizes in the order of `AXES`."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def data_ranks(self) -> int:
-        """How many shares a global batch is divided into."""
+        """Number of slices that a global batch is divided into."""
         return self.replicate * self.shard
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank holds the whole model, as DistributedDataParallel has it."""
+        """Whether each rank holds the whole model, as with DistributedDataParallel."""
         return self.replicate == self.world_size
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Where a rank stands on each axis."""
-        where: dict[Axis, int] = {}
+        """Return a rank's position on each axis."""
+        position: dict[Axis, int] = {}
         for axis in reversed(AXES):
-            rank, where[axis] = divmod(rank, getattr(self, axis))
-        return where
+            rank, position[axis] = divmod(rank, getattr(self, axis))
+        return position
 
     def data_rank(self, rank: int) -> int:
-        """Number of the share of a global batch that a rank works on."""
-        where = self.coordinates(rank)
-        return where["replicate"] * self.shard + where["shard"]
+        """Return the number of the slice of a global batch that a rank computes."""
+        position = self.coordinates(rank)
+        return position["replicate"] * self.shard + position["shard"]
 
     def rng_rank(self, rank: int) -> int:
-        """The same for ranks that compute one token's numbers together, and for no others."""
+        """Return a number that ranks share if and only if they process the same tokens."""
         return self.data_rank(rank) * self.context + self.coordinates(rank)["context"]
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The ranks that differ on these axes only, group by group; each rank is in one of them."""
+        """Return the groups of ranks that differ on these axes only; each rank is in one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, where in enumerate(itertools.product(*map(range, self.sizes))):
-            key = tuple(at for axis, at in zip(AXES, where, strict=True) if axis not in axes)
+        for rank, position in enumerate(itertools.product(*map(range, self.sizes))):
+            key = tuple(at for axis, at in zip(AXES, position, strict=True) if axis not in axes)
             groups.setdefault(key, []).append(rank)
         return list(groups.values())
 
     def describe(self) -> str:
-        """The axes of more than one rank, for the log."""
-        parts = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(parts) or "one rank"
+        """Return the axes of more than one rank, for the log."""
+        sizes = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return " x ".join(sizes) or "one rank"
 
 
-def parallel_dims(
-    world_size: int, *, pipeline: int = 1, shard: int = 1, context: int = 1, tensor: int = 1
-) -> ParallelDims:
-    """Lay out so many ranks; what the sizes leave over replicates.
+def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
+    """Return the dims of a run; the ranks that its options leave over replicate.
 
     Raises:
         ConfigError: The sizes do not divide the number of ranks.
     """
     given = {
-        "--pipeline_parallel_size": pipeline,
-        "--data_parallel_shard_size": shard,
-        "--context_parallel_size": context,
-        "--tensor_parallel_size": tensor,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "data_parallel_shard_size": options.data_parallel_shard_size,
+        "context_parallel_size": options.context_parallel_size,
+        "tensor_parallel_size": options.tensor_parallel_size,
     }
     product = math.prod(given.values())
     if world_size % product:
-        asked = " x ".join(f"{name} {size}" for name, size in given.items() if size > 1)
+        asked = " x ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
         raise ConfigError(
             f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
             f"take a multiple of {product}, or make a size smaller."
         )
     return ParallelDims(
-        pipeline=pipeline,
+        pipeline=options.pipeline_parallel_size,
         replicate=world_size // product,
-        shard=shard,
-        context=context,
-        tensor=tensor,
+        shard=options.data_parallel_shard_size,
+        context=options.context_parallel_size,
+        tensor=options.tensor_parallel_size,
     )

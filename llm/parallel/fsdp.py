@@ -1,14 +1,14 @@
-"""Weights, gradients and optimizer state divided over ranks (ZeRO stage 3, HSDP).
+"""Weights, gradients and optimizer state sharded over ranks (ZeRO stage 3, HSDP).
 
-PyTorch's `fully_shard` gathers a block's weights when they are needed and sums its gradients into
-the ranks' parts. Every rank's optimizer steps its own parts, as plain tensors: no optimizer knows
-that there is more of a weight elsewhere. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao
-et al. 2023, arXiv:2304.11277.
+PyTorch's `fully_shard` all-gathers a block's weights before they are used and reduce-scatters its
+gradients. The optimizer of each rank updates its local shards, which are plain tensors, so that
+any elementwise optimizer works. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al.
+2023, arXiv:2304.11277.
 """
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,126 +24,86 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from llm.data.micro_batch import MicroBatch
-from llm.parallel.base import AcceleratedStrategy, stepped_by
-from llm.parallel.context import ContextPart
+from llm.data.loader import MicroBatch
+from llm.models.sizes import find_blocks
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
-from llm.parallel.strategy import MakeOptimizer
-
-
-def make_mesh(layout: ParallelDims, device_type: str) -> DeviceMesh:
-    """The process groups over which weights are divided or copied; every rank must call it.
-
-    Ranks that hold parts of one sample hold parts of the weights too, as those with other samples.
-    """
-    return init_device_mesh(
-        device_type,
-        (layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
+from llm.parallel.tensor import divide_layers
 
 
 class ShardedStrategy(AcceleratedStrategy):
-    """Every rank holds a part of the weights, gradients and optimizer state.
+    """Every rank holds a shard of the weights, gradients and optimizer state.
 
     Args:
-        accelerator: Accelerate's view of the processes, devices and precision.
-        mixed_precision: no, fp8, fp16 or bf16.
-        layout: Where the ranks stand.
-        blocks: The model's layers, each of which is gathered as a whole.
-        divide_layers: Leaves of each layer what this rank of the `tensor` axis computes.
-        divide_attention: Lets the model's attention reach what other ranks hold of a sample;
-            needed where the layout divides samples.
-        fill: Gives the parts that this rank holds of a model on the meta device memory and
-            weights; None where it has them.
+        accelerator: The processes, devices and precision.
+        dims: How many ranks each kind of parallelism has.
+        init_weights: Allocates and initializes this rank's shards of a model that was built on
+            the meta device; None where the model has weights.
+
+    Attributes:
+        dims: The same.
+        mesh: The process groups over which weights are sharded or replicated.
     """
+
+    _uses_ddp = False
 
     def __init__(
         self,
-        *,
         accelerator: Accelerator,
-        mixed_precision: str,
-        layout: ParallelDims,
-        blocks: Iterable[nn.Module],
-        divide_layers: Callable[[DeviceMesh], None] | None = None,
-        divide_attention: Callable[[ContextPart], None] | None = None,
-        fill: Callable[[Any], None] | None = None,
+        dims: ParallelDims,
+        *,
+        init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, mixed_precision=mixed_precision)
-        self.layout = layout
-        self.data_rank, self.data_ranks = layout.data_rank(self.rank), layout.data_ranks
-        self.rng_rank = layout.rng_rank(self.rank)
-        self.mesh = make_mesh(layout, self.device.type)
-        self._context = ContextPart(layout, self.rank) if layout.context > 1 else None
-        self._divide_attention = divide_attention
-        self._blocks = blocks
-        self._divide_layers = divide_layers
-        self._fill = fill
-        self._half_blocks = mixed_precision == "bf16"
-        where = layout.coordinates(self.rank)
-        # Of ranks that compute the same numbers, one counts.
-        self._counts = where["tensor"] == 0 and where["pipeline"] == 0
+        super().__init__(accelerator)
+        self.dims = dims
+        self.data_rank, self.data_ranks = dims.data_rank(self.rank), dims.data_ranks
+        self.rng_rank = dims.rng_rank(self.rank)
+        # Context-parallel ranks shard the weights too, as ranks with other samples do.
+        self.mesh = init_device_mesh(
+            self.device.type,
+            (dims.pipeline, dims.replicate, dims.shard * dims.context, dims.tensor),
+            mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+        )
+        self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
+        self._init_weights = init_weights
+        coordinates = dims.coordinates(self.rank)
+        # Ranks that differ on these axes only have the same sums: one of them counts.
+        self._adds_to_sums = coordinates["tensor"] == 0 and coordinates["pipeline"] == 0
         if self.scaler is not None:
-            # A part of the gradient may be finite where another is not.
+            # An overflow in one rank's shard has to lower the scale on all ranks.
             self.scaler = ShardedGradScaler(self.device.type)
 
-    def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Divide the model (inside its loss) and make the optimizer of this rank's parts."""
-        self.loss: Any = loss
-        self.model = loss.get_submodule("model")
-        if self._context is not None and self._divide_attention is not None:
-            self._divide_attention(self._context)
-        self._divide(loss)
-        if self._fill is not None:
-            self._fill(self.model)
-            self._settle()
-        self.optimizer = make_optimizer(self.model)
-        self.parameters = stepped_by(self.optimizer)
-        _step_parts(self.optimizer)
-        self.stepped = stepped_by(self.optimizer)
-        self.wrapped = self._wrap(loss)
+    def _shard(self) -> None:
+        if self._sequence is not None:
+            divide_attention(self.model, self._sequence)
+        self._divide_layers()
+        if self._gradient_ranks > 1:
+            for block in find_blocks(self.model):
+                self._shard_block(block, self._fsdp_mesh)
+            fully_shard(self.loss, mesh=self._fsdp_mesh)
+            register_fsdp_forward_method(self.loss, "predictions")
+        self._materialize([self.loss])
 
-    def _divide(self, loss: nn.Module) -> None:
-        """Turn every parameter into this rank's part of it."""
-        if self._divide_layers is not None:
-            self._divide_layers(self.mesh["tensor"])
-        if self._averaged_ranks == 1:
-            return
-        mesh = self._dividing_mesh
-        for block in self._blocks:
-            self._shard_block(block, mesh)
-        fully_shard(loss, mesh=mesh)
-        register_fsdp_forward_method(loss, "predictions")
+    def _divide_layers(self) -> None:
+        """Apply tensor parallelism, which comes before FSDP: that shards what is left."""
+        if self.dims.tensor > 1:
+            divide_layers(self.model, self.mesh["tensor"])
 
     @property
-    def _dividing_mesh(self) -> DeviceMesh:
-        """The ranks whose gradients are averaged: those that hold parts, and copies of these."""
-        if self.layout.replicate > 1:
+    def _fsdp_mesh(self) -> DeviceMesh:
+        """The ranks whose gradients are averaged: those with other shards, and their replicas."""
+        if self.dims.replicate > 1:
             return self.mesh["replicate", "shard"]
         return self.mesh["shard"]
 
-    def _settle(self) -> None:
-        """Finalize the storage of shards before the optimizer is created.
-
-        Memory that was given after the division is exchanged once more, at the first use of the
-        weights, where parts are padded to one size.
-        """
-        for module in self._divided:
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
-
-    @property
-    def _divided(self) -> Sequence[nn.Module]:
-        """The outermost modules of which this rank holds parts."""
-        return [self.loss]
-
     def _shard_block(self, block: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-        """Divide a block, in bf16 runs with weights that are gathered as autocast wants them."""
+        """Shard a block; in bf16 runs its weights are all-gathered in bf16."""
         policy = MixedPrecisionPolicy()
-        if self._half_blocks:
-            # Autocast leaves the gains of norms as they are, and so do we.
+        if self.accelerator.mixed_precision == "bf16":
+            # Autocast leaves the weights of norms in float32: they are gathered in float32.
             norms = [module for module in block.modules() if _is_norm(module)]
             if norms:
                 fully_shard(norms, mesh=mesh, mp_policy=policy, **options)
@@ -152,68 +112,76 @@ class ShardedStrategy(AcceleratedStrategy):
             )
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)
 
-    def _wrap(self, loss: nn.Module) -> nn.Module:
-        # evaluation_mode: autocast as for training, and nothing that averages gradients.
-        wrapped: nn.Module = self.accelerator.prepare_model(
-            loss, device_placement=False, evaluation_mode=True
-        )
-        return wrapped
+    def _materialize(self, roots: Sequence[nn.Module]) -> None:
+        """Allocate and initialize a model on the meta device.
 
-    def _own(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The part of each sample that this rank holds."""
-        return micro_batch if self._context is None else self._context.of(micro_batch)
+        Args:
+            roots: The outermost modules of which this rank holds shards.
+        """
+        if self._init_weights is None:
+            return
+        self._init_weights(self.model)
+        # At the first unshard of a root, FSDP copies weights that were allocated after the sharding
+        # to storage padded to one size. That has to happen before the optimizer takes the tensors.
+        for root in roots:
+            if isinstance(root, FSDPModule):
+                root.unshard()
+                root.reshard()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
-        """Compute the gradient of one step's mean loss; see `Strategy`."""
-        own = [self._own(micro_batch) for micro_batch in micro_batches]
-        return super().forward_backward(own, num_tokens=num_tokens)
+    def _localize_optimizer(self) -> None:
+        optimizer = self.optimizer
+        state, optimizer.state = optimizer.state, defaultdict(dict)
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            group["params"] = [nn.Parameter(local_tensor(p.detach())) for p in parameters]
+            for parameter, local in zip(parameters, group["params"], strict=True):
+                moments = state[parameter].items()
+                optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
 
-    def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum of token losses and number of tokens that count, of what this rank holds."""
-        return super().evaluate(self._own(micro_batch))
+    def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
 
     def predict(self, micro_batch: MicroBatch) -> Tensor:
-        """The likeliest next token at each position of whole samples."""
-        predictions = super().predict(self._own(micro_batch))
-        return predictions if self._context is None else self._context.gather(predictions, 1)
+        """Return the likeliest next token at each position of whole samples."""
+        predictions = super().predict(micro_batch)
+        return predictions if self._sequence is None else self._sequence.gather(predictions, 1)
 
     @property
-    def _averaged_ranks(self) -> int:
-        return self.layout.data_ranks * self.layout.context
+    def _gradient_ranks(self) -> int:
+        return self.dims.data_ranks * self.dims.context
 
-    def _communicating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Parts are summed at once, since a whole gradient has no room; copies at the end."""
+    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """All-reduce over replicas in the last micro-batch only.
+
+        The reduce-scatter over shards runs in every micro-batch: an unsharded gradient to
+        accumulate into would not fit.
+        """
         if isinstance(self.loss, FSDPModule):
             self.loss.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
-    def _zero_gradients(self) -> None:
-        super()._zero_gradients()
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _hand_over_gradients(self) -> None:
-        for parameter, part in zip(self.parameters, self.stepped, strict=True):
+    def _reduce_gradients(self) -> None:
+        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                # Of a copied weight it may still be the ranks' terms.
+                # Where a weight is replicated, its gradient may be a sum that is still pending.
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
-            part.grad = None if gradient is None else local_tensor(gradient)
+            local.grad = None if gradient is None else local_tensor(gradient)
 
-    def _normed(self) -> list[Tensor]:
-        """The parameters that this rank counts in the gradient's norm."""
+    def _norm_parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients this rank adds to the norm."""
         return self.parameters
 
     def _gradient_norm(self) -> Tensor:
-        """Each part of the gradient counts once, wherever it lies."""
+        """Return the norm of the whole gradient, in which each shard counts once."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for parameter in self._normed():
+        for parameter in self._norm_parameters():
             if parameter.grad is not None:
-                axes = _divided_over(parameter)
+                axes = _sharded_axes(parameter)
                 by_axes.setdefault(axes, []).append(local_tensor(parameter.grad))
         total = torch.zeros((), device=self.device)
-        for axes, gradients in sorted(by_axes.items()):
+        for axes, gradients in sorted(by_axes.items()):  # collectives in one order on all ranks
             square = torch.nn.utils.get_total_norm(gradients).square()
             for axis in axes:
                 dist.all_reduce(square, group=self.mesh.get_group(axis))
@@ -221,78 +189,88 @@ class ShardedStrategy(AcceleratedStrategy):
         return total.sqrt()
 
     def reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum over all shares of the data; every rank must call it."""
-        return super().reduce_sum(values if self._counts else torch.zeros_like(values))
+        """Return the sum over all slices of the data; every rank must call it."""
+        return super().reduce_sum(values if self._adds_to_sums else torch.zeros_like(values))
 
     def gather(self, values: Tensor) -> Tensor:
-        """Concatenate tensors of one shape of all shares of the data along the first dimension."""
-        everyone = super().gather(values).unflatten(0, (self.world_size, -1))
-        first: dict[int, int] = {}
+        """Concatenate equally shaped tensors of all slices of the data; every rank must call it."""
+        of_ranks = super().gather(values).unflatten(0, (self.world_size, -1))
+        first: dict[int, int] = {}  # of the ranks with the same samples
         for rank in range(self.world_size):
-            first.setdefault(self.layout.data_rank(rank), rank)
-        chosen: Tensor = everyone[list(first.values())]
+            first.setdefault(self.dims.data_rank(rank), rank)
+        chosen: Tensor = of_ranks[list(first.values())]
         return chosen.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
         return {
             parameter: {
-                key: _like(parameter, value) for key, value in self.optimizer.state[part].items()
+                key: as_dtensor(value, like=parameter)
+                for key, value in self.optimizer.state[local].items()
             }
-            for parameter, part in zip(self.parameters, self.stepped, strict=True)
+            for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and loss scale, by parameter name, as live parts."""
+        """Return model, optimizer and loss scale, by parameter name, as live shards."""
         self._reshard()
         return super().state_dict()
 
     def _reshard(self) -> None:
-        """Give up the whole weights that an evaluation has left gathered."""
+        """Free the unsharded weights that an evaluation leaves: `parameters` are the shards."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's parameters and persistent buffers on rank 0's host; empty elsewhere."""
+        """Return the whole model's parameters and persistent buffers on rank 0's host."""
         self._reshard()
         whole = {}
         for name, tensor in self.model.state_dict().items():
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            gathered = full_tensor(tensor)  # on all ranks, since it is an all-gather
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module has gains of its own, or a bias, and no matrix."""
+    """Whether a module has a gain or a bias of its own, and no matrix."""
     own = list(module.parameters(recurse=False))
     return bool(own) and all(parameter.ndim < 2 for parameter in own)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the same memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part: Tensor = tensor.to_local()
-    return part
+    """Return this rank's shard of a tensor, in the same memory."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A tensor of an optimizer's state as what it is of the whole one; the same memory."""
-    if not isinstance(parameter, DTensor) or value.ndim == 0:
-        return value
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor; every rank that holds a shard must call it."""
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
+
+
+def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
+    """Return a local tensor, such as a moment, as the shard of a whole one, in the same memory.
+
+    Args:
+        local: Of the shape of the parameter's shard; a scalar is returned as it is.
+        like: The parameter.
+    """
+    if not isinstance(like, DTensor) or local.ndim == 0:
+        return local
     return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
+        local,
+        like.device_mesh,
+        like.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
-def _divided_over(parameter: Tensor) -> tuple[str, ...]:
-    """The mesh's axes along which ranks hold different parts of a parameter."""
+def _sharded_axes(parameter: Tensor) -> tuple[str, ...]:
+    """Return the axes of the mesh along which ranks hold different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -301,15 +279,3 @@ def _divided_over(parameter: Tensor) -> tuple[str, ...]:
         for name, placement in zip(names, parameter.placements, strict=True)
         if not placement.is_replicate()
     )
-
-
-def _step_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer, which has not stepped yet, have this rank's parts for its parameters."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
-    for group in optimizer.param_groups:
-        whole = group["params"]
-        group["params"] = [nn.Parameter(local_tensor(parameter.detach())) for parameter in whole]
-        for parameter, part in zip(whole, group["params"], strict=True):
-            optimizer.state[part] = {
-                key: local_tensor(value) for key, value in state[parameter].items()
-            }

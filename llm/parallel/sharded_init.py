@@ -1,9 +1,9 @@
-"""Initial weights for a model that holds parts of its parameters only.
+"""Initial weights for a sharded model, one whole parameter at a time.
 
-The library's own initialisation runs over a second model that has no memory. What it writes to a
-parameter is written to a whole tensor instead, one parameter at a time, of which this rank's part
-is kept. So the weights are bit for bit those of `init.materialize`, however they are
-divided, and no rank ever holds a whole model.
+transformers' own initialization runs on a second model, the recipe, on the meta device. Each write
+to one of its parameters goes to a whole tensor on the device instead, of which this rank's shard is
+kept. So the weights are bit for bit those of `init.materialize` on every layout, and no rank
+ever holds a whole model.
 """
 
 import copy
@@ -24,27 +24,26 @@ from llm.models.options import ModelOptions
 logger = logging.getLogger("llm.models")
 
 _REPLACES = {"normal_", "uniform_", "zero_", "zeros_", "ones_", "fill_", "constant_", "copy_"}
-"""Functions whose result does not depend on what was there."""
+"""Functions that overwrite a tensor without reading it."""
 
 _META = torch.device("meta")
 
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}
-"""What Python calls for `weight[0] = 0`, `weight /= 2` ..."""
+"""The methods behind `weight[0] = 0`, `weight /= 2` ..."""
 
 
 def fill_model(
     options: ModelOptions, model: PreTrainedModel, *, seed: int, device: torch.device
 ) -> None:
-    """Give a model that was built on the meta device, and divided since, memory and weights.
+    """Allocate and initialize a model that was built on the meta device and then sharded.
 
-    Every rank draws one parameter at a time and keeps its part: the weights are those that
-    `build_model` gives an undivided model.
+    The weights are those that `build_model` gives an unsharded model.
 
     Args:
         options: As for `build_model`.
         model: Changed in place.
         seed: As for `build_model`.
-        device: Where the parts will live.
+        device: Where the shards will be.
     """
     model_class, config = type(model), model.config
 
@@ -67,39 +66,44 @@ def init_shards(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Give a divided model on the meta device memory for its parts, and its initial weights.
+    """Allocate a sharded model on the meta device, and initialize its shards.
 
-    A model whose initialisation reads the weights that it has written, or that leaves some to its
-    constructor, is drawn as a whole and then cut, with a warning.
+    A model is initialized as a whole and then sharded, with a warning, if its initialization reads
+    weights that it has written, or leaves weights as its constructor has set them.
 
     Args:
-        model: Has no memory yet; changed in place. Every rank that holds parts of it must call
-            this. It may lack modules of the recipe, and its vocabulary may have more rows: these
+        model: On the meta device; changed in place. Every rank that holds shards of it must call
+            this. It may lack modules of the recipe, and its vocabulary may have more rows, which
             become zero.
-        make_recipe: Makes an undivided model of the same configuration on the meta device.
+        make_recipe: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
-        device: Where parameters and buffers will live.
+        device: Where parameters and buffers will be.
     """
-    _take_memory(model, device)
+    _allocate(model, device)
     recipe = make_recipe()
-    _untie(recipe)
+    for name in recipe.all_tied_weights_keys:
+        # A weight that will be tied is not initialized, as when weights are loaded.
+        owner, _, leaf = name.rpartition(".")
+        untied = nn.Parameter(torch.empty_like(recipe.get_parameter(name)))
+        untied._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(recipe.get_submodule(owner), leaf, untied)
     try:
         ShardedDraws(recipe, model, seed=seed).run(device)
     except _NeedsWholeModelError as reason:
         logger.warning(
-            f"Each rank draws the whole {type(model).__name__} and then keeps its part, which "
-            f"takes the memory of all weights for a moment: {reason}"
+            f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
+            f"which takes the memory of all weights for a moment: {reason}"
         )
         whole = make_recipe()
         materialize(whole, seed=seed, device=device)
         own = _tensors(model)
         for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
             if name in own:
-                _keep_part(own[name], tensor.detach())
+                _copy_shard(own[name], tensor.detach())
 
 
-def _take_memory(model: nn.Module, device: torch.device) -> None:
-    """Leave the meta device; what was tied before is tied afterwards."""
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Leave the meta device; tied parameters stay tied, which `to_empty` does not see to."""
     names: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -111,47 +115,47 @@ def _take_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones by each of their names."""
+    """Return parameters and buffers by name, tied ones under each of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name: tensor.detach() for name, tensor in [*parameters, *buffers]}
 
 
 class _NeedsWholeModelError(Exception):
-    """Why an initialisation cannot go parameter by parameter."""
+    """Why an initialization cannot run one parameter at a time."""
 
 
 class ShardedDraws(KeyedDraws):
-    """Does to a whole tensor what is meant for a parameter without memory, and keeps its part.
+    """Redirects writes to the recipe's parameters to whole tensors, and keeps the model's shards.
 
-    The whole tensor lives until another parameter is written to. For one that is changed later
-    once more, it is gathered from all ranks. What is meant for a parameter that the model lacks
-    is left undone.
+    A whole tensor is freed when another parameter is written to. If its parameter is written to
+    once more, it is gathered from all ranks. Writes to a parameter that the model lacks are
+    dropped.
 
     Args:
-        recipe: An undivided model on the meta device, which is initialised.
-        model: What its weights go to.
+        recipe: An unsharded model on the meta device, whose initialization runs.
+        model: Gets the weights.
         seed: The run's seed.
     """
 
     def __init__(self, recipe: PreTrainedModel, model: PreTrainedModel, *, seed: int) -> None:
         super().__init__(recipe, seed)
-        self._parts = _tensors(model)
+        self._targets = _tensors(model)
         self._device = _META
         self._held: tuple[str, Tensor] | None = None
 
     def run(self, device: torch.device) -> None:
-        """Fill the model; raises `_NeedsWholeModelError` where that needs a whole one."""
+        """Initialize the model; raises `_NeedsWholeModelError` where that needs a whole one."""
         self._device = device
         try:
             super().run(device)
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
-            # That is how torch says that a tensor without memory was read.
+            # torch raises this where a tensor on the meta device is read.
             raise _NeedsWholeModelError(str(error)) from error
         self._keep()
-        own = self.names.intersection(self._parts)
+        own = self.names.intersection(self._targets)
         unwritten = own - self.written - set(self._model.all_tied_weights_keys)
         if unwritten:
             raise _NeedsWholeModelError(f"the constructor fills {', '.join(sorted(unwritten))}.")
@@ -161,7 +165,7 @@ class ShardedDraws(KeyedDraws):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == _META:
-            # Something is computed where a weight lies, in order to be copied to it.
+            # Values that will be copied to a weight are computed on the device.
             kwargs["device"] = self._device
         keyword = next((word for word in ("tensor", "out") if word in kwargs), None)
         target: Any = kwargs[keyword] if keyword else args[0] if args else None
@@ -173,35 +177,36 @@ class ShardedDraws(KeyedDraws):
         others = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in others):
             raise _NeedsWholeModelError(f"{name} depends on other weights.")
-        if name not in self._parts:
+        if name not in self._targets:
             return target
-        whole = self._hold(name, like=target, anew=verb in _REPLACES)
-        part = whole.as_strided(target.size(), target.stride(), target.storage_offset())
+        whole = self._hold(name, like=target, overwritten=verb in _REPLACES)
+        # The write may go to a view of the parameter, such as a row.
+        view = whole.as_strided(target.size(), target.stride(), target.storage_offset())
         if draws:
             self.seed_draw(name, target)
         if keyword:
-            kwargs[keyword] = part
+            kwargs[keyword] = view
             func(*args, **kwargs)
         else:
-            func(part, *args[1:], **kwargs)
+            func(view, *args[1:], **kwargs)
         return target
 
-    def _hold(self, name: str, *, like: Tensor, anew: bool) -> Tensor:
-        """The whole of a parameter, with what was written to it so far.
+    def _hold(self, name: str, *, like: Tensor, overwritten: bool) -> Tensor:
+        """Return the whole of a parameter, with the values written to it so far.
 
         Args:
-            name: The parameter's.
-            like: What is about to be written to.
-            anew: Whether that replaces all values there.
+            name: Name of the parameter.
+            like: The parameter or the view of it that is about to be written to.
+            overwritten: Whether the write does not read it.
         """
         if self._held is not None and self._held[0] == name:
             return self._held[1]
         self._keep()
         recipe = self._model.get_parameter_or_buffer(name)
-        target = self._parts[name]
+        target = self._targets[name]
         if not isinstance(target, DTensor) and target.shape == recipe.shape:
             whole: Tensor = target
-        elif name not in self.written or (anew and like.numel() == recipe.numel()):
+        elif name not in self.written or (overwritten and like.numel() == recipe.numel()):
             whole = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
         else:
             gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
@@ -213,29 +218,20 @@ class ShardedDraws(KeyedDraws):
         if self._held is not None:
             name, whole = self._held
             self._held = None
-            _keep_part(self._parts[name], whole)
+            _copy_shard(self._targets[name], whole)
 
 
-def _keep_part(target: Tensor, whole: Tensor) -> None:
-    """Copy to a tensor what it holds of a whole one; rows that that one lacks become zero."""
-    part, offsets = target, (0,) * target.ndim
+def _copy_shard(target: Tensor, whole: Tensor) -> None:
+    """Copy this rank's shard of a whole tensor; rows that the whole tensor lacks become zero."""
+    local, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
-        part = target.to_local()
+        local = target.to_local()
         _, offsets = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )
     if target.shape != whole.shape:
-        part.zero_()
-    if part.numel() == 0:
+        local.zero_()
+    if local.numel() == 0:
         return
-    own = whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
-    part[tuple(slice(n) for n in own.shape)].copy_(own)
-
-
-def _untie(recipe: PreTrainedModel) -> None:
-    """Keep what will be tied to another weight from being drawn, as when weights are loaded."""
-    for name in recipe.all_tied_weights_keys:
-        owner, _, leaf = name.rpartition(".")
-        apart = nn.Parameter(torch.empty_like(recipe.get_parameter(name)))
-        apart._is_hf_initialized = True  # type: ignore[attr-defined]
-        setattr(recipe.get_submodule(owner), leaf, apart)
+    own = whole[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))]
+    local[tuple(slice(n) for n in own.shape)].copy_(own)

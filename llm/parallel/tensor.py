@@ -1,12 +1,13 @@
-"""Layers whose products several ranks compute together (tensor parallelism).
+"""Tensor parallelism: the matrix products of a layer are spread over ranks.
 
-A rank multiplies with some columns of one matrix, the heads of an attention among them, and with
-the same rows of the next; one sum over the ranks follows. See Shoeybi et al. 2019,
-arXiv:1909.08053. The styles are those of transformers, and ours where it has none that is exact;
-every weight that is divided is a DTensor of the whole one's name and shape, in one piece per rank.
+A rank multiplies by some columns of one matrix, for attention those of some heads, and by the same
+rows of the next; an all-reduce of the products follows. See Shoeybi et al. 2019, arXiv:1909.08053.
+The styles are those of transformers, and ours where transformers has none that is exact. Every
+sharded weight is a DTensor with the name and shape of the whole one, contiguous on each rank.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,31 +18,26 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from llm.parallel.tp_rng import OwnRandomness, has_attention_dropout
+from llm.parallel.tensor_plans import tensor_plan
 
 _FUSED = 3  # query, key and value lie side by side in GPT-2's columns
-_SPLITTING = ("colwise", "conv1d_heads")
-_JOINING = ("rowwise", "conv1d_rowwise")
+_COLUMN_STYLES = ("colwise", "conv1d_heads")
+_ROW_STYLES = ("rowwise", "conv1d_rowwise")
 
 
-def divide_layers(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    styles: Mapping[str, str],
-    per_rank: Mapping[str, str],
-) -> None:
-    """Leave of each layer what this rank computes; every rank of the mesh must call it.
+def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Keep the shard of each layer that this rank computes; every rank of the mesh must call it.
 
     Args:
-        model: A causal language model, the same on all ranks, on the meta device too; changed in
-            place.
+        model: A causal language model that `check_tensor_parallel` accepts, the same on all ranks,
+            on any device; changed in place.
         mesh: The ranks that compute each layer together, one axis.
-        styles: By module name: a style of transformers, or one of ours (conv1d_colwise,
-            conv1d_rowwise, conv1d_heads).
-        per_rank: Attributes to divide by the number of ranks, by module name.
+
+    Raises:
+        ConfigError: The model's plan leaves out a weight that has to be sharded too.
     """
-    for name, style in styles.items():
+    plan = tensor_plan(model)
+    for name, style in plan.styles.items():
         module = model.get_submodule(name)
         if style in _OURS:
             _OURS[style](module, mesh)
@@ -50,85 +46,84 @@ def divide_layers(
         for parameter, _ in list(module.named_parameters(recurse=False)):
             layer.shard_param(module, parameter, mesh)
         layer.install_forward(module, mesh)
-    if has_attention_dropout(model.config.to_dict()):
-        _draw_own_masks(model, mesh, styles)
-    for name, attribute in per_rank.items():
+    if any("att" in key and "drop" in key and p for key, p in model.config.to_dict().items()):
+        rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
+        for name, style in plan.styles.items():
+            if "att" in name and style in _COLUMN_STYLES:
+                rng.begin_after(model.get_submodule(name))
+            elif "att" in name and style in _ROW_STYLES:
+                rng.end_before(model.get_submodule(name))
+    for name, attribute in plan.per_rank.items():
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // mesh.size())
     model.tie_weights()
 
 
-def _draw_own_masks(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
-    """Give each rank's attention heads dropout masks of their own."""
-    own = OwnRandomness(_device_of(mesh), mesh.get_local_rank())
-    for name, style in styles.items():
-        if "att" in name and style in _SPLITTING:
-            own.begin_after(model.get_submodule(name))
-        elif "att" in name and style in _JOINING:
-            own.end_before(model.get_submodule(name))
-
-
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device; the model may have none yet."""
+    """Return this rank's device; the model may still be on the meta device."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _conv1d_colwise(module: Any, mesh: DeviceMesh) -> None:
-    """Split the outputs of a transposed linear layer."""
-    _divide(module, mesh, weight=Shard(1), bias=Shard(0))
+    """Shard the outputs of a transposed linear layer."""
+    _shard(module, mesh, weight=Shard(1), bias=Shard(0))
 
     def forward(inputs: Tensor) -> Tensor:
         weight, bias = module.weight.to_local(), module.bias.to_local()
-        return F.linear(_copied(inputs, mesh), weight.t(), bias)
+        return F.linear(_copy_to_ranks(inputs, mesh), weight.t(), bias)
 
     module.forward = forward
 
 
 def _conv1d_rowwise(module: Any, mesh: DeviceMesh) -> None:
-    """Split the inputs of a transposed linear layer; they come split."""
-    _divide(module, mesh, weight=Shard(0))
+    """Shard the inputs of a transposed linear layer, which come sharded."""
+    _shard(module, mesh, weight=Shard(0))
 
     def forward(inputs: Tensor) -> Tensor:
         product = F.linear(inputs, module.weight.to_local().t())
-        total: Tensor = _summed(product, mesh) + module.bias
+        # The bias is added after the all-reduce, once and not by each rank.
+        total: Tensor = _all_reduce(product, mesh) + module.bias
         return total
 
     module.forward = forward
 
 
 def _conv1d_heads(module: Any, mesh: DeviceMesh) -> None:
-    """Split query, key and value of a transposed linear layer by heads.
+    """Shard query, key and value of a transposed linear layer by heads.
 
-    A rank's columns lie in three places of the matrix, which no checkpoint could name as one. So
-    it keeps some of the rows, and the ranks swap these for columns where they are needed.
+    A rank's columns lie in three places of the matrix, which is no placement of a DTensor and so
+    cannot be saved as one. The rank keeps some of the rows instead, and an all-to-all exchanges
+    them for its columns in each forward.
     """
-    _divide(module, mesh, weight=Shard(0))
-    parts = (_FUSED, mesh.size(), -1)
+    _shard(module, mesh, weight=Shard(0))
+    shape = (_FUSED, mesh.size(), -1)
 
     def forward(inputs: Tensor) -> Tensor:
-        rows = module.weight.unflatten(1, parts)
+        rows = module.weight.unflatten(1, shape)
         columns = rows.redistribute(placements=[Shard(2)]).to_local().flatten(1)
-        bias = _copied(module.bias, mesh).unflatten(0, parts)[:, mesh.get_local_rank()].flatten()
-        return F.linear(_copied(inputs, mesh), columns.t(), bias)
+        bias = _copy_to_ranks(module.bias, mesh).unflatten(0, shape)
+        own_bias = bias[:, mesh.get_local_rank()].flatten()
+        return F.linear(_copy_to_ranks(inputs, mesh), columns.t(), own_bias)
 
     module.forward = forward
 
 
-def _on_split_inputs(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a layer that all ranks hold, and each applies to its own heads, have one gradient.
+def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> None:
+    """All-reduce the gradient of a layer that each rank applies to its own heads.
 
-    transformers' style of this name sums what has been accumulated so far, each time anew.
+    The style of this name in transformers all-reduces the accumulated gradient in each backward,
+    so that it counts earlier micro-batches several times.
     """
-    whole = module.forward
+    original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in module._parameters.items() if p is not None}
-        copies: Any = {name: _copied(parameter, mesh) for name, parameter in own.items()}
+        copies: Any = {name: _copy_to_ranks(parameter, mesh) for name, parameter in own.items()}
         module._parameters.update(copies)
         try:
-            return whole(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             module._parameters.update(own)
 
@@ -139,26 +134,78 @@ _OURS: dict[str, Callable[[Any, DeviceMesh], None]] = {
     "conv1d_colwise": _conv1d_colwise,
     "conv1d_rowwise": _conv1d_rowwise,
     "conv1d_heads": _conv1d_heads,
-    "replicated_with_grad_allreduce": _on_split_inputs,
+    "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
 }
 
 
-def _divide(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
     for name, placement in placements.items():
         whole = module.get_parameter(name)
-        part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(shard, requires_grad=whole.requires_grad))
 
 
-def _copied(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor, whose gradient is the sum of those of all ranks."""
+def _copy_to_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the same tensor; its gradient is all-reduced."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     copied: Tensor = whole.to_local(grad_placements=[Partial()])
     return copied
 
 
-def _summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' tensors; its gradient is theirs."""
+def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over ranks; its gradient is passed on as it is."""
     terms = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
     total: Tensor = terms.redistribute(placements=[Replicate()]).to_local()
     return total
+
+
+class TensorParallelRNG:
+    """Draws random numbers that differ between ranks while they compute their own heads.
+
+    Tensor-parallel ranks share a seed, since activations that all of them hold need one dropout
+    mask. The attention probabilities of a rank's own heads need masks of their own. These follow
+    from the state of the shared generator alone, so that recomputed activations get the same masks.
+
+    Args:
+        device: Where the random numbers are drawn; an accelerator with its index.
+        rank: Rank of this process among those that compute each layer together.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._seed: int | None = None
+        self._shared_state: Tensor | None = None
+
+    def begin_after(self, module: nn.Module) -> None:
+        """Use the rank's own numbers after the forward of this module."""
+        module.register_forward_hook(lambda module, *_: self._begin() if module.training else None)
+
+    def end_before(self, module: nn.Module) -> None:
+        """Use the shared numbers again from the forward of this module on."""
+        module.register_forward_pre_hook(lambda *_: self._end())
+
+    def _begin(self) -> None:
+        # A graph that torch.compile traces has no generator to change.
+        if torch.compiler.is_compiling() or self._is_own():
+            return
+        torch.rand((), device=self._device)  # so that no two layers start from the same state
+        generator = self._generator()
+        self._shared_state = generator.get_state()
+        start = self._shared_state.numpy().tobytes() + self._rank.to_bytes(8)
+        self._seed = int.from_bytes(hashlib.sha256(start).digest()[:8]) >> 1
+        generator.manual_seed(self._seed)
+
+    def _end(self) -> None:
+        if not torch.compiler.is_compiling() and self._is_own():
+            assert self._shared_state is not None
+            self._generator().set_state(self._shared_state)
+
+    def _is_own(self) -> bool:
+        # The generator knows: recomputation may stop between the two hooks and restore its state.
+        return bool(self._generator().initial_seed() == self._seed)
+
+    def _generator(self) -> Any:
+        if self._device.type == "cpu":
+            return torch.default_generator
+        return torch.get_device_module(self._device).default_generators[self._device.index]

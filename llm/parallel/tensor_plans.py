@@ -1,8 +1,8 @@
-"""How the layers of a model are divided over ranks that compute each layer together.
+"""Tensor-parallel plans: how each layer of an architecture is sharded.
 
-A plan names a style for each module that is divided: by columns, the outputs and with them the
-attention heads; by rows, the inputs; see Shoeybi et al. 2019, arXiv:1909.08053. Most newer
-architectures bring a plan in transformers; GPT-2, GPT-Neo and OPT get theirs here.
+A plan names a style for each module that is sharded: by columns (its outputs, and with them the
+attention heads) or by rows (its inputs); see Shoeybi et al. 2019, arXiv:1909.08053. transformers
+has plans for most newer architectures; those of GPT-2, GPT-Neo and OPT are here.
 """
 
 import re
@@ -25,16 +25,17 @@ STYLES = frozenset(
         "replicated_with_grad_allreduce",
     }
 )
-"""Those of transformers' styles that leave every weight in one piece on each rank."""
+"""The styles of transformers whose shard of every weight is contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Which modules of a model are divided, and how.
+    """Which modules of a model are sharded, and how.
 
     Attributes:
         styles: Style by the module's name; `*` stands for the number of a layer.
-        per_rank: Attribute that counts what each rank has a share of, by the module's name.
+        per_rank: By the module's name, the attribute to divide by the number of ranks, such as its
+            number of heads.
     """
 
     styles: Mapping[str, str]
@@ -83,14 +84,14 @@ _OURS = {
 
 
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Refuse an architecture whose layers cannot be divided over so many ranks.
+    """Refuse an architecture whose layers cannot be sharded over a number of ranks.
 
     Args:
         config: The model's configuration.
-        size: Ranks that compute each layer together.
+        size: Number of ranks that compute each layer together.
 
     Raises:
-        ConfigError: It has no plan that is exact here, or its heads are not divisible.
+        ConfigError: There is no exact plan for it, or its heads are not divisible.
     """
     if size == 1:
         return
@@ -118,31 +119,35 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
 
 
 def planned_model_types() -> list[str]:
-    """The model types of causal language models that have a plan, ours among them."""
+    """Return the model types of causal language models that have a plan."""
     known = {k: CONFIG_MAPPING[k] for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in CONFIG_MAPPING}
     types = {k for k, kind in known.items() if _has_plan(kind.sub_configs.get("text_config", kind))}
     return sorted(types | _OURS.keys())
 
 
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
-    """The plan of a model, with the names of its own modules.
+    """Return the plan of a model, by the names of its own modules.
 
     Args:
-        model: A causal language model that `check_tensor_parallel` has let pass.
+        model: A causal language model that `check_tensor_parallel` accepts.
 
     Raises:
-        ConfigError: The plan forgets weights that would get the gradient of some heads only.
+        ConfigError: The plan leaves out a weight whose gradient would be that of some heads only.
     """
     ours = _OURS.get(model.config.model_type)
     if ours is not None:
         return TensorPlan(styles=_named(model, ours.styles), per_rank=_named(model, ours.per_rank))
     styles = _named(model, _library_styles(model))
-    forgotten = _forgotten(model, styles)
-    if forgotten is not None:
-        raise ConfigError(
-            f"--tensor_parallel_size does not go with {model.config.model_type}: its plan divides "
-            f"what lies around {forgotten}, but not that; use --data_parallel_shard_size."
-        )
+    # Such a weight is applied to this rank's columns alone, so that its gradient is partial.
+    around = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        outer = module.rpartition(".")[0]
+        if parameter.requires_grad and module not in styles and {module, outer} & around:
+            raise ConfigError(
+                f"--tensor_parallel_size does not go with {model.config.model_type}: its plan "
+                f"divides what lies around {name}, but not that; use --data_parallel_shard_size."
+            )
     return TensorPlan(styles=styles)
 
 
@@ -151,33 +156,19 @@ def _library_styles(model: PreTrainedModel) -> dict[str, str]:
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    # A head that is the embedding too has to lie as that one does.
+    # A tied head and its embedding have to be sharded alike.
     if head is not None and names[head] in styles and isinstance(embedding, nn.Embedding):
         styles[names[embedding]] = "embedding_rowwise"
     return styles
 
 
 def _named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """What the patterns say, by the names of the modules that they match."""
+    """Return the value of each pattern by the names of the modules that match it."""
     return {
         name: patterns[pattern]
         for name, _ in model.named_modules()
         if (pattern := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in patterns
     }
-
-
-def _forgotten(model: nn.Module, styles: Mapping[str, str]) -> str | None:
-    """A trainable weight beside columns that are split, of which the plan says nothing.
-
-    It would be applied to this rank's columns alone, and its gradient be no one's whole one.
-    """
-    around = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
-    for name, parameter in model.named_parameters():
-        module = name.rpartition(".")[0]
-        outer = module.rpartition(".")[0]
-        if parameter.requires_grad and module not in styles and {module, outer} & around:
-            return name
-    return None
 
 
 def _has_plan(config_class: type[PreTrainedConfig]) -> bool:

@@ -1,8 +1,8 @@
-"""Shows what a topology would do, before it is paid for.
+"""Shows the rounds, the convergence and the traffic of a topology of gossip.
 
 `python -m llm.parallel.topology --topology exp --ranks 16 --ranks_per_node 4`
 
-Exit codes: 0 shown; 2 an option that cannot work, or a file that cannot be written.
+Exit codes: 0 on success; 2 for an option that cannot work, or a file that cannot be written.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from llm.config.options import option
 from llm.errors import ConfigError, LLMError
 from llm.parallel.gossip.rounds import (
     Round,
-    Topology,
     busiest_links,
     check_topology,
     consensus_distance,
@@ -28,6 +27,7 @@ from llm.parallel.gossip.rounds import (
     make_rounds,
     node_link_bytes,
 )
+from llm.parallel.options import Topology
 
 _SHOWN_ROUNDS = 24
 _SHOWN_GROUPS = 32
@@ -40,14 +40,14 @@ class TopologyOptions:
     """Which topology to show, for how many ranks."""
 
     topology: Topology = option(  # noqa: RUF009 - a Literal, which cannot change
-        "exp", "Who averages with whom.", group="Topology"
+        "exp", "Which ranks average in each round.", group="Topology"
     )
     ranks: int = option(
         8, "Ranks that average with one another.", group="Topology", at_least=1, at_most=1024
     )
     ranks_per_node: int | None = option(
         None,
-        "How many of them share a node. All of them unless given.",
+        "Ranks on each node; all of them unless given.",
         group="Topology",
         at_least=1,
     )
@@ -58,13 +58,13 @@ class TopologyOptions:
     )
     parameters: str = option(
         "",
-        "Size of the model, as in 124M or 7B; bytes are then counted in float32 weights rather "
-        "than in sizes of the model.",
+        "Parameters of the model, as in 124M or 7B; traffic is then shown in bytes of float32 "
+        "weights, not in sizes of the model.",
         group="Topology",
     )
     plot: str = option(
         "",
-        "Draw the rounds and the distance from consensus into this .png or .svg file; needs "
+        "Plot the rounds and the distance from the mean to this .png or .svg file; needs "
         "matplotlib.",
         group="Topology",
     )
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             TopologyOptions,
             sys.argv[1:] if argv is None else argv,
             prog="python -m llm.parallel.topology",
-            description="Show who averages with whom, how fast ranks agree, and what links carry.",
+            description="Show which ranks average, how fast they converge, and what links carry.",
         )
         lines = _report(options)
     except LLMError as error:
@@ -115,23 +115,26 @@ def _report(options: TopologyOptions) -> list[str]:
 
 
 def _groups(groups: Round) -> str:
+    """Return a round as text, such as 0-1  2-3."""
     shown = ["-".join(map(str, group)) for group in groups[:_SHOWN_GROUPS]]
     more = len(groups) - len(shown)
     return "  ".join(shown) + (f"  and {more} groups more" if more else "")
 
 
 def _agreement(rounds: list[Round]) -> list[str]:
-    """How fast ranks come together, and how far apart they stay while they train."""
+    """Return lines on the convergence of ranks, alone and while they train."""
     factor = contraction(rounds)
     period = f"{len(rounds)} round{'s' if len(rounds) > 1 else ''}"
     if factor < _EXACT:
-        said = f"contraction: 0; all are equal after {period}"
+        contracts = f"contraction: 0; all are equal after {period}"
     else:
-        said = f"contraction: {factor:.6g} in {period}, {factor ** (1 / len(rounds)):.6g} a round"
+        contracts = (
+            f"contraction: {factor:.6g} in {period}, {factor ** (1 / len(rounds)):.6g} a round"
+        )
     steps = max(200, min(4 * len(rounds), 1000))
     settled = consensus_distance(rounds, steps=steps, noise=1.0, dimensions=16)[-100:].mean()
     return [
-        said,
+        contracts,
         f"distance from the mean where each step moves all by 1 at random: {settled:.2f} "
         f"(simulated, after {steps} steps)",
     ]
@@ -140,7 +143,7 @@ def _agreement(rounds: list[Round]) -> list[str]:
 def _traffic(
     rounds: list[Round], ranks_per_node: int, size: float | None, *, nodes: bool
 ) -> list[str]:
-    """A table of the bytes that the busiest links carry in each round."""
+    """Return a table of the bytes on the busiest links in each round."""
     unit = 1.0 if size is None else size
     counted = "in sizes of the model" if size is None else f"the model has {_bytes(size)}"
     columns = "{:>10}  {:>15}  {:>15}  {:>15}"
@@ -175,7 +178,7 @@ def _traffic(
 
 
 def _size(text: str) -> float | None:
-    """Bytes of a model whose number of parameters is written as 124M."""
+    """Return the bytes of a model from its number of parameters, such as 124M."""
     if not text:
         return None
     factors = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -198,7 +201,7 @@ def _bytes(number: float) -> str:
 
 
 def _plot(rounds: list[Round], path: Path, *, title: str) -> None:
-    """Ranks on a circle, a line between those that average, a panel a round; then the distance."""
+    """Plot a panel for each round, with a line between ranks that average; then the distance."""
     try:
         import matplotlib.figure
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Plans a run before it is queued: `python -m llm.plan CONFIG.toml --nodes 64`.
 
-Exit codes: 0 planned, and it fits; 1 planned, and it does not; 2 an option that cannot be.
+Exit codes: 0 the run fits; 1 it does not fit; 2 an option cannot work.
 """
 
 import json
@@ -35,36 +35,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
-    """The lines to print, and whether what they plan fits."""
+    """Return the lines to print, and whether the layout fits."""
+    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.threads import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()
-    from llm.plan import render as page
-    from llm.plan.estimate import estimate
+    from llm.plan import render
+    from llm.plan.estimate import estimate, nearest, search
     from llm.plan.job import Job
-    from llm.plan.plot import check_plot, draw
-    from llm.plan.search import nearest, search
 
     if options.plot is not None:
-        check_plot(options.plot)
+        render.check_plot(options.plot)
     job = Job(options)
-    found = search(job) if options.search else None
-    if found == []:
+    ranked = search(job) if options.search else None
+    if ranked == []:
         raise ConfigError("No layout divides this batch, these layers and these devices.")
-    plan = found[0] if found else estimate(job, job.layout)
-    near = None if plan.fits else nearest(found or search(job), job.layout)
+    plan = ranked[0] if ranked else estimate(job, job.layout)
+    near = None if plan.fits else nearest(ranked or search(job), job.layout)
     if options.plot is not None:
-        draw((found or [plan])[: options.top], limit=job.usable, path=options.plot)
+        render.draw((ranked or [plan])[: options.top], limit=job.usable, path=options.plot)
     if options.json:
-        return [json.dumps(page.to_json(job, plan, near, found), indent=1)], plan.fits
-    lines = page.text(job, plan, near)
-    if found is not None:
-        lines = [*page.table(job, found), "", "the first of them:", *lines]
+        return [json.dumps(render.to_json(job, plan, near, ranked), indent=1)], plan.fits
+    lines = render.text(job, plan, near)
+    if ranked is not None:
+        lines = [*render.table(job, ranked), "", "the first of them:", *lines]
     return lines, plan.fits
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan ... | head` ends without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan ... | head` ends without a traceback
     sys.exit(main())

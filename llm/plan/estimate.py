@@ -1,13 +1,102 @@
-"""The plan of one layout: memory, arithmetic, traffic, time."""
+"""The estimate of one layout: memory, arithmetic, traffic, time; and the search for the best."""
 
+import contextlib
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
+from llm.errors import ConfigError
+from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.passes import bubble_fraction
+from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
 from llm.plan.job import Job
 from llm.plan.memory import Memory, peak_memory
-from llm.plan.param_counts import FP32
-from llm.plan.traffic import Transfer, transfers
+from llm.plan.rank_model import FP32, num_elements
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Bytes that one rank sends in one step for one purpose.
+
+    Attributes:
+        axis: The layout's axis.
+        what: What is sent.
+        in_node: Bytes to ranks of the same node.
+        between_nodes: Bytes to other nodes, over the ranks of a node that send them together.
+        overlapped: Whether arithmetic can hide it.
+    """
+
+    axis: str
+    what: str
+    in_node: float
+    between_nodes: float
+    overlapped: bool
+
+    def seconds(self, job: Job) -> float:
+        """Return the time on the slower of the two links."""
+        in_node = self.in_node / (job.device.node_link * 1e9)
+        return max(in_node, self.between_nodes / (job.device.network_link * 1e9))
+
+
+def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
+    """Return what the rank that sends most sends in one step.
+
+    Collectives are counted as rings, in which each of n ranks sends (n - 1) / n of the whole
+    for a gather or a reduce-scatter and twice that for an all-reduce. Where a node holds several
+    ranks of a ring, the ring leaves the node once, and its bytes are divided among these ranks.
+    """
+    options, per_node = job.options, job.options.gpus_per_node
+    param_counts, trace = job.param_counts(layout.tensor), job.trace(layout.tensor, layout.context)
+    micro_batches = job.batches(layout).accumulation
+    layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
+    block, others = num_elements(param_counts.blocks[0]), num_elements(param_counts.others)
+    t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
+    width = FP32 if options.mixed_precision == "no" else 2
+    tokens = options.per_device_train_batch_size * job.length // c
+    hidden = tokens * trace.width * width
+    passes = 2 + (recomputation(options) == "full")
+    sent = []
+    if t > 1:
+        size = 2 * passes * layers * micro_batches * hidden * 2 * (t - 1) / t
+        sent.append(_ring("tensor", "sums of hidden states", size, t, per_node))
+    if c > 1:
+        size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
+        sent.append(_ring("context", "keys and values", size, c, per_node // t))
+    if n > 1:
+        gathered_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32
+        gathers = 2 * layers * block * gathered_width + FP32 * others
+        sums = FP32 * (layers * block + others)
+        size = micro_batches * (gathers + sums) * (n - 1) / n
+        sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
+    if r > 1:
+        size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n
+        sent.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
+    if layout.pipeline > 1:
+        size = 2 * micro_batches * options.virtual_stages * hidden * (FP32 / width)
+        inside = t * n * r * 2 <= per_node
+        sent.append(
+            Transfer(
+                axis="pipeline",
+                what="hidden states and their gradients",
+                in_node=size if inside else 0.0,
+                between_nodes=0.0 if inside else size,
+                overlapped=False,
+            )
+        )
+    return sent
+
+
+def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
+    """Count a collective in which a rank sends `size`, and a node has room for `on_node` ranks."""
+    on_node = max(1, min(ranks, on_node))
+    between = 0.0 if on_node == ranks else size / on_node
+    return Transfer(
+        axis=axis,
+        what=what,
+        in_node=size if on_node == ranks else size - between,
+        between_nodes=between,
+        overlapped=axis in ("shard", "replicate"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,12 +108,12 @@ class Estimate:
         micro_batches: Of a step, on each rank.
         tokens_per_step: Over all ranks.
         memory: Of the fullest rank.
-        fits: Whether that is in the device's memory.
+        fits: Whether the device's memory is large enough.
         flops_per_step: Over all ranks, with recomputation if there is any.
-        bubble: Share of a step in which stages of the pipeline wait.
+        bubble: Fraction of a step in which stages of the pipeline wait.
         transfers: What a rank sends.
         floor_seconds: Of a step at the device's peak.
-        step_seconds: Of a step at the efficiency that is expected.
+        step_seconds: Of a step at the expected efficiency.
         tokens_per_second: Over all ranks, at that efficiency.
     """
 
@@ -42,7 +131,7 @@ class Estimate:
 
 
 def estimate(job: Job, layout: ParallelDims) -> Estimate:
-    """Plan a layout.
+    """Estimate a layout.
 
     Raises:
         ConfigError: It does not divide layers, heads, samples or batch.
@@ -67,7 +156,7 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
 
     def seconds(efficiency: float) -> float:
-        """What hides behind products counts only as far as it takes longer than they do."""
+        """Return the time of a step, to which overlapped traffic adds only its excess."""
         working = max(flops) * batches.accumulation / (peak * efficiency) + inline
         return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
 
@@ -88,6 +177,54 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """Of a checkpoint: weights and optimizer, and K-FAC's state once."""
+    """Return the bytes of a checkpoint: weights and optimizer, and K-FAC's state once."""
     elements = job.param_counts(1).parameters
     return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac
+
+
+def search(job: Job) -> list[Estimate]:
+    """Estimate all possible layouts; those that fit come first, by speed, the others by memory."""
+    estimates = []
+    for tensor, context in itertools.product(_divisors(job.options.gpus_per_node), (1, 2, 4, 8)):
+        if tensor * context > job.options.gpus_per_node:
+            continue
+        with contextlib.suppress(ConfigError):
+            job.trace(tensor, context)  # refuses the sizes of all these layouts at once
+            for layout in _layouts(job.layout.world_size, tensor, context):
+                with contextlib.suppress(ConfigError):
+                    estimates.append(estimate(job, layout))
+    return sorted(
+        estimates, key=lambda e: (not e.fits, -e.tokens_per_second if e.fits else e.memory.total)
+    )
+
+
+def _layouts(world_size: int, tensor: int, context: int) -> Iterator[ParallelDims]:
+    for pipeline in _divisors(world_size):
+        ranks, rest = divmod(world_size, tensor * context * pipeline)
+        if rest or (pipeline > 1 and context > 1):  # the trainer has no such layout
+            continue
+        for shard in _divisors(ranks):
+            yield ParallelDims(
+                pipeline=pipeline,
+                replicate=ranks // shard,
+                shard=shard,
+                context=context,
+                tensor=tensor,
+            )
+
+
+def nearest(estimates: list[Estimate], layout: ParallelDims) -> ParallelDims | None:
+    """Return the layout that fits and differs least from another; of several, the fastest."""
+
+    def distance(other: Estimate) -> tuple[int, float]:
+        """Count how often a size is doubled or halved, roughly."""
+        pairs = zip(other.layout.sizes, layout.sizes, strict=True)
+        steps = sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in pairs)
+        return steps, -other.tokens_per_second
+
+    best = min((e for e in estimates if e.fits), key=distance, default=None)
+    return None if best is None else best.layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

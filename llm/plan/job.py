@@ -1,4 +1,4 @@
-"""What is planned, and what one rank holds and does of it, by how the work is divided."""
+"""The planned run: its model, its batch and its devices."""
 
 import copy
 import dataclasses
@@ -10,41 +10,86 @@ from transformers import PreTrainedModel
 
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
+from llm.metrics.hardware import PEAK_TFLOPS
 from llm.models.build import build_model
 from llm.models.configuration import load_config
+from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.passes import check_micro_batches
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_depth
-from llm.plan.devices import DEVICES, GIB, Device
-from llm.plan.optimizer import optimizer_memory
 from llm.plan.options import PlanOptions
-from llm.plan.param_counts import ParamCounts, count_parameters
-from llm.plan.tensor_share import split_model
+from llm.plan.rank_model import ParamCounts, count_parameters, optimizer_memory, split_model
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_layout
 
+GIB = 2**30
+
 USABLE = 0.95
-"""Of a GPU's memory; the rest is lost between blocks of unlike size."""
+"""Of a GPU's memory; fragmentation takes the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that holds one rank, in the units of data sheets.
+
+    Attributes:
+        gib: GiB that a process can allocate.
+        tflops: Dense bf16 TFLOP/s of matrix products; of a GPU, the figure that the log's MFU uses.
+        fp32_tflops: The same in fp32, which torch does not replace by tf32 unless told to.
+        bandwidth: GB/s of its memory.
+        node_link: GB/s, one way, to other devices of the node.
+        network_link: GB/s, one way, to other nodes, by the adapters of the node over its devices.
+    """
+
+    gib: float
+    tflops: float
+    fp32_tflops: float
+    bandwidth: float
+    node_link: float
+    network_link: float
+
+
+DEVICES = {
+    # NVIDIA's data sheets of H100 SXM5 and H200 SXM; NVLink 4 has 900 GB/s both ways, and a
+    # DGX H100 one 400 Gbit/s adapter for each GPU.
+    "h100-80gb": Device(79.1, PEAK_TFLOPS["H100"], 67, 3350, 450, 50),
+    "h200-141gb": Device(139.8, PEAK_TFLOPS["H200"], 67, 4800, 450, 50),
+    # NVIDIA's data sheets of A100 SXM4; NVLink 3 has 600 GB/s both ways, and a DGX A100 one
+    # 200 Gbit/s adapter for each GPU.
+    "a100-40gb": Device(39.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 25),
+    "a100-80gb": Device(79.1, PEAK_TFLOPS["A100"], 19.5, 2039, 300, 25),
+    # One of the two dies of an AMD MI250X (data sheet: 383 TFLOP/s, 3.2 TB/s and 128 GB in
+    # all); in Frontier and LUMI a die reaches its neighbours over 50 GB/s links, four of
+    # which are counted, and one 200 Gbit/s adapter serves two dies.
+    "mi250x": Device(64.0, PEAK_TFLOPS["MI250X"], 47.9, 1638, 100, 12.5),
+    # One of the two stacks (tiles) of an Intel Data Center GPU Max 1550 (data sheet: 839
+    # TFLOP/s with XMX, 3.2 TB/s and 128 GB in all); in Aurora twelve share eight 200 Gbit/s
+    # adapters, and Xe Link has 15 GB/s a way to each other card.
+    "pvc": Device(64.0, PEAK_TFLOPS["GPU Max 1550"], 26, 1638, 75, 16.7),
+    # A core of a server; --memory_gib and --device_peak_tflops replace these figures.
+    "cpu": Device(16.0, 0.1, 0.1, 20, 10, 1),
+}
 
 
 class Job:
-    """A model, its batch and its devices; what a rank of some layout holds is found once for each.
+    """A run to plan; traces and layer counts are computed once for each layout.
 
     Args:
-        options: What is planned.
+        options: The run and its devices.
 
     Attributes:
         options: The same.
         length: Tokens of a sample.
         layout: The layout that the options describe.
-        device: What holds a rank.
-        usable: Bytes of it that can be filled.
-        optimizer: What the optimizer keeps.
+        device: The device of each rank.
+        usable: Bytes of its memory that tensors can fill.
+        optimizer: Memory of the optimizer.
+        trace: Trace of one micro-batch, by sizes of tensor and context parallelism.
+        layers_of_ranks: Numbers of the layers on each rank, by size of pipeline parallelism.
 
     Raises:
-        ConfigError: The model cannot be had, or not in this shape, or not on so many ranks.
+        ConfigError: The model cannot be loaded, or not in this shape, or not on this many ranks.
     """
 
     def __init__(self, options: PlanOptions) -> None:
@@ -64,7 +109,7 @@ class Job:
         """Make the model on the meta device, as the trainer makes it."""
         options = self.options
         if "flash" in (options.attention_implementation or ""):
-            # Its package need not be here, and SDPA's kernel keeps the same.
+            # Its package need not be installed, and SDPA's kernel keeps the same tensors.
             options = dataclasses.replace(options, attention_implementation=None)
         return build_model(
             options,
@@ -77,10 +122,11 @@ class Job:
         )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:
-        """The batches of a run.
+        """Return the batches of the run.
 
         Raises:
-            ConfigError: The global batch cannot be divided, or the pipeline needs more of them.
+            ConfigError: The layout does not divide the global batch, or its pipeline needs more
+                micro-batches.
         """
         options = self.options
         batches = plan_batches(options, num_windows=1, world_size=layout.data_ranks)
@@ -90,18 +136,18 @@ class Job:
         return batches
 
     def budget(self, layout: ParallelDims) -> float | None:
-        """Tokens of the whole run; None where the options do not say."""
+        """Return the tokens of the whole run, None if the options do not say."""
         options = self.options
         if options.num_tokens is None and (options.max_train_steps or options.max_train_samples):
             return float(self.batches(layout).total_samples * self.length)
         return options.num_tokens
 
     def param_counts(self, tensor: int) -> ParamCounts:
-        """The parameters of a rank that computes one of so many parts of every layer."""
+        """Return the parameters on one rank of this size of tensor parallelism."""
         return self._rank_model(tensor)[0]
 
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
-        """The parameter counts, and the model with one block left, all that a trace takes."""
+        """Return the parameter counts, and the model with the one block that a trace needs."""
         model = self.outline()
         split_model(model, tensor)
         param_counts = count_parameters(model)
@@ -122,10 +168,10 @@ class Job:
         return find_pipeline_modules(self.outline())
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
-        """The numbers of the layers that each rank of a pipeline holds, as the trainer cuts them.
+        """Assign layers to the ranks of a pipeline as the trainer does.
 
         Raises:
-            ConfigError: The model cannot be cut, or into fewer stages only.
+            ConfigError: The model cannot be cut, or only into fewer stages.
         """
         num_layers = len(self.param_counts(1).blocks)
         if pipeline == 1:
@@ -137,7 +183,7 @@ class Job:
 
 
 def _device(options: PlanOptions) -> Device:
-    """The device of the table, with what the options say of it."""
+    """Return the device of the table, with the figures that the options replace."""
     peak = options.device_peak_tflops
     in_node, between = options.links or (None, None)
     given = {

@@ -1,17 +1,16 @@
-"""Memory of one rank, by kind, at the fullest moment of a step."""
+"""Memory of one rank by kind, at the moment of a step when it is highest."""
 
 import dataclasses
 import itertools
 
 from llm.parallel.dims import ParallelDims
-from llm.plan.devices import GIB
-from llm.plan.job import Job
-from llm.plan.param_counts import FP32, num_elements, shard_sizes
+from llm.plan.job import GIB, Job
+from llm.plan.rank_model import FP32, num_elements, shard_sizes
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
 CONTEXT = GIB
-"""What a GPU's driver and the libraries for products and communication take beside tensors."""
+"""Bytes of a GPU that the driver, cuBLAS and NCCL take beside tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,17 +18,17 @@ class Memory:
     """Bytes of one rank at one moment.
 
     Attributes:
-        moment: When.
+        moment: Name of the moment.
         stage: Stage of the pipeline, from 0.
-        parameters: Elements of weights that the rank holds.
+        parameters: Elements of the rank's weights.
         weights: Weights.
         gradients: Gradients.
         optimizer: Moments of the optimizer.
-        kfac: K-FAC's factors, bases, and what it takes while it steps.
-        activations: What the backward pass needs, and what it takes for a while.
-        logits: What the loss takes above that.
-        buffers: Buffers of the model; gathered and half-precision copies of weights; what is on
-            its way to other ranks; on a GPU the driver.
+        kfac: K-FAC's factors and bases, and its temporary tensors.
+        activations: Activations, and temporary tensors of the backward pass.
+        logits: Temporary tensors of the loss.
+        buffers: Buffers of the model; gathered and half-precision copies of weights; messages to
+            other ranks; on a GPU the driver.
     """
 
     moment: str
@@ -45,12 +44,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """Bytes of all kinds together."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
 def peak_memory(job: Job, layout: ParallelDims) -> Memory:
-    """The rank and the moment that take most.
+    """Return the memory of the rank and the moment with the highest total.
 
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
@@ -60,21 +59,21 @@ def peak_memory(job: Job, layout: ParallelDims) -> Memory:
 
 
 def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, virtual: int) -> float:
-    """Micro-batches whose activations a stage holds at most.
+    """Return the most micro-batches whose activations a stage holds at once.
 
     GPipe holds all of them; 1F1B one for each stage from here to the end; interleaved 1F1B
-    counts them in parts of its layers (Narayanan et al. 2021, section 2.2).
+    counts them by virtual stages (Narayanan et al. 2021, section 2.2).
     """
     if schedule == "gpipe":
         return micro_batches
     if schedule == "interleaved-1f1b" and stages > 1:
-        parts = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
-        return min(parts, micro_batches * virtual) / virtual
+        passes = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+        return min(passes, micro_batches * virtual) / virtual
     return min(micro_batches, stages - stage)
 
 
 class _Stage:
-    """One rank of one stage, through a step."""
+    """The memory of one rank of one stage during a step."""
 
     def __init__(self, job: Job, layout: ParallelDims, stage: int) -> None:
         self.job, self.layout, self.stage = job, layout, stage
@@ -88,7 +87,7 @@ class _Stage:
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
         self.block = self.param_counts.blocks[numbers[0]]
         head, is_first = self.param_counts.head, stage == 0
-        # The head is on the last stage, and on the first one too where it is the embedding.
+        # The head is on the last stage, and a tied one also on the first.
         self.others = [
             p
             for p in self.param_counts.others
@@ -107,7 +106,7 @@ class _Stage:
         )
 
     def moments(self) -> list[Memory]:
-        """Memory at the moments that can be the fullest ones."""
+        """Return the memory at each moment that can be the highest."""
         trace, param_counts = self.trace, self.param_counts
         block = FP32 * num_elements(p for p in self.block if p.requires_grad)
         head = FP32 * num_elements(p for p in param_counts.head if p.requires_grad) * self.is_last
@@ -129,9 +128,9 @@ class _Stage:
         return moments
 
     def _kept(self, layers: int) -> float:
-        """Activations of one micro-batch at the end of its forward pass.
+        """Return the activations of one micro-batch at the end of its forward pass.
 
-        Where weights are gathered in half precision, no copies of them are kept.
+        If weights are gathered in half precision, autocast caches no copies of them.
         """
         trace = self.trace
         casts = trace.block_casts if self.casts_are_gathered else 0
@@ -148,19 +147,19 @@ class _Stage:
         done: bool = False,
         stepping: bool = False,
     ) -> Memory:
-        """Memory at a moment.
+        """Return the memory at a moment.
 
         Args:
-            name: When.
+            name: Name of the moment.
             activations: Bytes.
-            fresh: Bytes of gradients that this micro-batch has just made, not divided yet.
-            logits: Bytes; by default what of them stays from step to step.
-            done: Whether gradients of all weights are there in any case.
-            stepping: Whether nothing but the optimizer runs.
+            fresh: Bytes of this micro-batch's gradients that are not reduced yet.
+            logits: Bytes; by default those that stay from step to step.
+            done: Whether all gradients exist, even without accumulation or buckets.
+            stepping: Whether it is in the optimizer's step.
         """
         optimizer, trained = self.job.optimizer, self.trained
         several = self.micro_batches > 1
-        # DistributedDataParallel has buckets for all gradients from the start.
+        # DistributedDataParallel allocates buckets for all gradients at the start.
         buckets = self.layout.is_replicated and self.layout.world_size > 1
         gradients = FP32 * trained if done or several or buckets else 0
         buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
@@ -170,8 +169,7 @@ class _Stage:
         else:
             gradients += fresh
             if several and self.layout.world_size > 1:
-                # Those of a step's first micro-batches lie beside the buckets, which the last
-                # one fills.
+                # Gradients accumulate beside the buckets, which the last micro-batch fills.
                 buffers += FP32 * trained
         return Memory(
             moment=name,
@@ -187,9 +185,9 @@ class _Stage:
         )
 
     def _gathered(self, *, backward: bool) -> int:
-        """Whole weights of the layer at work and the next, and gradients on their way.
+        """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.
 
-        What is outside of blocks stays gathered from the forward to the end of the backward pass.
+        Weights outside of blocks stay gathered from the forward to the end of the backward pass.
         """
         block, others = num_elements(self.block), num_elements(self.others)
         width = 2 if self.casts_are_gathered else FP32

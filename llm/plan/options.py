@@ -1,4 +1,4 @@
-"""Options of `python -m llm.plan`: the trainer's, and where the run is to be."""
+"""Options of `python -m llm.plan`: those of the trainer, and the devices of the run."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +13,7 @@ PLAN = "Plan"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(GPTConfig):
-    """What is planned: any option of the trainer, and those of the plan."""
+    """The run to plan: any option of the trainer, and the devices it is planned for."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
         *("nodes", "gpus_per_node", "device", "memory_gib", "efficiency", "num_tokens"),
@@ -25,7 +25,7 @@ class PlanOptions(GPTConfig):
     )
 
     nodes: int = option(1, "Nodes.", group=PLAN, at_least=1)
-    gpus_per_node: int = option(8, "Devices, and so ranks, of a node.", group=PLAN, at_least=1)
+    gpus_per_node: int = option(8, "Devices of a node, one for each rank.", group=PLAN, at_least=1)
     device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
         option("h100-80gb", "The device that holds a rank.", group=PLAN)
     )
@@ -41,7 +41,7 @@ class PlanOptions(GPTConfig):
     )
     efficiency: float = option(
         0.5,
-        "Share of the device's peak that matrix products are expected to reach.",
+        "Fraction of the device's peak that matrix products are expected to reach.",
         group=PLAN,
         above=0,
         at_most=1,
@@ -56,7 +56,7 @@ class PlanOptions(GPTConfig):
     disk_gbps: float = option(
         10.0, "GB/s at which all ranks together write a checkpoint.", group=PLAN, above=0
     )
-    search: bool = option(False, "Rank the layouts of so many devices.", group=PLAN)
+    search: bool = option(False, "Rank all layouts of these devices.", group=PLAN)
     top: int = option(
         10, "Layouts that --search shows.", group=PLAN, at_least=1, requires=("search",)
     )
@@ -67,10 +67,10 @@ class PlanOptions(GPTConfig):
 
 
 def check(options: PlanOptions) -> None:
-    """Refuse what cannot be planned.
+    """Refuse options that cannot be planned.
 
     Raises:
-        ConfigError: With all the complaints in one message, one sentence each.
+        ConfigError: All problems in one message, a sentence each.
     """
     problems = check_planned(options)
     if options.data_parallel != "allreduce":

@@ -1,23 +1,27 @@
-"""The plan as text and as JSON."""
+"""An estimate as text, as JSON and as a plot."""
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, checkpoint_bytes
-from llm.plan.job import Job
+from llm.plan.job import GIB, Job
 from llm.plan.memory import KINDS
 
+_COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
 _DAY = 86400.0
 
 
 def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
-    """The lines of a plan.
+    """Return the lines that describe a layout.
 
     Args:
-        job: What is planned.
-        plan: Of one layout.
-        near: The layout that fits and is most like the one that does not, or None.
+        job: The run.
+        plan: Estimate of the layout.
+        near: The nearest layout that fits, None if this one does or none does.
     """
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
@@ -38,13 +42,13 @@ def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
     ]
 
 
-def table(job: Job, found: list[Estimate]) -> list[str]:
-    """The ranked layouts."""
+def table(job: Job, estimates: list[Estimate]) -> list[str]:
+    """Return the lines of a table of layouts."""
     lines = [
         f"{'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} "
         f"{'micro-b.':>8} {'memory':>10} {'bubble':>7} {'step':>9} {'tokens/s':>12}  fits"
     ]
-    for plan in found[: job.options.top]:
+    for plan in estimates[: job.options.top]:
         lay = plan.layout
         lines.append(
             f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
@@ -52,18 +56,18 @@ def table(job: Job, found: list[Estimate]) -> list[str]:
             f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
             f"{'yes' if plan.fits else 'no'}"
         )
-    fitting = sum(plan.fits for plan in found)
+    fitting = sum(plan.fits for plan in estimates)
     return [
         *lines,
-        f"{fitting} of {len(found)} layouts fit into {_gib(job.usable)} of {job.options.device}; "
-        f"tokens a second at {job.options.efficiency:.0%} of its peak.",
+        f"{fitting} of {len(estimates)} layouts fit into {_gib(job.usable)} of "
+        f"{job.options.device}; tokens a second at {job.options.efficiency:.0%} of its peak.",
     ]
 
 
 def to_json(
-    job: Job, plan: Estimate, near: ParallelDims | None, found: list[Estimate] | None
+    job: Job, plan: Estimate, near: ParallelDims | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
-    """All numbers: bytes, seconds, FLOPs; arguments as of `text`, and what a search has found."""
+    """Return all numbers in bytes, seconds and FLOPs; arguments as of `text` and `table`."""
     options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
     values = {
         "model": _name(job),
@@ -81,8 +85,8 @@ def to_json(
         "checkpoint_bytes": checkpoint,
         "checkpoint_seconds": checkpoint / (options.disk_gbps * 1e9),
     }
-    if found is not None:
-        values["search"] = [_estimate_json(one) for one in found]
+    if estimates is not None:
+        values["search"] = [_estimate_json(one) for one in estimates]
     return values
 
 
@@ -93,14 +97,13 @@ def _estimate_json(plan: Estimate) -> dict[str, Any]:
 
 
 def _name(job: Job) -> str:
-    """The model's name."""
     options = job.options
     name = options.config_name or options.model_name_or_path or options.model_type or "gpt2"
     return name if options.model_size is None else f"{name} {options.model_size}"
 
 
 def _days(job: Job, plan: Estimate) -> float | None:
-    """Of the whole run, if it is known."""
+    """Return the days of the whole run, None if its tokens are not known."""
     budget = job.budget(plan.layout)
     return None if budget is None else budget / plan.tokens_per_second / _DAY
 
@@ -160,8 +163,58 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB"
+    return f"{size / GIB:,.2f} GiB"
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size else "-"
+
+
+def check_plot(path: str) -> None:
+    """Refuse a plot that cannot be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file has another suffix than those it writes.
+    """
+    if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {path} must end in .png, .pdf or .svg.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: pip install matplotlib, which comes with the extra `report`."
+        ) from error
+
+
+def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
+    """Draw the memory by kind of each layout as a bar, and the device's memory as a line.
+
+    Args:
+        estimates: Layouts.
+        limit: Bytes of the device that tensors can fill.
+        path: File to write.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.5 + 0.45 * len(estimates)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [one.layout.describe() for one in estimates]
+    ends = [0.0] * len(estimates)
+    for kind, color in zip(KINDS, _COLORS, strict=True):
+        sizes = [getattr(one.memory, kind) / GIB for one in estimates]
+        if any(sizes):
+            axes.barh(names, sizes, left=ends, color=color, label=kind)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    axes.axvline(limit / GIB, color="black", linestyle="--", label="device")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of the fullest rank")
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}.") from error

@@ -1,27 +1,92 @@
-"""A micro-batch's memory and arithmetic, found by running one block on fake tensors.
+"""Memory and arithmetic of a micro-batch, measured by running one block on fake tensors.
 
-The model is the trainer's own, with all but one of its blocks taken out and its weights replaced
-by fake tensors, which have shapes and no memory; its forward and backward passes run as they
-would, and a meter counts what they allocate.
+The model is the trainer's own with all but one of its blocks removed. Its weights are fake tensors,
+which have shapes and no memory. `MemoryMeter` counts what forward and backward pass allocate.
 """
 
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llm.models.blocks import find_blocks
 from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
-from llm.plan.meter import Level, MemoryMeter
+from llm.models.sizes import find_blocks
 from llm.plan.options import PlanOptions
+
+
+class Level(NamedTuple):
+    """Bytes between two marks.
+
+    Attributes:
+        live: Allocated at the end.
+        peak: Most bytes allocated at once.
+        casts: Of `live`, copies of weights in another precision.
+    """
+
+    live: int
+    peak: int
+    casts: int
+
+
+class MemoryMeter(TorchDispatchMode):
+    """A mode that counts the storages of tensors that operations return, until they are freed.
+
+    Args:
+        known: Tensors that exist already, such as weights and inputs; they do not count.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._sizes: dict[int, int] = {}
+        self._casts: set[int] = set()
+        self._live = self._peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default
+        is_cast = is_cast and args[0].untyped_storage()._cdata in self._known
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value, is_cast=is_cast)
+        return result
+
+    def mark(self) -> Level:
+        """Return the level; the next peak counts from here."""
+        casts = sum(self._sizes[key] for key in self._casts)
+        level = Level(live=self._live, peak=self._peak, casts=casts)
+        self._peak = self._live
+        return level
+
+    def _count(self, tensor: Tensor, *, is_cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        if is_cast:
+            self._casts.add(key)
+        self._live += self._sizes[key]
+        self._peak = max(self._peak, self._live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._live -= self._sizes.pop(key)
+        self._casts.discard(key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,22 +94,22 @@ class Trace:
     """One micro-batch on one rank: bytes, and FLOPs of matrix products.
 
     Attributes:
-        inputs: Bytes kept by what lies before the blocks.
+        inputs: Bytes that the layers before the blocks keep.
         block: Bytes that a block keeps until its backward pass, its output included.
-        block_casts: Of these, copies of weights in half precision, while autocast keeps them: to
-            the end of the forward pass.
-        casts_left: What of these its backward pass needs still.
-        block_forward_extra: What its forward pass takes for a while above what it keeps.
-        loss_extra: What final norm and loss take at most, forward and backward, above what the
+        block_casts: Of `block`, copies of weights in half precision, which autocast caches until
+            the forward pass ends.
+        casts_left: Of `block_casts`, bytes that the backward pass needs still.
+        block_forward_extra: Temporary bytes of a block's forward pass.
+        loss_extra: Peak of final norm and loss, forward and backward, above the level that the
             last block left.
-        loss_left: What of that is left when the last block's backward pass begins, without the
-            gradients of weights.
-        loss_kept: What of that stays for the next step, on a CPU.
-        block_backward_extra: What a block's backward pass takes at most above its beginning, with
-            the gradients of its weights.
+        loss_left: Of `loss_extra`, bytes that remain when the last block's backward pass begins,
+            without the gradients of weights.
+        loss_kept: Of `loss_left`, bytes that stay for the next step, on a CPU.
+        block_backward_extra: Peak of a block's backward pass above its beginning, with the
+            gradients of its weights.
         block_flops: Forward and backward of a block, with recomputation if there is any.
         loss_flops: Forward and backward of output head and loss.
-        hidden: Bytes of the hidden states that one block hands to the next.
+        hidden: Bytes of the hidden states between two blocks.
         width: Width of the hidden states.
         key_width: Width of this rank's keys and values together.
     """
@@ -71,13 +136,13 @@ def trace(
     """Run one block of a model, with its loss, on fake tensors.
 
     Args:
-        model: One of one block on the meta device with the shapes of one rank; it is used up.
-        options: What is planned.
+        model: Model of one block on the meta device, in the shapes of one rank; changed in place.
+        options: The run and its devices.
         length: Tokens of a sample.
-        tensor: Ranks that each compute a part of every layer; the shapes are one's already.
-        context: Ranks that each hold a part of every sample.
+        tensor: Size of tensor parallelism, by which the shapes are divided already.
+        context: Size of context parallelism.
     """
-    on_host = options.device == "cpu"  # whose dropout and attention keep more
+    on_host = options.device == "cpu"  # dropout and attention keep more there
     if not on_host:
         _use_accelerator_kernels(model)
     # Activations of fp8 count as bf16's.
@@ -127,7 +192,7 @@ def trace(
 
 
 def _key_width(config: PreTrainedConfig) -> int:
-    """Numbers that a token's key and value are."""
+    """Return the width of a token's key and value together."""
     heads: int = config.num_attention_heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
     head_width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -135,7 +200,7 @@ def _key_width(config: PreTrainedConfig) -> int:
 
 
 class _Marks:
-    """Memory and FLOPs at the borders of one block, forward and backward."""
+    """Memory and FLOPs at the ends of one block, forward and backward."""
 
     def __init__(self, block: nn.Module, meter: MemoryMeter) -> None:
         self._meter = meter
@@ -143,7 +208,7 @@ class _Marks:
         self.levels: dict[str, Level] = {}
         self.flops: dict[str, float] = {}
         self.hidden = 0
-        # A recomputed block passes its borders twice; the first time counts.
+        # Recomputation calls these hooks again; the first call counts.
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.register_forward_hook(self._leave)
 
@@ -152,7 +217,7 @@ class _Marks:
         # Python collects the graph's cycles at unpredictable times, which would change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()  # what is there already is not looked through at every collection
+        gc.freeze()  # later collections skip the objects that exist already
         try:
             with self._counter, self._meter:
                 yield
@@ -181,8 +246,8 @@ class _Marks:
 
 
 _ATTENTION_FLOPS = {
-    # Missing in torch's own table. Products are counted in full, as if not causal, and not the
-    # scores that the backward kernel computes once more.
+    # Missing in torch's own table. Products are counted in full, as if attention were not causal;
+    # the scores that the backward kernel recomputes are not counted.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         lambda query, key, value, *args, out_shape=None, **kwargs: sdpa_flop_count(
             query, key, value
@@ -197,7 +262,7 @@ _ATTENTION_FLOPS = {
 
 
 class _MaskedDropout(nn.Dropout):
-    """Dropout that keeps its mask in a byte for each element, as on a GPU."""
+    """A dropout that keeps its mask in a byte for each element, as on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         kept: Tensor = torch.native_dropout(input, self.p, self.training)[0]
@@ -205,7 +270,7 @@ class _MaskedDropout(nn.Dropout):
 
 
 def _use_accelerator_kernels(model: PreTrainedModel) -> None:
-    """Trace what a GPU would keep: no attention scores, small dropout masks."""
+    """Let the model keep the tensors of a GPU: no attention scores, small dropout masks."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = _MaskedDropout
@@ -218,7 +283,7 @@ def _use_accelerator_kernels(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def _gathered_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
-    """Let attention see the keys and values of all parts of a sample, as if gathered."""
+    """Let attention read keys and values of the whole sample, as if they were gathered."""
     if context == 1:
         yield
         return
@@ -226,7 +291,7 @@ def _gathered_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        key, value = (torch.cat([part] * context, dim=2) for part in (key, value))
+        key, value = (torch.cat([tensor] * context, dim=2) for tensor in (key, value))
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, None, **{**kwargs, "is_causal": False})
 

@@ -45,7 +45,7 @@ class ReportOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program and return the exit code."""
     try:
         options = parse(
             ReportOptions,
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(options: ReportOptions) -> list[Path]:
-    """Write the page, and the images if they are wished for.
+    """Write the page, and with `--png` the images.
 
     Returns:
         The files that were written.
 
     Raises:
-        ConfigError: A folder holds no run, a target cannot be what it has to be, or a package
-            of the extra `report` is missing.
+        ConfigError: A folder holds no run, a target has the wrong kind, or a package of the extra
+            `report` is missing.
     """
     if not options.runs:
         raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")

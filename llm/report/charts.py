@@ -30,10 +30,10 @@ MARKS = {
     "skip": ("✕", 0, "step skipped"),
     "best": ("★", 0, "lowest validation loss"),
 }
-"""Of each kind of event: its mark, by how much that is moved aside, in pixels, and its name."""
+"""The mark of each kind of event, its horizontal offset in pixels, and its name in the legend."""
 
 _MAX_MARKS = 400
-"""Marks of one kind that a run shows at most; of more, every so many is shown."""
+"""Most marks of one kind for a run; of more events, every second, third ... has a mark."""
 
 _TICK = """
 const small = Math.max(...ticks.map(Math.abs)) < 0.01;
@@ -44,12 +44,12 @@ return new Intl.NumberFormat("en", short).format(tick).replace("K", "k");
 
 
 class Charts:
-    """Draws the panels of a page. Colours are left to page.js, which knows whether it is dark.
+    """Draws the panels of a page. page.js sets the colours, which differ on a dark page.
 
     Args:
-        runs: What to show.
-        panels: Their curves; the first panel has what happened to the runs below it.
-        x: The x axis that is chosen at first.
+        runs: The runs to show.
+        panels: Their curves; the events of the runs are drawn below the first panel.
+        x: The x axis when the page is opened.
     """
 
     def __init__(self, runs: list[Run], panels: list[Panel], *, x: X) -> None:
@@ -60,14 +60,15 @@ class Charts:
         self._titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
         self._whole, self._half = Range1d(name="whole"), Range1d(name="half")
         self._cursor = Span(dimension="height", line_color="#7d8592", line_width=1)
-        self._drawn: list[list[Any]] = [[] for _ in runs]  # what is hidden with a run
+        self._drawn: list[list[Any]] = [[] for _ in runs]  # what page.js hides with a run
         self._sources: dict[tuple[int, str], ColumnDataSource] = {}
         self._events = [self._event_source(run) for run in runs]
 
     def embed(self) -> tuple[str, dict[str, str]]:
-        """Draw; returns a `script` element, and by name the elements where the charts stand.
+        """Draw the charts; the events have a chart of their own, `events`, if there are any.
 
-        What happened stands in a chart of its own, `events`, if anything did.
+        Returns:
+            A `script` element, and by name of the chart the element that it is drawn into.
         """
         charts = {panel.name: self._chart(panel) for panel in self._panels}
         if any(len(source.data["step"]) for source in self._events):
@@ -151,7 +152,7 @@ class Charts:
         return chart
 
     def _lanes(self) -> Any:
-        """A line of marks for each run, below the first chart."""
+        """Return the chart of the events: a line of marks for each run."""
         num_runs = len(self._runs)
         chart = self._figure(height=18 * num_runs + 60, y_range=(num_runs - 0.5, -0.5))
         chart.yaxis.visible = False
@@ -178,6 +179,6 @@ class Charts:
         return self._source(columns)
 
     def _source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
-        """Columns for charts, with time in the unit that the page shows."""
+        """Return columns for charts, with time in the unit that the page shows."""
         seconds = np.asarray(columns["seconds"], dtype=np.float64)
         return ColumnDataSource({**columns, "seconds": seconds / self._divisor})

@@ -16,9 +16,9 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
     """Write each panel to `folder/NAME.png`.
 
     Args:
-        runs: What to show.
-        folder: Where to; made if need be.
-        x: What the curves are shown against.
+        runs: The runs to show.
+        folder: The folder, which is created.
+        x: The x axis.
 
     Returns:
         The files.

@@ -1,4 +1,4 @@
-"""Which curves there are: the metrics of the runs, sorted into panels and thinned out."""
+"""The curves of a report: the metrics of the runs, sorted into panels and thinned out."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from llm.report.runs import X_KEYS, Run, X
 
 MAX_POINTS = 2000
-"""Points of a curve; where there are more reports, a point is the mean of several."""
+"""Most points of a curve; where there are more reports, a point is the mean of several."""
 
 COLOURS = (
     ("#2463c9", "#73a7ff"),
@@ -21,7 +21,7 @@ COLOURS = (
     ("#7a3fd1", "#bd9bff"),
     ("#5d5a55", "#bdb7ae"),
 )
-"""Of the runs, one after the other, on a light and on a dark page."""
+"""Colours of the runs in their order, each for a light and for a dark page."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Curve:
     Attributes:
         run: Number of the run in the report.
         key: Name of the metric.
-        points: Columns `step`, `tokens`, `seconds` and `y`; where a point is the mean of several
-            reports, `low` and `high` of them too.
+        points: Columns `step`, `tokens`, `seconds` and `y`, and `low` and `high` where a point is
+            the mean of several reports.
     """
 
     run: int
@@ -45,16 +45,16 @@ class Panel:
     """A chart: curves that share a y axis.
 
     Attributes:
-        name: For files; letters, digits and underscores.
-        title: For people.
+        name: Name of its file: letters, digits and underscores.
+        title: Title of the chart.
         keys: The metrics.
-        unit: Of the values.
-        section: Heading under which it stands.
+        unit: Unit of the values.
+        section: Heading of its section of the page.
         from_zero: The y axis begins at zero.
         log: The y axis is logarithmic if the values are positive and span a factor of 30.
         from_half: The chart leaves out the first half of the x axis.
-        factor: From the metric to the unit.
-        curves: What is drawn.
+        factor: Factor from the metric to the unit.
+        curves: The curves.
     """
 
     name: str
@@ -97,14 +97,14 @@ _KNOWN = [
 _NOT_DRAWN = {"step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps", "eval_perplexity"}
 _SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Other")
 _UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
-"""What these metrics are in a run in which they say nothing."""
+"""Panels whose values are all this one say nothing, and are left out."""
 
 
 def make_panels(runs: list[Run]) -> list[Panel]:
-    """All panels that the runs have something for, in the order of the page."""
-    found = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
+    """Return the panels for which the runs have values, in the order of the page."""
+    keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
-    every = [*_KNOWN, *(_panel_of(key) for key in found if key not in known)]
+    every = [*_KNOWN, *(_panel_of(key) for key in keys if key not in known)]
     panels = []
     for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
         curves = [
@@ -123,12 +123,12 @@ def make_panels(runs: list[Run]) -> list[Panel]:
 
 
 def x_ends(runs: list[Run]) -> dict[X, float]:
-    """How far the longest run has come on each x axis."""
+    """Return the end of the longest run on each x axis."""
     return {x: max((run.rows[-1][x] for run in runs if run.rows), default=0.0) for x in X_KEYS}
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
-    """The unit in which so long a time is shown: its seconds and its name."""
+    """Return the unit in which a time is shown: its seconds and its name."""
     for at_least, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
         if seconds >= at_least:
             return divisor, name
@@ -136,7 +136,7 @@ def unit_of_time(seconds: float) -> tuple[float, str]:
 
 
 def _panel_of(key: str) -> Panel:
-    """How to draw a metric that has no panel of its own: one that a run added, or a newer one."""
+    """Return the panel of a metric that `_KNOWN` lacks, such as those of `--eval_metrics`."""
     name = "".join(letter if letter.isalnum() else "_" for letter in key)
     words = key.removeprefix("eval_").replace("_", " ")
     if key.startswith("eval_"):

@@ -1,4 +1,4 @@
-"""Reads what lies in the folder of a run, whether the run is finished, under way or broken off."""
+"""Reads the folder of a run, whether the run is finished, under way or has been killed."""
 
 import dataclasses
 import json
@@ -11,28 +11,30 @@ from typing import Any, Literal
 
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
+from llm.config.options import with_present_names
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
 
 Row = dict[str, float]
-"""A line of metrics.jsonl: numbers by name, NaN where a number was not finite."""
+"""The lines of a step in metrics.jsonl: numbers by name, NaN where a number was not finite."""
 
 _OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to a run, as people are told it.
+    """An event of a run, as the page shows it.
 
     Attributes:
         kind: `start`, `resume`, `save`, `skip`, `stop`, `finish` or `best`.
         step: Optimizer steps done; None if unknown.
         text: A few words.
-        time: When; empty if unknown.
-        kept: Whether the steps before it are those that the curves show: False for what came
-            after the checkpoint from which a later start went on.
+        time: Local time; empty if unknown.
+        kept: Whether its steps are still those of the curves: False for an event after the
+            checkpoint from which a later start resumed.
     """
 
     kind: str
@@ -44,17 +46,18 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its folder shows it.
+    """The contents of a run's folder.
 
     Attributes:
-        name: What tells it from the other runs of the report.
+        name: Name of the run in the report.
         path: Its folder.
-        rows: metrics.jsonl by rising step; every row has `step`, `tokens` and `seconds`.
-        num_unread: Lines of metrics.jsonl that could not be read, a half-written last one apart.
+        rows: A row for each step in metrics.jsonl, by rising step; every row has `step`, `tokens`
+            and `seconds`.
+        num_unread: Unreadable lines of metrics.jsonl, except for a half-written last one.
         config: config.toml; empty if it cannot be read.
         status: status.json; empty if it cannot be read.
-        events: What happened, in this order.
-        start: What the last start said of itself; empty in runs without events.jsonl.
+        events: The events, in the order in which they happened.
+        start: The last `start` event; empty in runs without events.jsonl.
     """
 
     name: str
@@ -67,18 +70,18 @@ class Run:
     start: dict[str, Any]
 
     def last(self, key: str) -> float | None:
-        """The last finite value of a metric, or None."""
+        """Return the last finite value of a metric, or None."""
         values = (row.get(key, math.nan) for row in reversed(self.rows))
         return next(filter(math.isfinite, values), None)
 
     def at(self, step: float) -> dict[X, float]:
-        """Where a step lies on each of the x axes: steps, tokens and seconds of training."""
+        """Return the place of a step on each x axis: steps, tokens and seconds of training."""
         steps = [row["step"] for row in self.rows]
         return {x: _between(steps, [row[x] for row in self.rows], step) for x in X_KEYS}
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Read runs, and give them names that tell them apart.
+    """Read runs; their names are those of the folders, or the whole paths where names repeat.
 
     Raises:
         ConfigError: A folder holds no run, or is named twice.
@@ -88,14 +91,14 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
             raise ConfigError(f"The run {path} is named twice; name every run once.")
-    last_names = [place.name for place in resolved]
-    unique = len(set(last_names)) == len(paths)
-    names = last_names if unique else [str(path) for path in paths]
+    names = [place.name for place in resolved]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
     return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
-    """Step and value of the lowest validation loss, or None without validation."""
+    """Return step and value of the lowest validation loss, or None without validation."""
     losses = [(row["eval_loss"], int(row["step"])) for row in rows if "eval_loss" in row]
     loss, step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
     return None if math.isnan(loss) else (step, loss)
@@ -115,7 +118,7 @@ def _read_run(path: Path, name: str) -> Run:
         path=path,
         rows=rows,
         num_unread=num_unread,
-        config=_parsed(config, tomllib.loads),
+        config=with_present_names(GPTConfig, _parsed(config, tomllib.loads)),
         status=_parsed(status, json.loads),
         events=_events(lines, rows, saved={at.step for at in list_checkpoints(folder.checkpoints)}),
         start=next((line for line in reversed(lines) if line.get("event") == "start"), {}),
@@ -123,7 +126,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) -> list[Event]:
-    """What events.jsonl, the metrics and the checkpoints that are left tell."""
+    """Return the events of events.jsonl, the checkpoints that it lacks, and the best evaluation."""
     events: list[Event] = []
     for line in lines:
         kind, step = line.get("event"), line.get("step")
@@ -146,8 +149,8 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
             if line.get("status") == "finished":
                 kind = "finish"
             events.append(Event(kind=kind, step=step, text=text, time=time))
-    untold = saved - {event.step for event in events if event.kind == "save"}
-    events += [Event(kind="save", step=step, text="saved") for step in sorted(untold)]
+    lacking = saved - {event.step for event in events if event.kind == "save"}
+    events += [Event(kind="save", step=step, text="saved") for step in sorted(lacking)]
     best = best_evaluation(rows)
     if best is not None:
         text = f"lowest validation loss, {best[1]:.4f}"
@@ -156,24 +159,22 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
 
 
 def _read_metrics(path: Path) -> tuple[list[Row], int]:
-    """The rows of metrics.jsonl, and the number of lines that are none."""
+    """Return a row for each step in metrics.jsonl, and the number of unreadable lines."""
     lines = [
         line if line is not None and isinstance(line["step"], int) else None
         for line in _read_lines(path)
     ]
     if lines and lines[-1] is None:
-        lines.pop()  # a run that is under way, or was killed, may have written half of it
-    by_step = {
-        line["step"]: {
-            key: math.nan if value is None else float(value)
+        lines.pop()  # a run that is under way, or was killed, may have written half a line
+    by_step: dict[int, Row] = {}
+    for line in filter(None, lines):
+        by_step.setdefault(line["step"], {}).update(
+            (key, math.nan if value is None else float(value))
             for key, value in line.items()
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        }
-        for line in lines
-        if line is not None
-    }
+        )
     rows = [by_step[step] for step in sorted(by_step)]
-    # An evaluation alone has its place between the reports of training.
+    # A step that has an evaluation only is placed between the training reports around it.
     for key in ("tokens", "seconds"):
         known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
         steps, values = [row["step"] for row in known], [row[key] for row in known]
@@ -183,7 +184,7 @@ def _read_metrics(path: Path) -> tuple[list[Row], int]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any] | None]:
-    """The JSON objects of a file, a line each; None for a line that cannot be read."""
+    """Return the JSON objects of a file, one a line; None for a line that cannot be read."""
 
     def read(line: str) -> dict[str, Any] | None:
         try:
@@ -199,15 +200,18 @@ def _read_lines(path: Path) -> list[dict[str, Any] | None]:
 
 
 def _between(steps: list[float], values: list[float], step: float) -> float:
-    """The value at a step, on straight lines from 0 through the known ones and beyond the last."""
+    """Return the value at a step by linear interpolation from 0 through the known values.
+
+    Beyond the last of them the last line goes on.
+    """
     if not steps or steps[0] > 0:
         steps, values = [0.0, *steps], [0.0, *values]
     if len(steps) == 1:
         return values[0]
     right = min(max(1, bisect_left(steps, step)), len(steps) - 1)
     left = right - 1
-    share = (step - steps[left]) / (steps[right] - steps[left])
-    return values[left] + (values[right] - values[left]) * share
+    fraction = (step - steps[left]) / (steps[right] - steps[left])
+    return values[left] + (values[right] - values[left]) * fraction
 
 
 def _parsed(path: Path, parse: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The process: launcher, rank, device, random numbers, signals, log, files, health."""
+"""The process: rank, device, random numbers, signals, log, files, health."""

@@ -1,27 +1,24 @@
-"""Files that survive a kill and a power cut: written whole, synced, locked, and told apart."""
+"""Files that survive a kill and a power cut: atomic writes, fsync, locks, checksums."""
 
 import errno
 import fcntl
+import hashlib
 import os
 from pathlib import Path
 from typing import IO
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What a file system without locks answers."""
-
-_CHUNK = 1 << 22
-
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one.
+    """Write a file so that a kill leaves either the old content or the new one.
 
     Raises:
-        OSError: The file system refuses it.
+        OSError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
+            # Before the rename: otherwise a power cut can leave the new name on an empty file.
             sync(file)
         temporary.replace(path)
     finally:
@@ -29,13 +26,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Return when what was written to an open file is on the disk."""
+    """Return when everything written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+    """Make the renames and new files in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -43,37 +40,39 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def checksum(path: Path) -> str:
-    """The xxh3_128 of a file: as fast as the disk, and no two states of it share one by chance."""
-    import xxhash  # not a part of Python: --help does without
-
-    state = xxhash.xxh3_128()
+def sync_file(path: Path) -> tuple[int, str]:
+    """Write a file through to the disk; return its size in bytes and its checksum."""
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return str(state.hexdigest())
+        os.fsync(file.fileno())
+    return path.stat().st_size, checksum(path)
+
+
+def checksum(path: Path) -> str:
+    """Return the xxh3_128 of a file, which is computed as fast as a disk reads."""
+    import xxhash  # here, since --help runs without packages
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool:
     """Lock an open file for this process; the kernel releases it when the process ends.
 
     Args:
-        descriptor: Of the file.
-        wait: Wait for whoever holds it.
+        descriptor: The file's.
+        wait: Wait until no other process holds the lock.
 
     Returns:
-        Whether the file system has locks at all.
+        Whether the file system supports locks.
 
     Raises:
-        BlockingIOError: Another process holds it.
+        BlockingIOError: Another process holds the lock.
         OSError: The file system fails.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP):
             raise
         return False
     return True

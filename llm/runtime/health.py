@@ -1,11 +1,11 @@
-"""Knows which ranks of a job live and get on, by stores that rank 0 and each other rank keep.
+"""Detects ranks that have died or hang, by a TCPStore on each rank.
 
-Every rank sends a heartbeat with its progress to the board, a TCPStore of rank 0, twice a second;
-rank 0 finds the ranks that make no progress within their limit. Every process also serves a store
+Every rank writes a heartbeat with its progress to the board, a TCPStore of rank 0, twice a second;
+rank 0 looks for ranks that make no progress within their limit. Every process also serves a store
 of its own, which answers as long as the process lives, even while Python is blocked: the previous
 rank polls it, and loses the connection as soon as the process dies. A rank that loses the board
-knows that rank 0 has died. The failure is posted on the board and every rank ends itself, since the
-collective that it waits for would time out only half an hour later, without a name.
+knows that rank 0 has died. The failure is posted on the board and every rank exits: its collective
+would time out half an hour later, without the name of the failed rank.
 """
 
 import contextlib
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 EXIT_PEER_LOST = 76
-"""Exit code of a rank that ended because another one died or hung."""
+"""Exit code of a rank that exits because another rank has died or hangs."""
 
 Phase = Literal["start", "step", "evaluation", "save"]
 _TIMES: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
+"""The limit of each phase, in timeouts."""
 _BEAT_SECONDS = 0.5
-_SILENT_SECONDS = 3.0
-_END_SECONDS = 3.0
+_SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
+_END_SECONDS = 3.0  # for the training thread to exit by itself
 _LEAVE_SECONDS = 20.0
 _CONNECT_SECONDS = 20.0
 _POLL_SECONDS = 0.05
@@ -42,15 +43,7 @@ logger = logging.getLogger("llm")
 
 
 class Board:
-    """What the ranks of a job say of themselves, for all of them to read.
-
-    A store is one connection: a thread that is held up there holds up the others that use it.
-
-    Args:
-        store: Where it is kept.
-        rank: Of this process.
-        world_size: Number of ranks.
-    """
+    """Values that each rank publishes in a store and every rank can read."""
 
     def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
         self._store = store
@@ -58,25 +51,25 @@ class Board:
         self._ranks = range(world_size)
 
     def say(self, name: str, value: Any) -> None:
-        """Say something for this rank."""
+        """Publish a value of this rank."""
         self._store.set(f"{name}/{self._rank}", json.dumps(value))
 
     def heard(self, name: str) -> dict[int, Any]:
-        """What has been said, by rank."""
+        """Return the values that ranks have published, by rank."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
         if self._store.check(keys):
             return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
-        # A read of what is missing would block.
-        said = {rank: self.heard_from(name, rank) for rank in self._ranks}
-        return {rank: value for rank, value in said.items() if value is not None}
+        # Reading a missing key blocks.
+        values = {rank: self.heard_from(name, rank) for rank in self._ranks}
+        return {rank: value for rank, value in values.items() if value is not None}
 
     def heard_from(self, name: str, rank: int) -> Any:
-        """What one rank has said; None if it has not."""
+        """Return the value of one rank; None if it has not published one."""
         key = f"{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
-        """Wait until every rank has said it; false once it is too late, or `unless` is posted."""
+        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
         while time.monotonic() < deadline:
             if self._store.check(keys):
@@ -87,11 +80,11 @@ class Board:
         return False
 
     def post(self, key: str, text: str) -> None:
-        """Tell all ranks something, unless it has been told already."""
+        """Write a text for all ranks, unless one is there already."""
         self._store.compare_set(key, "", text or "-")
 
     def read(self, key: str, deadline: float = -math.inf) -> str | None:
-        """What was posted; None if nothing is until a deadline."""
+        """Return what was posted; None if nothing was until the deadline."""
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
@@ -102,31 +95,31 @@ class Board:
 
 @dataclass
 class _Peer:
-    """What rank 0 knows of one rank: its last heartbeat, and when that came."""
+    """The last heartbeat of a rank, and when rank 0 first read it."""
 
     beat: dict[str, Any]
     heard: float
 
     @property
     def since(self) -> float:
-        """When the rank last got on."""
+        """When the rank last made progress."""
         return float(self.heard - self.beat["age"])
 
 
 class Health:
-    """Watches over the ranks of one run, from threads of its own.
+    """The watchdog of a run: threads that watch the other ranks and end this one if one is lost.
 
     Args:
-        rank: Of this process.
-        world_size: Number of ranks; one alone is not watched.
-        timeout: Seconds that a rank may take for a step before it counts as hung; 0 for any number.
-        share: Gives every rank the value that rank 0 has; called once.
-        on_loss: Told the sentence, before this process ends itself.
-        stacks: Folder for the Python stacks of all threads where a rank hangs, a file a rank.
+        rank: Rank of this process.
+        world_size: Number of ranks; a single rank is not watched.
+        timeout: Seconds that a rank may take for a step before it counts as hung; 0: no limit.
+        share: Broadcasts a value of rank 0; called once.
+        on_loss: Called with the failure, as a sentence, before this process exits.
+        stacks: Folder for the Python stacks of all threads if a rank hangs, one file per rank.
 
     Attributes:
         failure: Which rank is lost, and why; None as long as none is.
-        reporter: The rank that tells the world: 0, or 1 once rank 0 is the one that is lost.
+        reporter: The rank that writes the status of the run: 0, or 1 if rank 0 is lost.
     """
 
     def __init__(
@@ -156,15 +149,16 @@ class Health:
 
         self._own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._host_0, port = share((socket.gethostname(), self._own.port))
-        # The name of a host may mean nothing to others, and even nothing to itself.
+        # A host name may not resolve on other hosts, and not even on its own.
         names = [os.environ.get("MASTER_ADDR", self._host_0), self._host_0]
         if self._host_0 == socket.gethostname():
             names.insert(0, "127.0.0.1")
+        # A connection for each thread, since one that blocks in a store blocks its other users.
         stores = [_connect(names, port) for _ in range(2)]
         if None in stores:
             logger.warning(
                 f"Rank {rank} does not reach rank 0 on {self._host_0}, port {port}: if it hangs, "
-                "nobody will say so."
+                "no rank will report it."
             )
             return
         board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
@@ -176,48 +170,57 @@ class Health:
             threading.Thread(target=self._watch_next, args=(other,), daemon=True).start()
         if rank > 0:
             threading.Thread(target=self._watch_clock, daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
+                board.read(f"watched/{rank}", time.monotonic() + _CONNECT_SECONDS)
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
-        """Say that this rank makes progress.
+        """Record that this rank makes progress.
 
         Args:
             step: Optimizer steps done.
-            phase: What it does next.
+            phase: What the rank does next.
         """
         self._step, self._phase, self._since = step, phase, time.monotonic()
 
     def keep_alive(self) -> None:
-        """Say that this rank makes progress within what it does."""
+        """Record that this rank makes progress within its phase."""
         self._since = time.monotonic()
 
     def close(self) -> None:
-        """Leave in good order: the others go on, or are no longer watched if this is rank 0."""
+        """Stop watching; the other ranks go on, unwatched if this is rank 0."""
         self._ended.set()
         if self._attending is not None:
             self._attending.join(_LEAVE_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
-        """Why this process' communication failed, if another rank is the reason."""
+        """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
         deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
         while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
         return self.failure
 
     def _attend(self, board: Board) -> None:
-        """Beats, and hears what is posted, until this rank or rank 0 leaves, or one is lost."""
+        """Write heartbeats and read failures until this rank or rank 0 leaves, or one is lost."""
         first = None
         try:
             while True:
                 leaves = self._ended.is_set() or board.read("closed") is not None
-                self._beat(board, left=leaves)
-                failure = None if leaves else board.read("verdict")
-                # The board answers even while Python is blocked on rank 0; only beats stop.
+                beat = {
+                    "name": f"rank {self._rank} on {socket.gethostname()}",
+                    "step": self._step,
+                    "phase": self._phase,
+                    "age": time.monotonic() - self._since,
+                    "left": leaves,
+                }
+                board.say("beat", beat)
+                failure = None if leaves else board.read("failure")
+                # The store answers even while Python is blocked on rank 0: watch its heartbeat.
                 first, before = board.heard_from("beat", 0), first
                 self._heard = self._heard if first == before else time.monotonic()
                 if leaves or failure is not None:
                     break
                 if self._rank == 0 and (hung := self._find_hung(board)) is not None:
-                    board.post("verdict", hung)
+                    board.post("failure", hung)
                     continue
                 self._ended.wait(_BEAT_SECONDS)
             if leaves:
@@ -227,48 +230,39 @@ class Health:
             board.say("gone", True)
             if failure is not None:
                 self._end(failure, board)
-            elif self._rank == 0:  # the board goes with it
+            elif self._rank == 0:  # its exit closes the board
                 board.wait("gone", time.monotonic() + _LEAVE_SECONDS)
-        except RuntimeError:  # of the store
+        except RuntimeError:  # the store has lost its connection
             if not self._ended.is_set():
                 self.reporter = 1
                 self._end(f"rank 0 on {self._host_0} has died, about step {self._step}")
 
-    def _beat(self, board: Board, *, left: bool) -> None:
-        beat = {
-            "name": f"rank {self._rank} on {socket.gethostname()}",
-            "step": self._step,
-            "phase": self._phase,
-            "age": time.monotonic() - self._since,
-            "left": left,
-        }
-        board.say("beat", beat)
-
     def _watch_next(self, board: Board) -> None:
-        """Asks the store of the next rank until its process dies."""
+        """Poll the store of the next rank until its process dies."""
         rank = self._rank + 1
-        with contextlib.suppress(RuntimeError):  # `_attend` finds out that rank 0 has died
-            while (found := board.heard_from("address", rank)) is None:
-                time.sleep(_BEAT_SECONDS)
-            host, port = found
+        with contextlib.suppress(RuntimeError):  # `_attend` reports the death of rank 0
+            while (address := board.heard_from("address", rank)) is None:
+                time.sleep(_POLL_SECONDS)
+            host, port = address
             store = _connect([host], port)
+            board.post(f"watched/{rank}", "")
             if store is None:
                 logger.warning(
                     f"Rank {self._rank} does not reach rank {rank} at {host}, port {port}: if it "
-                    "dies, nobody will say so."
+                    "dies, no rank will report it."
                 )
                 return
-            with contextlib.suppress(RuntimeError):  # of a connection that has gone
+            with contextlib.suppress(RuntimeError):  # the connection has closed
                 while True:
-                    store.check(["alive"])  # waits where the process is stopped
+                    store.check(["alive"])  # blocks while the process is stopped
                     time.sleep(_BEAT_SECONDS)
             last = board.heard_from("beat", rank) or {}
             if not last.get("left"):
                 name, step = last.get("name", f"rank {rank} at {host}"), last.get("step", 0)
-                board.post("verdict", f"{name} has died, about step {step}")
+                board.post("failure", f"{name} has died, about step {step}")
 
     def _watch_clock(self) -> None:
-        """Notices a rank 0 that is blocked, also where `_attend`, which talks to it, is held up."""
+        """Detect a rank 0 that hangs, even while `_attend` is blocked in its store."""
         while not self._ended.wait(_BEAT_SECONDS):
             silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
@@ -287,8 +281,8 @@ class Health:
         late = [p for p in peers if now - p.since > self._limits[p.beat["phase"]]]
         if len(peers) < self._world_size or not late or any(p.beat["left"] for p in late):
             return None
-        # One that was stopped says nothing, and was perhaps last heard of in another phase; one
-        # that hangs has got less far than those that wait for it.
+        # A stopped process sends no heartbeat, and its last one may be of another phase. A rank
+        # that hangs is behind the ranks that wait for it.
         silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS and not p.beat["left"]]
         worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
         limit = min(self._limits[peer.beat["phase"]] for peer in late)
@@ -301,21 +295,20 @@ class Health:
 
     def _end(self, failure: str, board: Board | None = None) -> None:
         if not self._ending.acquire(blocking=False):
-            return
+            return  # another thread has detected the failure first
         logger.error(f"error: {failure}; this rank {self._rank} ends too.")
         try:
-            with contextlib.suppress(OSError):  # nothing shall keep this process from ending
+            with contextlib.suppress(OSError):  # a full disk must not keep this process alive
                 self._on_loss(failure)
-                if " hangs: " in failure:  # also where another rank has found it
+                if " hangs: " in failure:  # on every rank, whichever rank detected it
                     self._dump_stacks(failure)
-            if self._rank == 0 and board is not None:  # the board goes with it
+            if self._rank == 0 and board is not None:  # its exit closes the board
                 deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
                 with contextlib.suppress(RuntimeError):
                     while len(board.heard("gone")) < others and time.monotonic() < deadline:
                         time.sleep(_POLL_SECONDS)
         finally:
-            self.failure = failure  # the thread that trains may end the process from here on
-            # Long enough for it to end by itself if it can.
+            self.failure = failure  # from here on the training thread may exit the process
             if not self._ended.wait(_END_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 
@@ -325,10 +318,16 @@ class Health:
             file.write(f"{failure}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
+        # PyTorch's flight recorder: the last collectives of this rank, for `torchfrtrace`.
+        from torch._C import _distributed_c10d
+
+        for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+            if (dump := getattr(_distributed_c10d, name, None)) is not None:
+                (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
 
 
 def _connect(names: list[str], port: int) -> Any:
-    """A connection to a store by the first name of its host that leads there; None if none does."""
+    """Connect to a store by the first of its host's names that works; None if none does."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     for name in names:
@@ -340,10 +339,10 @@ def _connect(names: list[str], port: int) -> Any:
 
 
 def _own_address() -> str:
-    """The address of this host on the network that leads to rank 0."""
+    """Return the address of this host on the network that leads to rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # UDP: sends nothing
         except OSError:
             return socket.gethostname()
         address: str = probe.getsockname()[0]

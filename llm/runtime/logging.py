@@ -1,17 +1,26 @@
-"""The run's log, on the console and in a file."""
+"""The log of a run: on the console, in log.txt, and its events in events.jsonl.
 
+events.jsonl tells what happened to a run over all of its starts, one JSON object per line.
+"""
+
+import json
 import logging
 import logging.handlers
+import math
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["start", "resume", "save", "evaluation", "skip", "stop"]
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes log lines to standard output without tearing a progress bar apart."""
+    """Writes log lines to standard output without breaking a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Who has not imported it shows no bar, and need not wait for the import.
+        # A process that has not imported tqdm shows no bar, and need not pay for the import.
         bars = sys.modules.get("tqdm")
         write = print if bars is None else bars.tqdm.write
         write(self.format(record), file=sys.stdout)
@@ -19,9 +28,9 @@ class _ConsoleHandler(logging.Handler):
 
 
 def set_up_logging(*, rank: int) -> None:
-    """Send the package's log to the console: everything from rank 0, warnings from all.
+    """Send the package's log to the console: everything from rank 0, warnings from all ranks.
 
-    Lines are kept in memory too, until `log_to_file` knows where the run's folder is.
+    Lines are kept in memory too, until `log_to_file` knows the folder of the run.
     """
     logging.raiseExceptions = False  # a log file on a full disk is no reason for tracebacks
     logger = logging.getLogger("llm")
@@ -36,7 +45,7 @@ def set_up_logging(*, rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Send the package's log, from its first line on, to a file as well."""
+    """Send the package's log to a file too, the lines from before this call included."""
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("llm")
@@ -49,9 +58,9 @@ def log_to_file(path: Path) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' hints out of the run's log; call before importing torch."""
+    """Keep the hints of libraries out of the run's log; call before torch is imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Otherwise torch prints C++ stack traces when the store of a dead rank has gone.
+    # Otherwise torch prints C++ stack traces when the TCPStore of a dead rank has gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
@@ -59,3 +68,54 @@ def quiet_libraries() -> None:
     hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def event(kind: Kind, *, step: int, **values: object) -> dict[str, Any]:
+    """Make a log line an event as well: `logger.info("Saved", extra=event("save", step=5))`.
+
+    Args:
+        kind: What happened.
+        step: Optimizer steps done.
+        values: More values, as JSON has them.
+    """
+    return {"event": {"kind": kind, "step": step, **values}}
+
+
+def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) -> None:
+    """Append an event to events.jsonl.
+
+    Args:
+        path: The file.
+        kind: What happened.
+        step: Optimizer steps done; None if unknown.
+        values: More values; a number that is not finite becomes null.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    record: dict[str, object] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "event": kind,
+        "step": step,
+    }
+    for name, value in values.items():
+        record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+class EventHandler(logging.Handler):
+    """Appends the log lines that are marked by `event` to events.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the event of a line, if it has one; a full disk does not stop the training."""
+        values = getattr(record, "event", None)
+        if values is not None:
+            try:
+                append_event(self._path, **values)
+            except OSError:
+                self.handleError(record)

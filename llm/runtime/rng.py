@@ -1,4 +1,4 @@
-"""Random numbers that depend on the seed, the step and the rank, and on nothing else."""
+"""Random numbers that depend only on the seed, the step and the rank."""
 
 import hashlib
 import os
@@ -8,22 +8,22 @@ from llm.runtime.world import launch_id
 
 
 def draw_seed() -> int:
-    """A seed that nobody chose, equal on all processes of one launch."""
+    """Draw a seed for a run without one; all processes of a launch draw the same."""
     launch = launch_id()
     source = os.urandom(8) if launch is None else launch.encode()
     return int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "little")
 
 
 def seed_step(*, seed: int, step: int, rank: int) -> None:
-    """Start every generator anew for one step.
+    """Seed every generator for one step.
 
-    Dropout and every other draw of a step depend on (seed, step, rank) alone, so
-    there is no generator state to save, and a resumed step draws what it would have.
+    Dropout and every other draw of a step depend on (seed, step, rank) alone. A checkpoint
+    therefore holds no generator state, and a resumed step draws the same numbers.
 
     Args:
         seed: Seed of the run.
         step: Number of the step, or a negative number outside of training.
-        rank: The same for processes that compute one token's numbers together.
+        rank: Equal on ranks that process the same tokens.
     """
     import numpy as np
 
@@ -35,10 +35,10 @@ def seed_step(*, seed: int, step: int, rank: int) -> None:
 
 
 def seed_torch(key: int) -> None:
-    """Start torch's own generators anew, on the host and on the devices in use.
+    """Seed torch's generators on the host and on the devices in use.
 
-    `torch.manual_seed` would also note, with a traceback, what devices that nobody has touched
-    shall be seeded with one day: milliseconds in each step.
+    `torch.manual_seed` would also queue the seeding of devices that are not initialized, each with
+    a traceback, which takes milliseconds in every step.
     """
     import torch
 

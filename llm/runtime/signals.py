@@ -1,5 +1,6 @@
 """Requests to stop: signals, a time limit, the death of the launcher."""
 
+import math
 import os
 import signal
 import threading
@@ -12,14 +13,14 @@ EXIT_PREEMPTED = 75
 """Exit code of a run that saved its state on a signal and wants to be started again."""
 SAME_REQUEST_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.0
-_launcher: int | None = None  # its process id, once `watch_launcher` knows it
+_launcher: int | None = None  # its process id, once `watch_launcher` was called
 
 
 def watch_launcher() -> None:
-    """Notice when the launcher of this rank dies, after which nobody else would end the rank.
+    """Stop this rank if its launcher dies, since nothing else would.
 
-    Before training, the process then ends as on SIGTERM; in training, `Interruption` stops it. A
-    process that was started by hand may outlive its shell.
+    Before training, the process then ends as on SIGTERM; during training, `Interruption` stops it.
+    A process that was started by hand may outlive its shell.
     """
     global _launcher
     if is_launched():
@@ -34,20 +35,21 @@ def _is_orphaned() -> bool:
 def _end_if_orphaned() -> None:
     while not _is_orphaned():
         time.sleep(_LAUNCHER_SECONDS)
+    # Once `Interruption` handles SIGTERM, the training loop reads `reason` and saves.
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Interruption:
-    """Remembers a request to stop: SIGTERM, SIGINT or SIGUSR1; the launcher's death is one too.
+    """A request to stop: SIGTERM, SIGINT, SIGUSR1, a time limit, or the launcher's death.
 
-    Schedulers send one of them before the time limit. The first is remembered and
-    read between two steps; a second one ends the process at once. A scheduler that
-    signals a launcher and its processes alike makes one request arrive twice, so what
-    comes within seconds of the first is the same request.
+    Schedulers send a signal before the time limit. The first one is recorded, and the training
+    loop reads it between two steps; a second one ends the process at once. A scheduler may signal
+    both a launcher, which passes the signal on, and its processes: signals within seconds of the
+    first count as the same request.
 
     Args:
-        after: Seconds from now after which to stop without a signal; None is never.
+        after: Seconds from now after which to stop without a signal; None: no limit.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -55,53 +57,52 @@ class Interruption:
     def __init__(self, *, after: float | None = None) -> None:
         self.received: signal.Signals | None = None
         self._first = 0.0
-        self._deadline = None if after is None else time.monotonic() + after
+        self._deadline = time.monotonic() + (math.inf if after is None else after)
 
     @property
     def reason(self) -> str | None:
-        """Why this process shall stop: a signal's name, or in words; None if it shall not."""
+        """Why this process should stop, such as the name of a signal; None if it should not."""
         if self.received is not None:
             return self.received.name
         if _is_orphaned():
             return "the death of its launcher"
-        late = self._deadline is not None and time.monotonic() >= self._deadline
-        return "--exit_after" if late else None
+        return "--exit_after" if time.monotonic() >= self._deadline else None
 
     def watch(self) -> None:
-        """Start to remember the signals (from the main thread)."""
+        """Install the signal handlers; call from the main thread."""
         for number in self.signals:
-            # A script's background job ignores Ctrl-C, which is meant for the foreground. torchrun
-            # does not: it passes Ctrl-C on and soon kills ranks that ignore it.
+            # A background job of a script ignores Ctrl-C, which is meant for the foreground job.
+            # Under torchrun it must not: torchrun passes Ctrl-C on and kills ranks that ignore it.
             if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._remember)
+                signal.signal(number, self._record)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._first = signal.Signals(number), now
         elif now - self._first > SAME_REQUEST_SECONDS:
+            # sys.exit would run atexit handlers, which may wait for a collective that hangs.
             os._exit(128 + number)
 
 
 class SaveTimer:
-    """Asks for a checkpoint once so many minutes have passed since the last one.
+    """Tells when to save a checkpoint because minutes have passed since the last one.
 
     Args:
-        minutes: How many; None never asks.
+        minutes: Minutes between checkpoints; None: never.
     """
 
     def __init__(self, minutes: float | None) -> None:
-        self._seconds = None if minutes is None else 60 * minutes
+        self._seconds = math.inf if minutes is None else 60 * minutes
         self.restart()
 
     def restart(self) -> None:
-        """A checkpoint was saved."""
-        self._since = time.monotonic()
-        self._asked = False
+        """Count from now, as after every checkpoint."""
+        self._due_at = time.monotonic() + self._seconds
 
     def is_due(self) -> bool:
-        """Whether to ask now; true once for every checkpoint, since the answer takes a step."""
-        late = self._seconds is not None and time.monotonic() - self._since >= self._seconds
-        due = late and not self._asked
-        self._asked = self._asked or due
+        """Return whether to save; true once per checkpoint, since the ranks agree a step later."""
+        due = time.monotonic() >= self._due_at
+        if due:
+            self._due_at = math.inf
         return due

@@ -1,18 +1,38 @@
-"""Which of the processes of a job this one is, and its device."""
+"""Which rank this process is, under torchrun, srun or mpiexec, and which device it uses.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch and Accelerate
+read. srun and mpiexec set variables of their own, which `adopt_launcher` translates.
+"""
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.runtime.launcher import ranks_of
+from llm.errors import ParallelError
 
 if TYPE_CHECKING:
     import torch
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MPI = (  # the same three by the names of each mpiexec
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray PALS: Polaris, Aurora
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),  # other launchers of HPE Cray
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH, Intel MPI
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+)
+_MPI_LOCAL_SIZE = ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+# Below the range from which systems pick the ports of outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+_DEFAULT_PORT = 29500
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process stands among all processes of the job."""
+    """The rank of this process and the number of ranks."""
 
     rank: int
     local_rank: int
@@ -20,22 +40,27 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this is rank 0, which logs and writes the files of the run."""
         return self.rank == 0
 
 
 def world_from_environment() -> World:
     """Read rank and world size as torchrun, `accelerate launch`, srun and mpiexec set them."""
-    told = {**ranks_of(os.environ), **os.environ}
+    environ = {**ranks_of(os.environ), **os.environ}
     return World(
-        rank=int(told.get("RANK", "0")),
-        local_rank=int(told.get("LOCAL_RANK", "0")),
-        world_size=int(told.get("WORLD_SIZE", "1")),
+        rank=int(environ.get("RANK", "0")),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+        world_size=int(environ.get("WORLD_SIZE", "1")),
     )
 
 
+def is_launched() -> bool:
+    """Return whether torchrun, `accelerate launch`, srun or mpiexec started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(ranks_of(os.environ))
+
+
 def launch_id() -> str | None:
-    """A name that all processes of one launch share; a later launch may have it again.
+    """Return a name that all processes of one launch share; a later launch may have it again.
 
     None when the process was started alone.
     """
@@ -52,13 +77,8 @@ def launch_id() -> str | None:
     return ":".join(os.environ.get(name, "") for name in names)
 
 
-def is_launched() -> bool:
-    """Whether torchrun, `accelerate launch`, srun or mpiexec started this process as a rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or bool(ranks_of(os.environ))
-
-
 def device_of(world: World) -> "torch.device":
-    """The device that this process trains on."""
+    """Return the device that this process trains on."""
     import torch
 
     if torch.cuda.is_available():
@@ -68,3 +88,125 @@ def device_of(world: World) -> "torch.device":
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+def adopt_launcher() -> None:
+    """Set torchrun's variables from those of srun or mpiexec; call before torch reads them.
+
+    Nothing changes under torchrun, nor in a process that was started alone.
+
+    Raises:
+        ParallelError: The host of rank 0 is unknown.
+    """
+    ranks = ranks_of(os.environ)
+    if not ranks:
+        return
+    hosts = hosts_of(os.environ)
+    address = os.environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
+    if address is None:
+        if all(os.environ.get(name) != ranks["WORLD_SIZE"] for name in _MPI_LOCAL_SIZE):
+            raise ParallelError(
+                f"mpiexec started {ranks['WORLD_SIZE']} processes, and none knows the host of "
+                'rank 0: export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", or the name of the '
+                "first host, before mpiexec."
+            )
+        address = "127.0.0.1"  # all ranks run on this host
+    ranks |= {"MASTER_ADDR": address, "MASTER_PORT": str(_port(os.environ))}
+    for name, value in ranks.items():
+        os.environ.setdefault(name, value)
+
+
+def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and LOCAL_RANK of one of several tasks of srun or mpiexec.
+
+    Empty for a process that was started alone, by torchrun, or by `accelerate launch`.
+    """
+    ranks = _ranks_of_mpi(environ) or _ranks_of_slurm(environ)
+    # A torchrun that srun or mpiexec started sets other numbers than theirs, and its own count. A
+    # script that exports RANK=$SLURM_PROCID sets the same ones.
+    if any(environ.get(name, ranks.get(name)) != ranks.get(name) for name in _TORCHRUN[:2]):
+        return {}
+    return ranks
+
+
+def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    for names in _MPI:
+        if environ.keys() >= set(names) and int(environ[names[1]]) > 1:
+            return {ours: environ[name] for ours, name in zip(_TORCHRUN, names, strict=True)}
+    return {}
+
+
+def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the ranks of a task of a step; a batch script has a SLURM_PROCID too, but is alone."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if int(tasks) == 1 or not {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
+        return {}
+    # A batch script inherits the variables of the step in which sbatch was called.
+    same_step = environ.get("SLURM_NTASKS", tasks) == tasks
+    here = environ.get("SLURMD_NODENAME")
+    if not same_step or (here and here not in expand(environ.get("SLURM_STEP_NODELIST", here))):
+        return {}
+    values = (environ["SLURM_PROCID"], tasks, environ["SLURM_LOCALID"])
+    return dict(zip(_TORCHRUN, values, strict=True))
+
+
+def task_launcher(environ: Mapping[str, str]) -> str | None:
+    """Return "srun" or "mpiexec" if it started this process as one of several tasks, else None."""
+    ranks = ranks_of(environ)
+    if not ranks:
+        return None
+    # Cray's PMI sets the variables of its mpiexec under srun as well.
+    return "srun" if _ranks_of_slurm(environ) == ranks else "mpiexec"
+
+
+def hosts_of(environ: Mapping[str, str]) -> list[str]:
+    """Return the hosts that the scheduler gave this job; empty without a scheduler."""
+    nodes = environ.get("SLURM_STEP_NODELIST") if _ranks_of_slurm(environ) else None
+    nodes = nodes or environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return expand(nodes)
+    try:
+        lines = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+    except (KeyError, OSError):  # PBS writes the file on the first host only
+        return []
+    return list(dict.fromkeys(lines))
+
+
+def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
+    """Return the number of ranks on this host; all of them where no variable tells."""
+    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
+        if name in environ:
+            return int(environ[name])
+    hosts = hosts_of(environ) if ranks_of(environ) else []
+    return max(1, world_size // max(1, len(hosts)))
+
+
+def expand(nodes: str) -> list[str]:
+    """Return the host names in Slurm's short form: `nid[08-09],login1` is nid08, nid09, login1."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        prefixes = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
+            ends = [plain] if plain else _numbers(ranges)
+            prefixes = [prefix + end for prefix in prefixes for end in ends]
+        hosts += prefixes
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    numbers = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        numbers += [str(number).zfill(len(first)) for number in span]
+    return numbers
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """Return a port that all ranks of one step compute alike and other jobs hardly ever use."""
+    job = environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "").partition(".")[0]
+    digits = re.sub(r"\D", "", job)
+    if not digits:
+        return _DEFAULT_PORT
+    step = environ.get("SLURM_STEP_ID", "0") if _ranks_of_slurm(environ) else "0"
+    return _FIRST_PORT + (int(digits) + 1009 * (int(step) + 1)) % _NUM_PORTS

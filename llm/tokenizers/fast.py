@@ -1,7 +1,7 @@
-"""What turns text into ids when data is prepared: loaded without transformers where it can be.
+"""The tokenizers of data preparation: loaded without transformers where that is possible.
 
 Most tokenizers are a file that the `tokenizers` library reads by itself, in a tenth of the time
-that `import transformers` takes. Where transformers could add or change anything, it is asked.
+that `import transformers` takes. Where transformers could add or change anything, it loads them.
 """
 
 import json
@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import ConfigError
-from llm.tokenizers.load import (
-    FilePlace,
-    ModelPlace,
-    NamedPlace,
-    PairPlace,
-    Place,
+from llm.tokenizers.load_tokenizer import (
+    TokenizerFiles,
     backend_fingerprint,
     end_of_text,
     fingerprint,
@@ -50,19 +46,19 @@ _END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """A tokenizer, down to what encoding documents needs.
+    """A tokenizer, reduced to what encoding documents needs.
 
     Attributes:
-        name: As the user gave it.
+        name: The name that the user gave.
         backend: Encodes fast; None for a tokenizer written in Python. The name of a special
             token in a text is text to it, until its `encode_special_tokens` is set to False.
-        encode_slow: Encodes where there is no backend: no special tokens are added, and their
-            names in a text are text.
+        encode_slow: Encodes where there is no backend; adds no special tokens, and takes their
+            names in a text for text.
         eos_token_id: Id of the token that ends a text; None where there is none.
         bos_token_id: Id of the token that begins one; None where there is none.
         size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
             than the largest.
-        fingerprint: Equal for tokenizers that give equal ids, `llm.tokenizers.load.fingerprint`.
+        fingerprint: Equal for tokenizers that give equal ids, `load_tokenizer.fingerprint`.
     """
 
     name: str
@@ -89,10 +85,10 @@ def load_text_tokenizer(
     Raises:
         ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
     """
-    place = locate_tokenizer(options)
+    files = locate_tokenizer(options)
     shown = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
     if not options.use_slow_tokenizer:
-        direct = _direct(place, shown)
+        direct = _without_transformers(files, shown)
         if direct is not None:
             return direct
     tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
@@ -100,7 +96,7 @@ def load_text_tokenizer(
 
 
 def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
-    """The same for a tokenizer that transformers has loaded, whose backend it shares."""
+    """Return the same for a tokenizer that transformers has loaded; they share the backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def encode_slow(text: str) -> list[int]:
@@ -125,17 +121,17 @@ def _size(backend: "Tokenizer | None", num_tokens: int) -> int:
     return max(num_tokens, 1 + max(ids.values(), default=-1))
 
 
-def _direct(place: Place, name: str) -> TextTokenizer | None:
-    """The tokenizer without transformers; None where only transformers knows, or can explain."""
+def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
+    """Load a tokenizer; return None where transformers is needed, or can say what is wrong."""
     try:
-        found = _read(place)
+        loaded = _read(files)
     except ConfigError:
         raise
-    except Exception:  # a broken file: load_tokenizer says so in a sentence
+    except Exception:  # a broken file, which load_tokenizer refuses in a sentence
         return None
-    if found is None:
+    if loaded is None:
         return None
-    backend, bos, eos = found
+    backend, bos, eos = loaded
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -153,43 +149,35 @@ def _direct(place: Place, name: str) -> TextTokenizer | None:
     )
 
 
-def _read(place: Place) -> "tuple[Tokenizer, str | None, str | None] | None":
-    """A backend with the tokens that begin and end a text."""
-    from tokenizers import Tokenizer
+def _read(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | None] | None":
+    """Return a backend and the tokens that begin and end a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    if isinstance(place, PairPlace):
-        return _gpt2(place), _END_OF_TEXT, _END_OF_TEXT
-    if isinstance(place, ModelPlace):
-        model = convert_sentencepiece(place.file)
+    if files.kind == "pair":  # as transformers' GPT2Tokenizer
+        names = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+        backend = Tokenizer(models.BPE.from_file(files.name, files.merges_file, **names))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
+        return backend, _END_OF_TEXT, _END_OF_TEXT
+    if files.kind == "model":
+        model = convert_sentencepiece(Path(files.name))
         special = model.special_tokens
         return model.backend, special.get("bos_token"), special.get("eos_token")
+    file = Path(files.name)
     config: dict[str, str] = {}
-    if isinstance(place, NamedPlace):
-        folder = Path(place.name)
-        if any((folder / file).exists() for file in _OTHER_FILES):
+    if files.kind == "named":
+        folder, file = file, file / "tokenizer.json"
+        if any((folder / other).exists() for other in _OTHER_FILES):
             return None
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
             return None
-    file = place.file if isinstance(place, FilePlace) else folder / "tokenizer.json"
     backend = Tokenizer.from_file(str(file))
     added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
     named = [token for key, token in config.items() if key.endswith("_token")]
     padding = [backend.padding["pad_token"]] if backend.padding else []
     if not {*named, *padding} <= added.keys():  # transformers would add them
         return None
-    eos = end_of_text(added) if isinstance(place, FilePlace) else config.get("eos_token")
+    eos = end_of_text(added) if files.kind == "file" else config.get("eos_token")
     return backend, config.get("bos_token"), eos
-
-
-def _gpt2(place: PairPlace) -> "Tokenizer":
-    """What transformers' GPT2Tokenizer makes of the two files."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    files = str(place.vocab_file), str(place.merges_file)
-    names = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
-    backend = Tokenizer(models.BPE.from_file(*files, **names))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
-    return backend

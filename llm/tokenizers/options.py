@@ -45,7 +45,7 @@ class TokenizerOptions:
 
 
 def tokenizer_problems(options: TokenizerOptions) -> list[str]:
-    """What cannot work about the tokenizer, a sentence each."""
+    """Return what cannot work about the tokenizer, a sentence each."""
     if options.vocab_file is not None and options.tokenizer_name is not None:
         return ["--tokenizer_name and --vocab_file name two tokenizers; give one."]
     return []

@@ -1,14 +1,14 @@
 """SentencePiece `.model` files as Hugging Face tokenizers that give the same ids.
 
-The parts of a model file are set up as the `tokenizers` library knows them, and the result is
-compared with SentencePiece itself before anybody uses it. The converters that come with
-transformers and tokenizers leave rules of the file out (spaces, dummy prefix, names of special
-tokens in a text), so none of them is used.
+Normalizer, pre-tokenizer and model are set up with the classes of the `tokenizers` library, and
+the result is compared with SentencePiece itself before it is used. The converters that come with
+transformers and tokenizers ignore rules of the file (spaces, dummy prefix, names of special tokens
+in a text), so none of them is used.
 
-Three differences remain, in the library's own arithmetic. Of two cuts that a unigram model scores
-the same, each takes the one that its rounding prefers. With a normalisation other than identity,
-letters with marks that no single letter combines can come out otherwise. A text that is a
-user-defined symbol and nothing else has no space put in front.
+Three differences remain, in the arithmetic of the library. If a unigram model gives two
+segmentations of a text the same score, the rounding of each library decides. With a normalization
+other than identity, letters with marks for which there is no combined letter can get other ids. A
+text that is one user-defined symbol and nothing else gets no space in front.
 """
 
 import itertools
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SPACE = "\u2581"
-"""SentencePiece's visible space."""
+"""The visible character that SentencePiece writes for a space."""
+# Numbers of sentencepiece_model.proto: types of models, types of pieces.
 _UNIGRAM, _BPE = 1, 2
 _KINDS = {3: "word", 4: "char"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NEVER = -1e6
-"""A score that keeps the name of a special token in a text from becoming that token."""
+"""A score so low that the name of a special token in a text does not become that token."""
 _NUM_PROBED_PIECES = 4000
 _PROBES = (
     "The quick brown fox jumps over the lazy dog, twice: 1 2 34 567 8,901.",
@@ -52,8 +53,8 @@ class ConvertedModel:
 
     Attributes:
         backend: Gives SentencePiece's ids, without begin and end of text. The name of a control
-            symbol in a text is text to it while `encode_special_tokens` is set, as it is here.
-        special_tokens: `bos_token`, `eos_token`, `unk_token` and `pad_token`, those that there are.
+            symbol in a text is text to it, until its `encode_special_tokens` is set to False.
+        special_tokens: `bos_token`, `eos_token`, `unk_token`, `pad_token`, if the model has them.
     """
 
     backend: "Tokenizer"
@@ -67,18 +68,36 @@ def convert_sentencepiece(
 
     Args:
         path: The `.model` file, BPE or unigram.
-        samples: Texts on which both must agree, besides some that every model is tried on.
-        subject: What messages call it; None for `--tokenizer_name` and the path.
+        samples: Texts on which both must agree, besides those that every model is tried on.
+        subject: Name of the model in messages; None for `--tokenizer_name` and the path.
 
     Raises:
         ConfigError: The file is no SentencePiece model, or one whose ids the `tokenizers` library
             cannot give; or a package is missing.
     """
     subject = subject or f"--tokenizer_name {path}"
-    proto = _read(path, subject)
-    _refuse_unknown_kinds(proto, subject)
     try:
-        backend, special = _backend(proto), _special_tokens(proto)
+        proto = model_proto(path.read_bytes())
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{subject} cannot be read: {error.strerror}.") from error
+    except Exception as error:
+        # Llama 3 and others give other files this name.
+        raise ConfigError(
+            f"{subject} is no SentencePiece model; name one, or a folder with a tokenizer.json."
+        ) from error
+    spec = proto.trainer_spec
+    if spec.model_type not in (_UNIGRAM, _BPE):
+        raise ConfigError(
+            f"{subject} is a SentencePiece model of the type "
+            f"{_KINDS.get(spec.model_type, spec.model_type)}; only bpe and unigram can be used "
+            "here."
+        )
+    ids = {name: getattr(spec, f"{name}_id") for name in ("bos", "eos", "unk", "pad")}
+    try:
+        backend = _backend(proto)
+        special = {f"{name}_token": proto.pieces[id].piece for name, id in ids.items() if id >= 0}
     except Exception as error:
         raise ConfigError(
             f"{subject} holds what the tokenizers library refuses: {error}"
@@ -88,7 +107,7 @@ def convert_sentencepiece(
 
 
 def import_sentencepiece() -> Any:
-    """The `sentencepiece` package.
+    """Import the `sentencepiece` package.
 
     Raises:
         ConfigError: It is not installed.
@@ -103,11 +122,11 @@ def import_sentencepiece() -> Any:
 
 
 def model_proto(data: bytes) -> Any:
-    """The protocol buffer that a `.model` file is.
+    """Parse a `.model` file, which is a protocol buffer.
 
     Raises:
         ConfigError: A package is missing.
-        Exception: The bytes are no SentencePiece model; of a kind of the two libraries' own.
+        Exception: The bytes are no SentencePiece model; the libraries raise kinds of their own.
     """
     sentencepiece = import_sentencepiece()
     try:
@@ -117,7 +136,7 @@ def model_proto(data: bytes) -> Any:
             "SentencePiece models need the package protobuf: pip install protobuf"
         ) from error
     generated: Any = sentencepiece_model_pb2
-    # Finds mistakes that the parser does not.
+    # SentencePiece refuses files that the parser of protocol buffers accepts.
     sentencepiece.SentencePieceProcessor(model_proto=data)
     proto = generated.ModelProto()
     proto.ParseFromString(data)
@@ -126,74 +145,57 @@ def model_proto(data: bytes) -> Any:
     return proto
 
 
-def _read(path: Path, subject: str) -> Any:
-    try:
-        return model_proto(path.read_bytes())
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{subject} cannot be read: {error.strerror}.") from error
-    except Exception as error:
-        # Llama 3 and others give other files this name.
-        raise ConfigError(
-            f"{subject} is no SentencePiece model; name one, or a folder with a tokenizer.json."
-        ) from error
-
-
-def _refuse_unknown_kinds(proto: Any, subject: str) -> None:
-    kind = proto.trainer_spec.model_type
-    if kind not in (_UNIGRAM, _BPE):
-        raise ConfigError(
-            f"{subject} is a SentencePiece model of the type {_KINDS.get(kind, kind)}; only "
-            "bpe and unigram can be used here."
-        )
-
-
 def _backend(proto: Any) -> "Tokenizer":
-    from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    backend = Tokenizer(_bpe(proto) if proto.trainer_spec.model_type == _BPE else _unigram(proto))
-    backend.normalizer = _normalizer(proto)
+    spec, pieces = proto.trainer_spec, proto.pieces
     splits: list[Any] = []
-    if proto.trainer_spec.model_type == _UNIGRAM and (pattern := _letters_apart(proto)):
-        splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    if proto.normalizer_spec.escape_whitespaces:
-        # Where no piece reaches over a space, words can be encoded one by one, and remembered.
-        apart = not any(
-            _SPACE in piece.piece[1:] for piece in proto.pieces if piece.type == _NORMAL
+    if spec.model_type == _BPE:
+        model: Any = models.BPE(
+            vocab={piece.piece: id for id, piece in enumerate(pieces)},
+            merges=_merges(proto),
+            unk_token=spec.unk_piece,
+            fuse_unk=True,
+            byte_fallback=spec.byte_fallback,
         )
+    else:
+        # The library would take names such as <unk> or <0x0A> in a text for those pieces, which
+        # SentencePiece does not.
+        scored = [(p.piece, p.score if p.type == _NORMAL else _NEVER) for p in pieces]
+        model = models.Unigram(scored, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+        if pattern := _letters_apart(proto):
+            splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    backend = Tokenizer(model)
+    backend.normalizer = _normalizer(proto)
+    if proto.normalizer_spec.escape_whitespaces:
+        # If no piece crosses a space, words are encoded one by one, which the library caches.
+        apart = not any(_SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL)
         splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=apart))
     if splits:
         backend.pre_tokenizer = splits[0] if len(splits) == 1 else pre_tokenizers.Sequence(splits)
-    backend.decoder = _decoder(proto)
-    for piece in proto.pieces:
+    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
+    if spec.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if proto.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    for piece in pieces:
         if piece.type in (_CONTROL, _UNKNOWN):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
         elif piece.type == _USER_DEFINED and " " not in piece.piece:
-            # Found in the normalised text, so that the space in front of a text stays; one with a
-            # space in it is never found.
+            # Matched in the normalized text, so that the space in front of a text stays. A symbol
+            # with a space never matches there.
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=True)])
     backend.encode_special_tokens = True
     return backend
 
 
-def _bpe(proto: Any) -> Any:
-    from tokenizers.models import BPE
-
-    spec = proto.trainer_spec
-    return BPE(
-        vocab={piece.piece: id for id, piece in enumerate(proto.pieces)},
-        merges=_merges(proto),
-        unk_token=spec.unk_piece,
-        fuse_unk=True,
-        byte_fallback=spec.byte_fallback,
-    )
-
-
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the best piece first.
+    """Return every pair of pieces that joins to a piece, the best-scored piece first.
 
-    SentencePiece joins the neighbours that make the best-scored piece, whatever its halves.
+    SentencePiece joins the neighbours that make the best-scored piece, whatever its halves; the
+    library joins by the order of this list.
     """
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     ranked = sorted(normal, key=lambda piece: -normal[piece])
@@ -205,22 +207,11 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _unigram(proto: Any) -> Any:
-    from tokenizers.models import Unigram
-
-    # The library would find names such as <unk> or <0x0A> in a text, which SentencePiece does not.
-    pieces = [
-        (piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in proto.pieces
-    ]
-    spec = proto.trainer_spec
-    return Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-
-
 def _letters_apart(proto: Any) -> str:
-    """A pattern of letters in the names of special tokens that no piece holds; empty for none.
+    """Return a pattern of the letters in names of special tokens that no piece has; may be "".
 
-    A low score does not keep the library from such a name if the alternative is an unknown letter,
-    so those letters are cut out. Nothing else changes: no piece would have held them.
+    The library prefers even a piece of the lowest score to an unknown letter, so these letters are
+    split off. No other ids change, since no piece has the letters.
     """
     known = {p.piece for p in proto.pieces if p.type == _NORMAL and len(p.piece) == 1}
     patterns = []
@@ -233,10 +224,10 @@ def _letters_apart(proto: Any) -> str:
             patterns.append(_between(before, run, after))
     if any(piece.type == _BYTE for piece in proto.pieces):
         digits = "0123456789ABCDEF"
-        parts = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
+        patterns_of_byte = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
         for at, letters in enumerate(("<", "0", "x", digits, digits, ">")):
             if unknown_letters := "".join(letter for letter in letters if letter not in known):
-                before, after = "".join(parts[:at]), "".join(parts[at + 1 :])
+                before, after = "".join(patterns_of_byte[:at]), "".join(patterns_of_byte[at + 1 :])
                 patterns.append(_between(before, f"[{unknown_letters}]", after))
     return "|".join(patterns)
 
@@ -248,7 +239,7 @@ def _between(before: str, pattern: str, after: str) -> str:
 
 
 def _normalizer(proto: Any) -> Any:
-    """What SentencePiece does to a text first, in its order."""
+    """Return the normalizer that changes a text as SentencePiece does, in its order."""
     from tokenizers import Regex, normalizers
 
     spec = proto.normalizer_spec
@@ -261,7 +252,7 @@ def _normalizer(proto: Any) -> Any:
     if spec.add_dummy_prefix:
         symbols = [re.escape(p.piece) for p in proto.pieces if p.type == _USER_DEFINED]
         if symbols:
-            # The library normalises the symbols as well; they must come out as they are.
+            # The library normalizes the symbols too, and they must stay as they are.
             alone = rf"(?:{'|'.join(symbols)})\z"
             steps.append(normalizers.Replace(Regex(rf"\A(?!{alone})(?=[\s\S])"), _SPACE))
         else:
@@ -269,29 +260,6 @@ def _normalizer(proto: Any) -> Any:
     if spec.escape_whitespaces:
         steps.append(normalizers.Replace(" ", _SPACE))
     return normalizers.Sequence(steps)
-
-
-def _decoder(proto: Any) -> Any:
-    from tokenizers import decoders
-
-    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
-    if proto.trainer_spec.byte_fallback:
-        steps.append(decoders.ByteFallback())
-    steps.append(decoders.Fuse())
-    if proto.normalizer_spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    return decoders.Sequence(steps)
-
-
-def _special_tokens(proto: Any) -> dict[str, str]:
-    spec = proto.trainer_spec
-    ids = {
-        "bos_token": spec.bos_id,
-        "eos_token": spec.eos_id,
-        "unk_token": spec.unk_id,
-        "pad_token": spec.pad_id,
-    }
-    return {name: proto.pieces[id].piece for name, id in ids.items() if id >= 0}
 
 
 def _check_equal_ids(
@@ -302,14 +270,14 @@ def _check_equal_ids(
     ranked = proto.trainer_spec.model_type == _UNIGRAM
     for text in (*_probes(proto), *samples):
         expected = processor.encode(text)
-        found = backend.encode(text, add_special_tokens=False).ids
-        if found == expected or (ranked and _score_the_same(found, expected, scores)):
+        actual = backend.encode(text, add_special_tokens=False).ids
+        if actual == expected or (ranked and _score_the_same(actual, expected, scores)):
             continue
-        pairs = zip(found, expected, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
+        pairs = zip(actual, expected, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
         begun = processor.decode(expected[:at])[-20:]
         theirs, ours = (
-            [processor.id_to_piece(id) for id in ids[at : at + 3]] for ids in (expected, found)
+            [processor.id_to_piece(id) for id in ids[at : at + 3]] for ids in (expected, actual)
         )
         raise ConfigError(
             f"{subject} cannot be used: after {begun!r} SentencePiece gives {theirs}, and the "
@@ -318,18 +286,18 @@ def _check_equal_ids(
         )
 
 
-def _score_the_same(found: list[int], expected: list[int], scores: list[float]) -> bool:
-    """Whether two cuts of a text are equally good to a unigram model.
+def _score_the_same(actual: list[int], expected: list[int], scores: list[float]) -> bool:
+    """Return whether a unigram model gives two segmentations of a text the same score.
 
-    SentencePiece adds scores in single precision, the library in double: of two cuts with the same
-    score, such as 99|9 and 9|99, each takes the one that its rounding prefers.
+    SentencePiece adds scores in single precision, the library in double: between segmentations of
+    the same score, such as 99|9 and 9|99, the rounding of each decides.
     """
-    best = sum(scores[id] for id in found)
+    best = sum(scores[id] for id in actual)
     return abs(best - sum(scores[id] for id in expected)) <= 1e-4 + 1e-6 * abs(best)
 
 
 def _probes(proto: Any) -> Iterator[str]:
-    """Texts on which a converted model must agree with SentencePiece."""
+    """Yield the texts on which a converted model must agree with SentencePiece."""
     yield from _PROBES
     normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
     step = 1 + len(normal) // _NUM_PROBED_PIECES

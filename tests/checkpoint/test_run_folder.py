@@ -183,15 +183,6 @@ def test_status_says_what_happened_and_why(tmp_path):
     assert (status["status"], status["reason"], status["step"]) == ("preempted", "SIGTERM", 12)
 
 
-def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path):
-    run = RunFolder(tmp_path)
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (5, 10, 15)]
-    run.metrics.write_text("\n".join(lines) + '\n{"step": 20, "lo')
-    run.cut_metrics(step=10)
-    kept = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
-    assert kept == [5, 10]
-
-
 def test_every_changed_setting_is_listed_in_one_error():
     saved = {"seed": 1, "block_size": 64, "learning_rate": 0.1}
     with pytest.raises(CheckpointError) as caught:

@@ -92,7 +92,7 @@ def write_on_ranks(folder: Path) -> dict[str, object]:
     for tensor in split_state(part.state)[0].values():
         tensor.zero_()
     saver.finish()
-    return {"copied": sum(buffer.nbytes for buffer in saver._copies._buffers.values())}
+    return {"copied": sum(buffer.nbytes for buffer in saver._buffers.values())}
 
 
 def read_on_ranks(folders: list[Path]) -> list[bool]:
@@ -210,9 +210,9 @@ def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
 def test_the_copy_in_host_memory_is_made_once(tmp_path):
     saver = saver_of(tmp_path, filled(1.0))
     saver.save(step=1, eval_loss=None)
-    first = {name: buffer.data_ptr() for name, buffer in saver._copies._buffers.items()}
+    first = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
     saver.save(step=2, eval_loss=None)
-    assert {name: buffer.data_ptr() for name, buffer in saver._copies._buffers.items()} == first
+    assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == first
 
 
 class FailsAt:

@@ -5,13 +5,13 @@ import resource
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
-from llm.data.formats.token_check import check
-from llm.data.preparation.assembly import assemble, assemble_shuffled
+from llm.data.formats.megatron import TokenFile
+from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import assemble, assemble_shuffled
 from llm.data.preparation.tokenize_shards import tokenize_shards
-from llm.data.sampler import permute
 from tests.support.corpora import ListSource, byte_tokenizer
+from tests.support.token_files import TokenFileWriter
 
 
 def make_shards(folder, sources, dtype="<u2"):
@@ -61,11 +61,11 @@ def test_documents_of_several_texts_end_with_their_shard(tmp_path):
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
     assert file.documents.tolist() == [0, 2, 3, 4, 6]
     assert documents_of(tmp_path / "out")[0] == [*ids("ab"), 0]
-    assert check(file) == []
+    assert file.index_faults(sample=False) == []
 
 
 def test_blocks_leave_no_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm.data.preparation.assembly._BLOCK", 3)
+    monkeypatch.setattr("llm.data.preparation.output_files._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
     stems, stats = make_shards(tmp_path / "parts", sources)
@@ -73,7 +73,7 @@ def test_blocks_leave_no_seam(tmp_path, monkeypatch):
     assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
-    assert check(TokenFile(tmp_path / "out")) == []
+    assert TokenFile(tmp_path / "out").index_faults(sample=False) == []
 
 
 @pytest.mark.parametrize("works", [0, 1, 3])
@@ -106,14 +106,14 @@ def shuffled(folder, texts, *, seed, part_sizes):
     stems, stats = make_shards(folder, sources)
     assemble_shuffled(stems, stats, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
-    assert check(TokenFile(folder / "out")) == []
+    assert TokenFile(folder / "out").index_faults(sample=False) == []
     return documents_of(folder / "out")
 
 
 def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_keyed_permutation(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("llm.data.preparation.assembly._SHUFFLED_DOCUMENTS", 7)
+    monkeypatch.setattr("llm.data.preparation.output_files._SHUFFLED_DOCUMENTS", 7)
     texts = [str(number) for number in range(100)]
     plain = [[*ids(text), 0] for text in texts]
 

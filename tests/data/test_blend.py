@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from llm.data.blend import Blend
+from llm.data.order import Blend
 
 
 def counts_at_every_prefix(sources, num_sources, before):

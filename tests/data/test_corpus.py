@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import TokenStream, whole
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.corpus import TokenStream
+from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 
 def token_file(folder, *, rows):
@@ -14,13 +15,7 @@ def token_file(folder, *, rows):
 
 
 def stream(folder, *, start, stop, num_tokens=20):
-    return TokenStream(
-        token_file(folder, rows=num_tokens),
-        start=start,
-        stop=stop,
-        num_documents=1,
-        num_bytes=None,
-    )
+    return TokenStream(token_file(folder, rows=num_tokens), start=start, stop=stop)
 
 
 def test_windows_are_read_from_a_ring(tmp_path):
@@ -58,14 +53,7 @@ def test_no_windows_are_an_empty_array(tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_file(tmp_path):
-    known = TokenStream(
-        token_file(tmp_path, rows=20),
-        start=0,
-        stop=20,
-        num_documents=20,
-        num_bytes=None,
-        vocab_size=12,
-    )
+    known = TokenStream(token_file(tmp_path, rows=20), vocab_size=12)
 
     assert known.windows(np.array([0, 8]), 4).max() == 11
     with pytest.raises(DataError, match=r"text\.bin holds the token id 12, and the vocabulary"):
@@ -75,7 +63,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file(tmp_path):
 def test_a_negative_token_is_refused(tmp_path):
     with TokenFileWriter(tmp_path / "text", np.dtype("<i4")) as writer:
         writer.add(np.array([1, -5, 2]), ends_document=True)
-    known = whole(TokenFile(tmp_path / "text"), None, vocab_size=12)
+    known = TokenStream(TokenFile(tmp_path / "text"), vocab_size=12)
 
     with pytest.raises(DataError, match="holds the token id -5"):
         known.windows(np.array([0]), 3)

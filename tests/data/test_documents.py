@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from llm.data.documents import DocumentEnds, check_document_ends, document_ends
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
+from llm.data.open_corpus import check_document_ends
 from llm.data.options import DataOptions
+from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 

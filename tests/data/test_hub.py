@@ -4,8 +4,8 @@ import sys
 import datasets
 import pytest
 
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.hub import dataset_sources
-from llm.data.text.readers import BadRecordPolicy
 from llm.data.text.sources import check_unchanged
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write

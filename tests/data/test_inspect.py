@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import TokenFileWriter
 from llm.data.formats.sidecar import Sidecar, checksums, write_sidecar
 from llm.data.inspect import main
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
+from tests.support.token_files import TokenFileWriter
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
 
 

@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
-from llm.data.text import text_blocks
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text import blocks
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
@@ -57,7 +57,7 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path):
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 17, 40, 1000])
 @pytest.mark.parametrize("block", [3, 25, 1000])
 def test_records_are_the_same_in_any_parts_and_blocks(tmp_path, monkeypatch, num_bytes, block):
-    monkeypatch.setattr(text_blocks, "_BLOCK", block)
+    monkeypatch.setattr(blocks, "_BLOCK", block)
     texts = ["one", "", "thr\u00e9e\n", "four" * 20]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path = write(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(lines))
@@ -146,10 +146,8 @@ def test_a_file_with_many_odd_lines_is_read_once(tmp_path, monkeypatch, column):
         tmp_path / "a.jsonl", '{"text": null}\n{"text": "b", "score": NaN}\nbroken\n' * 100
     )
     opened = []
-    blocks = text_blocks.TextBlocks.blocks
-    monkeypatch.setattr(
-        text_blocks.TextBlocks, "blocks", lambda self: opened.append(1) or blocks(self)
-    )
+    read = blocks.FileChunk.blocks
+    monkeypatch.setattr(blocks.FileChunk, "blocks", lambda self: opened.append(1) or read(self))
     last = source(path, text_column=column).split(2000)[-1]
     faults = BadRecordPolicy("skip")
 

@@ -6,11 +6,11 @@ import torch
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.documents import DocumentEnds
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile
 from llm.data.loader import EvalLoader, TrainLoader
-from llm.data.sampler import WindowSampler
+from llm.data.order import DocumentEnds, WindowSampler
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -33,9 +33,7 @@ def make_stream(folder, num_tokens):
     # Token t is the number t, so that a label tells where it was read.
     with TokenFileWriter(folder / "text", np.dtype("<u2")) as writer:
         writer.add(np.arange(num_tokens), ends_document=True)
-    return RecordingStream(
-        TokenFile(folder / "text"), start=0, stop=num_tokens, num_documents=1, num_bytes=None
-    )
+    return RecordingStream(TokenFile(folder / "text"))
 
 
 def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21, ends=None):

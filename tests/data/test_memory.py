@@ -4,16 +4,16 @@ import sys
 
 import pytest
 
-from llm.data import in_memory
+from llm.data import corpus
 from llm.data.corpus import TokenStream
-from llm.data.formats.megatron import open_token_file
+from llm.data.formats.flat import open_token_file
 from tests.support.token_files import write_pair
 
 
 @pytest.fixture
 def stream(tmp_path):
     file = open_token_file(write_pair(tmp_path / "text", [list(range(50_000))]))
-    return TokenStream(file, start=10_000, stop=40_000, num_documents=1, num_bytes=None)
+    return TokenStream(file, start=10_000, stop=40_000, num_documents=1)
 
 
 def locked_kilobytes(code: str) -> int:
@@ -27,7 +27,7 @@ def test_the_size_is_said_and_the_tokens_stay_the_same(stream, caplog):
     before = stream.tokens.tolist()
 
     with caplog.at_level("INFO", logger="llm.data"):
-        in_memory.hold_in_memory(stream)
+        corpus.hold_in_memory(stream)
 
     assert "in memory: 6e-05 GB of" in caplog.text
     assert stream.tokens.tolist() == before
@@ -40,36 +40,35 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1] * 300_000])
     code = f"""
 from pathlib import Path
-from llm.data.corpus import whole
-from llm.data.in_memory import hold_in_memory
-from llm.data.formats.megatron import open_token_file
-stream = whole(open_token_file(Path({str(prefix)!r})), None)
+from llm.data.corpus import TokenStream, hold_in_memory
+from llm.data.formats.flat import open_token_file
+stream = TokenStream(open_token_file(Path({str(prefix)!r})))
 assert hold_in_memory(stream)
 """
     assert 580 <= locked_kilobytes(code) <= 600  # 300,000 ids of two bytes
 
 
 def test_where_pinning_is_refused_the_log_says_so(stream, caplog, monkeypatch):
-    monkeypatch.setattr(in_memory, "_pin", lambda address, num_bytes: "Cannot allocate memory")
+    monkeypatch.setattr(corpus, "_pin", lambda address, num_bytes: "Cannot allocate memory")
 
     with caplog.at_level("INFO", logger="llm.data"):
-        assert in_memory.hold_in_memory(stream) is False
+        assert corpus.hold_in_memory(stream) is False
 
     assert "read ahead but not pinned (Cannot allocate memory; see `ulimit -l`)" in caplog.text
 
 
 def test_a_refusal_of_the_system_is_put_into_words(stream):
-    assert in_memory._pin(16, 4096) is not None  # no page lies there
+    assert corpus._pin(16, 4096) is not None  # no page lies there
 
 
 def test_a_system_without_mlock_reads_ahead_only(monkeypatch):
-    monkeypatch.setattr(in_memory.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(corpus.ctypes, "CDLL", lambda *_, **__: object())
 
-    assert in_memory._pin(0, 4096) == "this system has no mlock"
+    assert corpus._pin(0, 4096) == "this system has no mlock"
 
 
 def test_only_the_range_is_read_and_once(stream, monkeypatch):
-    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", 7000)
+    monkeypatch.setattr(corpus, "_READ_BYTES", 7000)
     reads = []
 
     class Counted:
@@ -87,8 +86,8 @@ def test_only_the_range_is_read_and_once(stream, monkeypatch):
         def __exit__(self, *_):
             self.file.close()
 
-    monkeypatch.setattr(in_memory, "open", Counted, raising=False)
-    in_memory.hold_in_memory(stream)
+    monkeypatch.setattr(corpus, "open", Counted, raising=False)
+    corpus.hold_in_memory(stream)
 
     assert reads[0][0] == 20_000
     assert sum(size for _, size in reads) == 60_000

@@ -272,7 +272,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(tmp_path, limit, c
     prepare_much(tmp_path / "wiki")
 
     assert TokenFile(tmp_path / "wiki").num_documents == 100
-    assert ("5 of 5 parts are there" in caplog.text) == bool(done)
+    assert ("5 of 5 shards are done" in caplog.text) == bool(done)
     assert names(tmp_path) == THREE
 
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from llm.data.preparation import progress as preparation_log
+from llm.data.preparation import prepare_files as preparation_log
 from llm.data.preparation.tokenize_shards import Totals
 
 
@@ -40,7 +40,7 @@ def test_where_the_size_is_not_known_the_parts_are_counted(monkeypatch, caplog):
 
     (line,) = logged(monkeypatch, caplog, totals, 10.0)
 
-    assert line.endswith("2 tokens/s | 3 of 1,000 parts done")
+    assert line.endswith("2 tokens/s | 3 of 1,000 shards done")
 
 
 def test_at_first_nothing_is_done_and_nothing_is_said_too_often(monkeypatch, caplog):

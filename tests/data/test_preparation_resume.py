@@ -121,7 +121,7 @@ def test_the_same_command_goes_on_and_says_so(tmp_path, caplog):
     finish(tmp_path / "wiki")
 
     assert ReadSource.reads == ["a", "b"]
-    assert f"going on in {tmp_path}/wiki.parts: 1 of 2 parts are there" in caplog.messages
+    assert f"going on in {tmp_path}/wiki.parts: 1 of 2 shards are done" in caplog.messages
     assert caplog.messages[-2].endswith("since it went on")
 
 

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llm.data.text import text_blocks
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text import blocks
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import texts_of, write
@@ -178,7 +178,7 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path):
 
 def test_records_are_streamed(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 3 + "broken, in the next block\n")
-    monkeypatch.setattr(text_blocks, "_BLOCK", 20)
+    monkeypatch.setattr(blocks, "_BLOCK", 20)
 
     stream = file_source(path, text_column=None).batches()
 
@@ -198,7 +198,7 @@ def test_the_documents_of_a_text_file_are_its_lines_its_paragraphs_or_the_file(t
 
 
 def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_blocks, "_BLOCK", 10)
+    monkeypatch.setattr(blocks, "_BLOCK", 10)
     path = write(tmp_path / "a.txt", "some line\n" * 9 + "\n" + "other\n")
 
     assert texts(path, text_unit="paragraph") == [("some line\n" * 9)[:-1], "other"]

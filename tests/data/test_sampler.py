@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from llm.data.sampler import WindowSampler, permute
+from llm.data.order import WindowSampler, permute
 from llm.errors import DataError
 
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import CorpusSource, Samples, whole
-from llm.data.formats.megatron import open_token_file
-from llm.data.sampler import WindowSampler
+from llm.data.corpus import CorpusSource, Samples, TokenStream
+from llm.data.formats.flat import open_token_file
+from llm.data.order import WindowSampler
 from llm.errors import DataError
 from tests.support.token_files import write_pair
 
@@ -13,9 +13,8 @@ def streams(tmp_path):
     """Three sources of 400, 100 and 40 tokens, whose ids tell them and their places apart."""
     sizes = {0: 400, 1000: 100, 2000: 40}
     return [
-        whole(
-            open_token_file(write_pair(tmp_path / str(first), [list(range(first, first + n))])),
-            None,
+        TokenStream(
+            open_token_file(write_pair(tmp_path / str(first), [list(range(first, first + n))]))
         )
         for first, n in sizes.items()
     ]

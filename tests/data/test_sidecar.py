@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from llm.data.formats.megatron import TokenFileWriter
 from llm.data.formats.sidecar import (
     Sidecar,
     check_tokenizer,
@@ -16,6 +15,7 @@ from llm.data.formats.sidecar import (
     write_sidecar,
 )
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter
 
 MIB = 2**20
 
@@ -260,10 +260,13 @@ def test_there_is_nothing_to_verify_without_files(tmp_path):
 def test_the_tokenizer_that_made_the_file_is_asked_for(prefix, caplog):
     sidecar = sidecar_of(prefix)
 
-    check_tokenizer(prefix, sidecar, "0123456789abcdef", force=False)
+    check_tokenizer(prefix, sidecar, "0123456789abcdef", ignore_mismatch=False)
     assert caplog.messages == []
-    with pytest.raises(DataError, match=r"tokenizer gpt2 .*; train with that one, or pass --force"):
-        check_tokenizer(prefix, sidecar, "another", force=False)
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer gpt2 .*; train with that one, or pass --ignore_tokenizer_mismatch",
+    ):
+        check_tokenizer(prefix, sidecar, "another", ignore_mismatch=False)
     with caplog.at_level(logging.WARNING, "llm.data"):
-        check_tokenizer(prefix, sidecar, "another", force=True)
+        check_tokenizer(prefix, sidecar, "another", ignore_mismatch=True)
     assert "not with the one of this run (fingerprint another)" in caplog.text

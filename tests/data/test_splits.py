@@ -3,10 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import TokenFile, TokenFileWriter, open_token_file
-from llm.data.splits import WeightedPath, parse_blend, parse_split, split_documents, split_rows
+from llm.data.formats.flat import open_token_file
+from llm.data.formats.megatron import TokenFile
+from llm.data.splits import parse_blend, parse_split, split_documents, split_rows
 from llm.errors import ConfigError, DataError
-from tests.support.token_files import write_flat, write_pair
+from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 
 
 def all_tokens(stream):
@@ -23,14 +24,11 @@ def parts(file, text):
 
 
 def test_prefixes_stand_alone_or_each_after_its_weight():
-    assert parse_blend(["a", "b/c"], option="--data_path") == [
-        WeightedPath(Path("a"), None),
-        WeightedPath(Path("b/c"), None),
-    ]
-    assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == [
-        WeightedPath(Path("a"), 0.7),
-        WeightedPath(Path("b"), 3.0),
-    ]
+    assert parse_blend(["a", "b/c"], option="--data_path") == ([Path("a"), Path("b/c")], None)
+    assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == (
+        [Path("a"), Path("b")],
+        [0.7, 3.0],
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.data.text import text_blocks
-from llm.data.text.text_blocks import TextBlocks, is_compressed, kind_of
+from llm.data.text import blocks
+from llm.data.text.blocks import FileChunk, is_compressed, kind_of
 from llm.errors import DataError
 
 TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line feed"
@@ -23,11 +23,11 @@ PACK = {
 
 
 def unpacked(path):
-    return b"".join(TextBlocks(path).blocks())
+    return b"".join(FileChunk(path=path).blocks())
 
 
 def lines_of(path, *, start=0, stop=None):
-    return b"".join(TextBlocks(path, start=start, stop=stop).line_blocks())
+    return b"".join(FileChunk(path=path, start=start, stop=stop).line_blocks())
 
 
 def write(path, content):
@@ -70,7 +70,7 @@ def test_streams_are_found_wherever_a_read_ends(tmp_path, monkeypatch, suffix):
     path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"x") * 3)
 
     for size in range(1, 40):
-        monkeypatch.setattr(text_blocks, "_PACKED_READ", size)
+        monkeypatch.setattr(blocks, "_PACKED_READ", size)
         assert unpacked(path) == TEXT + b"xxx"
 
 
@@ -162,18 +162,18 @@ def test_a_file_that_is_gone_is_one_sentence(tmp_path):
 
 def test_how_much_was_read_is_counted_on_the_disk(tmp_path):
     packed = PACK[".gz"](TEXT * 1000)
-    blocks = TextBlocks(write(tmp_path / "a.gz", packed))
-    assert blocks.consumed == 0
+    chunk = FileChunk(path=write(tmp_path / "a.gz", packed))
+    assert chunk.consumed == 0
 
-    assert len(b"".join(blocks.blocks())) == len(TEXT) * 1000
+    assert len(b"".join(chunk.blocks())) == len(TEXT) * 1000
 
-    assert blocks.consumed == len(packed)
+    assert chunk.consumed == len(packed)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_parts_cut_at_every_byte_have_each_line_once(tmp_path, monkeypatch, block, mark):
-    monkeypatch.setattr(text_blocks, "_BLOCK", max(block, len(mark)))
+    monkeypatch.setattr(blocks, "_BLOCK", max(block, len(mark)))
     path = write(tmp_path / "a.txt", mark + TEXT)
     size = len(mark + TEXT)
 
@@ -209,7 +209,7 @@ def test_any_lines_in_any_parts_and_blocks_are_the_file(
     path = write(tmp_path_factory.getbasetemp() / "any.txt", content)
     starts = range(0, len(content), num_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_blocks, "_BLOCK", block)
+        patch.setattr(blocks, "_BLOCK", block)
         parts = [lines_of(path, start=start, stop=start + num_bytes) for start in starts]
 
     assert b"".join(parts) == content

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from llm.data.documents import DocumentEnds
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
+from llm.data.order import DocumentEnds
 from llm.errors import DataError
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -107,10 +107,12 @@ def test_a_flat_file_is_named_with_its_suffix(tmp_path):
 def test_files_of_another_tokenizer_are_refused_unless_forced(wiki, caplog):
     describe(wiki, fingerprint="theirs", largest_token=100)
 
-    with pytest.raises(DataError, match=r"made with the tokenizer some-tokenizer.*--force"):
+    with pytest.raises(
+        DataError, match=r"made with the tokenizer some-tokenizer.*--ignore_tokenizer_mismatch"
+    ):
         opened(data_path=(str(wiki),))
-    assert opened(data_path=(str(wiki),), force=True).train
-    assert "going on because of --force" in caplog.text
+    assert opened(data_path=(str(wiki),), ignore_tokenizer_mismatch=True).train
+    assert "going on because of --ignore_tokenizer_mismatch" in caplog.text
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):

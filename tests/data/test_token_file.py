@@ -1,15 +1,15 @@
 import struct
 import time
-from contextlib import suppress
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.data.formats.megatron import TokenFile, TokenFileWriter, token_dtype
-from llm.data.formats.token_check import check, id_range
+from llm.data.formats.megatron import TokenFile, token_dtype
+from llm.data.formats.sidecar import verify
 from llm.errors import DataError
+from tests.support.token_files import TokenFileWriter, describe
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]]]
 
@@ -78,7 +78,7 @@ def test_any_documents_survive_writing_and_reading(tmp_path_factory, documents, 
     for number, document in enumerate(documents):
         tokens = file.tokens[file.document_start(number) : file.document_start(number + 1)]
         assert tokens.tolist() == [token for sequence in document for token in sequence]
-    assert check(file, vocab_size=65536) == []
+    assert file.index_faults(sample=False) == []
 
 
 def test_the_last_document_start_is_the_end_of_all_tokens(tmp_path):
@@ -103,7 +103,7 @@ def test_documents_may_be_empty_at_either_end_and_in_between(tmp_path):
 
     assert file.documents.tolist() == [0, 0, 1, 1, 2, 2]
     assert [file.document_start(n) for n in range(6)] == [0, 0, 2, 2, 3, 3]
-    assert check(file) == []
+    assert file.index_faults(sample=False) == []
 
 
 def test_a_file_without_documents_or_tokens_is_a_token_file(tmp_path):
@@ -111,34 +111,7 @@ def test_a_file_without_documents_or_tokens_is_a_token_file(tmp_path):
 
     assert (file.num_tokens, file.num_sequences, file.num_documents) == (0, 0, 0)
     assert file.document_start(0) == 0
-    assert check(file, vocab_size=1) == []
-
-
-def test_an_unfinished_document_is_closed_with_the_file(tmp_path):
-    with TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-        writer.add(np.array([1]), ends_document=True)
-        assert not writer.in_document
-        writer.add(np.array([2]), ends_document=False)
-        assert writer.in_document
-
-    assert TokenFile(tmp_path / "text").documents.tolist() == [0, 1, 2]
-
-
-def test_an_interrupted_writer_leaves_no_readable_pair(tmp_path):
-    with suppress(KeyboardInterrupt), TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-        writer.add(np.array([1]), ends_document=True)
-        raise KeyboardInterrupt
-
-    with pytest.raises(DataError, match="cannot be read"):
-        TokenFile(tmp_path / "text")
-
-
-def test_an_id_that_does_not_fit_is_refused_rather_than_wrapped(tmp_path):
-    with (
-        TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer,
-        pytest.raises(DataError, match="70000 do not fit the dtype uint16"),
-    ):
-        writer.add(np.array([70000]), ends_document=True)
+    assert file.index_faults(sample=False) == []
 
 
 def test_a_modes_table_at_the_end_is_tolerated(tmp_path):
@@ -200,7 +173,7 @@ def test_a_damaged_pair_is_refused_with_its_name_and_fault(tmp_path, damage, mes
 @pytest.fixture
 def unchecked_index(monkeypatch):
     """An index of which opening looks at nothing, as between the samples of a large one."""
-    monkeypatch.setattr("llm.data.formats.megatron.index_faults", lambda *_, **__: [])
+    monkeypatch.setattr(TokenFile, "index_faults", lambda *_, **__: [])
 
 
 @pytest.mark.usefixtures("unchecked_index")
@@ -226,16 +199,6 @@ def test_a_document_out_of_the_file_is_refused_when_followed(tmp_path, sequence)
 
     with pytest.raises(DataError, match=r"text\.idx has a wrong pointer at document 1"):
         TokenFile(prefix).document_start(1)
-
-
-def test_a_sequence_longer_than_the_index_can_say_is_refused(tmp_path):
-    too_long = np.broadcast_to(np.uint16(1), 2**31)  # takes two bytes
-
-    with (
-        TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer,
-        pytest.raises(DataError, match="2,147,483,648 tokens is too long"),
-    ):
-        writer.add(too_long, ends_document=True)
 
 
 def test_opening_and_reading_take_no_longer_for_a_trillion_tokens(tmp_path):
@@ -274,30 +237,33 @@ def test_opening_and_reading_take_no_longer_for_a_trillion_tokens(tmp_path):
 
 
 def test_the_check_finds_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
-    file = TokenFile(write(tmp_path / "text", [[[5, -3, 70000]]], "<i4"))
+    prefix = write(tmp_path / "text", [[[5, -3, 70000]]], "<i4")
+    assert verify(prefix) == []
 
-    assert id_range(file) == (-3, 70000)
-    assert check(file) == []
-    assert check(file, vocab_size=70000) == [
-        f"{tmp_path}/text.bin has negative ids, down to -3.",
-        f"{tmp_path}/text.bin has ids up to 70000, which a vocabulary of 70000 does not reach.",
-    ]
+    describe(prefix, fingerprint="0", largest_token=69999)
+    faults = verify(prefix)
+
+    assert f"{prefix}.bin has negative ids, down to -3." in faults
+    assert f"{prefix}.json says largest_token 69999, but it is 70000." in faults
+    assert (
+        f"{prefix}.bin has ids up to 70000, which a vocabulary of 70000 does not reach." in faults
+    )
 
 
 def test_of_a_large_index_opening_looks_at_samples_and_the_check_at_everything(
     tmp_path, monkeypatch
 ):
     for name, number in {"_BLOCK": 2, "_WHOLE": 9, "_SAMPLES": 2}.items():
-        monkeypatch.setattr(f"llm.data.formats.index_check.{name}", number)
+        monkeypatch.setattr(f"llm.data.formats.megatron.{name}", number)
     prefix = write(tmp_path / "text", [[[1, 2]]] * 10)
-    assert check(TokenFile(prefix), vocab_size=3) == []
+    assert verify(prefix) == []
     idx = bytearray((tmp_path / "text.idx").read_bytes())
     struct.pack_into("<i", idx, 34 + 4 * 4, -2)
     struct.pack_into("<q", idx, 34 + 40 + 8 * 6, 30)
     struct.pack_into("<q", idx, 34 + 40 + 80 + 8 * 6, 9)
     (tmp_path / "text.idx").write_bytes(idx)
 
-    assert check(TokenFile(prefix)) == [
+    assert verify(prefix) == [
         f"{prefix}.idx has 1 sequences of negative length; the first one is number 4.",
         f"{prefix}.idx has 3 sequences that do not end where the next one starts; the first one is "
         "number 4.",

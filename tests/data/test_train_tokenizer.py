@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from llm.data import train_tokenizer as program
-from llm.data.preparation.workers import num_cores
+from llm.data.options import num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.data.train_tokenizer import main
 from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
-from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 
 CORPUS = Path(argparse.__file__).read_text(encoding="utf-8")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.preparation import workers
-from llm.data.preparation.workers import bounded_workers, run_in_processes
+from llm.data.options import bounded_workers
+from llm.data.preparation import tokenize_shards
+from llm.data.preparation.tokenize_shards import run_in_processes
 from llm.errors import DataError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -17,7 +18,7 @@ SPAWN = multiprocessing.get_context("spawn")
 @pytest.mark.parametrize(("wanted", "given"), [(None, 4), (3, 3), (4, 4), (10**20, 4)])
 def test_there_are_no_more_workers_than_cores(monkeypatch, caplog, wanted, given):
     caplog.set_level(logging.INFO, "llm.data")
-    monkeypatch.setattr(workers, "num_cores", lambda: 4)
+    monkeypatch.setattr("llm.data.options.num_cores", lambda: 4)
 
     assert bounded_workers(wanted) == given
     cut = ["taking 4 workers, not 100,000,000,000,000,000,000: there are 4 cores"]
@@ -51,8 +52,8 @@ def wait_until(true, seconds=20.0):
         time.sleep(0.02)
 
 
-def run(tasks, work, processes, watch=lambda: None):
-    run_in_processes(work, tasks, processes=processes, watch=watch)
+def run(tasks, work, processes, report=lambda: None):
+    run_in_processes(work, tasks, processes=processes, report=report)
 
 
 def leave_pid(folder):
@@ -88,14 +89,14 @@ def test_a_free_worker_takes_the_next_task(tmp_path):
 
 
 def test_the_first_process_looks_at_the_work_while_it_goes_on_and_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(tokenize_shards, "_REPORT_SECONDS", 0.05)
     seen = []
 
     def work(task):
         leave_pid(tmp_path)(task)
         time.sleep(0.5)
 
-    run([0, 1], work, 1, watch=lambda: seen.append(len(pids_in(tmp_path))))
+    run([0, 1], work, 1, report=lambda: seen.append(len(pids_in(tmp_path))))
 
     assert {1, 2} <= set(seen)
     assert seen[-1] == 2

@@ -125,7 +125,7 @@ def test_torchrun_goes_on_without_a_node_that_is_lost_with_the_losses_of_all(tmp
 
 @pytest.mark.parametrize(
     "mode",
-    [{"data_parallel": "gossip"}, {"data_parallel": "diloco", "sync_every": 3}],
+    [{"data_parallel": "gossip"}, {"data_parallel": "diloco", "inner_steps": 3}],
     ids=["gossip", "diloco"],
 )
 def test_replicas_go_on_from_their_mean(tmp_path, mode):

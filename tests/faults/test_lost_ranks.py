@@ -1,5 +1,6 @@
 """A rank that dies or stops is named, the others end at once, and a launcher's restart goes on."""
 
+import pickle
 import socket
 import time
 
@@ -79,6 +80,8 @@ def test_where_no_rank_is_behind_the_stacks_of_all_say_which_one_hangs(bench):
     stacks = [(run.folder / "stacks" / f"rank_0000{r}.txt").read_text() for r in range(2)]
     assert ["_happen" in text for text in stacks] == [False, True]
     assert ["in train_step" in text for text in stacks] == [True, False]  # which is not begun
+    recorded = [pickle.loads((run.folder / f"stacks/gloo_rank_{r}").read_bytes()) for r in range(2)]
+    assert all(trace["entries"][-1]["profiling_name"].startswith("gloo:") for trace in recorded)
 
 
 def test_torchrun_starts_the_ranks_again_and_the_run_ends_with_the_same_bits(bench):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llm.metrics.meter import Meter
-from llm.metrics.tracker import Tracker
+from llm.metrics.tracker import Tracker, cut_metrics
 
 CPU = torch.device("cpu")
 
@@ -128,14 +128,14 @@ def make_tracker(path, seen, *, peak_flops=1e15):
     return Tracker(
         metrics_path=path,
         log_to_trackers=lambda values, step: seen.append((step, values)),
+        device=CPU,
         total_steps=10,
         flops_per_token=1e6,
         find_peak_flops=lambda: peak_flops,
-        memory_in_use=lambda: 3 * 2**20,
     )
 
 
-def log(tracker: Tracker, step: int) -> None:
+def log(tracker: Tracker, step: int, **kfac: torch.Tensor) -> None:
     tracker.log_training(
         {"loss": math.nan, "grad_norm": 1.0, "skipped_steps": 0.0, "nan_steps": 0.0},
         step=step,
@@ -144,121 +144,104 @@ def log(tracker: Tracker, step: int) -> None:
         learning_rate=0.1,
         loss_scale=1.0,
         global_batch_size=8,
+        kfac=kfac,
     )
 
 
-def test_a_step_has_one_line_whatever_was_reported_of_it(tmp_path):
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_training_and_evaluation_of_a_step_have_a_line_each(tmp_path):
     seen = []
     tracker = make_tracker(tmp_path / "metrics.jsonl", seen)
     tracker.start(step=0, tokens=0, seconds=5.0)
-    log(tracker, 5)
-    tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf}, step=5)
-    tracker.commit(5)
-    tracker.commit(6)  # nothing was reported of this step
+    log(tracker, 5, condition=torch.tensor(9.0))
+    (training,) = lines_of(tmp_path / "metrics.jsonl")  # before it is known of an evaluation
+    tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf, "loss/wiki": 3.0}, step=5)
     tracker.close()
 
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    record = json.loads(line)
-    assert record["step"] == 5
-    assert record["eval_loss"] == 2.0
-    assert record["loss"] is None, "NaN is no JSON"
-    assert record["eval_perplexity"] is None
-    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e6 / 1e15)
-    assert record["memory"] == 3 * 2**20
-    assert record["seconds"] > 5.0
-    assert [set(values) & {"train/loss", "eval/loss"} for _, values in seen] == [
-        {"train/loss"},
-        {"eval/loss"},
+    assert lines_of(tmp_path / "metrics.jsonl") == [
+        training,
+        {"step": 5, "eval_loss": 2.0, "eval_perplexity": None, "eval_loss/wiki": 3.0},
     ]
+    assert training["step"] == 5
+    assert training["loss"] is None, "NaN is no JSON"
+    assert training["kfac_condition"] == 9.0
+    assert training["mfu"] == pytest.approx(training["tokens_per_second"] * 1e6 / 1e15)
+    assert training["memory"] > 0
+    assert training["seconds"] > 5.0
+    (first, trained), second = seen[0], seen[1]
+    assert (first, trained["train/learning_rate"], trained["kfac/condition"]) == (5, 0.1, 9.0)
+    assert second == (5, {"eval/loss": 2.0, "eval/perplexity": math.inf, "eval/loss/wiki": 3.0})
 
 
 def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
-    # Begun; paused; paused once more, to find the peak; reported.
-    clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0])
-    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock))
+    # Started; paused; paused to find the peak; reported at 140; paused for 10 s to write that.
+    clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0, 140.0, 150.0])
+    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 170.0))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
     tracker.start(step=0, tokens=0, seconds=5.0)
     with tracker.paused():
         pass
     log(tracker, 2)
-    tracker.commit(2)
-    record = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert record["tokens_per_second"] == 2000 / 20
-    assert record["ms_per_step"] == 10_000
+    log(tracker, 3)
+    first, second = lines_of(tmp_path / "metrics.jsonl")
+    assert first["tokens_per_second"] == 2000 / 20
+    assert first["ms_per_step"] == 10_000
+    assert second["ms_per_step"] == 20_000
 
 
 def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
-    # Begun; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
-    clock = iter([0.0, 0.0, 0.0, 2.0, 3.0, 7.0])
-    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock))
+    # Started; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
+    clock = iter([0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 7.0])
+    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 7.0))
     tracker = make_tracker(tmp_path / "metrics.jsonl", [], peak_flops=0.8e9)
     tracker.start(step=0, tokens=0, seconds=0.0)
     for step in (1, 2, 3):
         log(tracker, step)
-        tracker.commit(step)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     # 0.5, 1 and 0.25 GFLOP/s; the second is the new peak.
-    assert [json.loads(line)["mfu"] for line in lines] == [0.5 / 0.8, 1.0, 0.25]
+    mfu = [line["mfu"] for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert mfu == [0.5 / 0.8, 1.0, 0.25]
 
 
 def test_another_rank_writes_nothing(tmp_path):
     tracker = make_tracker(None, [])
     tracker.start(step=0, tokens=0, seconds=5.0)
     log(tracker, 1)
-    tracker.commit(1)
     assert list(tmp_path.iterdir()) == []
 
 
-LINES = (
-    '{"step": 2, "loss": 2.0}\n{"step": 3, "loss": null, "kfac_condition": 9.0, "eval_loss": 7.0}\n'
+OLDER = [{"step": 2, "loss": 2.0}, {"step": 3, "loss": None, "kfac_condition": 9.0}]
+EVALUATION = {"step": 3, "eval_loss": 7.0}
+LATER = [{"step": 4, "loss": 1.5}, {"step": 4, "eval_loss": 6.0}]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [OLDER, [*OLDER, EVALUATION], [OLDER[0], OLDER[1] | EVALUATION]],
+    ids=["not yet", "in a line", "in the line of its step"],  # as older runs have it
 )
-
-
-def test_an_evaluation_that_is_made_up_for_joins_the_line_of_its_step(tmp_path):
+def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, reported):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(LINES)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in reported + LATER))
     seen = []
     tracker = make_tracker(path, seen)
 
-    tracker.resume(3, evaluates=True)
-    tracker.log_evaluation({"loss": 1.5}, step=3)
-    tracker.commit(3)
+    tracker.start(step=3, tokens=0, seconds=0.0)
+    tracker.log_evaluation({"loss": 7.0}, step=3)
     tracker.log_evaluation({"loss": 1.25}, step=4)
-    tracker.commit(4)
     tracker.close()
 
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 2, "loss": 2.0},
-        {"step": 3, "loss": None, "kfac_condition": 9.0, "eval_loss": 1.5},
-        {"step": 4, "eval_loss": 1.25},
-    ]
-    told = [(step, name) for step, values in seen for name in values]
-    assert told == [
-        (3, "train/loss"), (3, "kfac/condition"), (3, "eval/loss"), (4, "eval/loss"),
-    ]  # fmt: skip
+    new = {"step": 4, "eval_loss": 1.25}
+    assert lines_of(path) == [*(reported if reported != OLDER else [*OLDER, EVALUATION]), new]
+    assert seen == [(3, {"eval/loss": 7.0}), (4, {"eval/loss": 1.25})][reported != OLDER :]
 
 
-def test_what_was_reported_of_the_step_to_go_on_from_is_told_again_and_written_once(tmp_path):
+def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(LINES)
-    seen = []
-    tracker = make_tracker(path, seen)
-
-    tracker.resume(3, evaluates=False)
-    tracker.commit(3)
-    tracker.close()
-
-    assert path.read_text() == LINES
-    told = {name: value for _, values in seen for name, value in values.items()}
-    assert math.isnan(told.pop("train/loss"))
-    assert told == {"kfac/condition": 9.0, "eval/loss": 7.0}
-
-
-def test_a_step_of_which_nothing_was_reported_is_not_told(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(LINES)
-    seen = []
-    tracker = make_tracker(path, seen)
-    tracker.resume(4, evaluates=False)
-    tracker.close()
-    assert seen == []
+    path.write_text(
+        "".join(f"{json.dumps({'step': step})}\n" for step in (5, 10, 15)) + '{"step": 20, "lo'
+    )
+    assert cut_metrics(path, step=10) is None
+    assert lines_of(path) == [{"step": 5}, {"step": 10}]

@@ -6,9 +6,9 @@ import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.param_counts import parameter_counts
 from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.sampling import sample_text
+from llm.models.sizes import parameter_counts
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 

@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from llm.models.flops import flops_per_token
+from llm.models.sizes import flops_per_token
 from tests.support.models import tiny_config
 
 # Families whose every matrix product torch's counter sees.

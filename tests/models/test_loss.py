@@ -11,8 +11,7 @@ from transformers import (
 )
 
 from llm.models.cross_entropy import chunked_cross_entropy
-from llm.models.loss import LanguageModelLoss
-from llm.models.plain_head import has_plain_head
+from llm.models.loss import LanguageModelLoss, has_plain_head
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 NARROW = {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llm.data.documents import DocumentEnds
+from llm.data.order import DocumentEnds
 from llm.errors import ConfigError
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart

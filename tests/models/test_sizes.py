@@ -7,12 +7,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llm.config.options import fields
 from llm.errors import ConfigError
-from llm.models.configuration import load_config
-from llm.models.flops import flops_per_token
+from llm.models.configuration import find_weights, load_config
 from llm.models.options import ModelOptions
-from llm.models.sizes import SIZES
+from llm.models.sizes import SIZES, flops_per_token
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.resume import find_weights
 from llm.trainers.gpt.rules import check
 from tests.support.models import tiny_config
 
@@ -119,8 +117,8 @@ def test_one_number_changes_a_named_model_and_overrides_come_after(tmp_path: Pat
 
 def test_a_model_of_a_chosen_size_is_trained_from_scratch() -> None:
     # The Hub's name stands for weights, which would not fit.
-    assert find_weights(GPTConfig(model_name_or_path="gpt2"), None) == "gpt2"
-    assert find_weights(GPTConfig(model_name_or_path="gpt2", model_size="355M"), None) is None
+    assert find_weights(ModelOptions(model_name_or_path="gpt2")) == "gpt2"
+    assert find_weights(ModelOptions(model_name_or_path="gpt2", model_size="355M")) is None
 
 
 @pytest.mark.parametrize(

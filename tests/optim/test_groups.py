@@ -4,8 +4,8 @@ from transformers import AutoModelForCausalLM
 
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import decays, parameter_groups
+from llm.optim.make import make_sgd
 from llm.optim.options import OptimizerOptions
-from llm.optim.sgd import make_sgd
 from tests.support.models import FAMILIES, tiny_config
 
 

@@ -1,12 +1,15 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from llm.errors import ParallelError
-from llm.parallel.accelerator import check_device, check_precision
+from llm.parallel.accelerator import check_device, check_precision, form_default_group
 from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.options import PrecisionOptions
 from tests.support.data_parallel import make_model, make_strategy, share, step_data
 from tests.support.ranks import run_ranks, values
 
@@ -185,7 +188,7 @@ def test_all_ranks_learn_of_a_flag_at_the_next_call():
 
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
-        check_precision("fp8", torch.device("cpu"))
+        check_precision(PrecisionOptions(mixed_precision="fp8"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -214,4 +217,24 @@ def test_bf16_that_a_gpu_only_emulates_is_refused(monkeypatch):
         "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
     )
     with pytest.raises(ParallelError, match=r"--mixed_precision bf16 .* use fp16 or no"):
-        check_precision("bf16", torch.device("cuda"))
+        check_precision(PrecisionOptions(mixed_precision="bf16"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("device", "backends"),
+    [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("xpu:1", "cpu:gloo,xpu:xccl")],
+)
+def test_the_default_group_knows_its_device_and_time_out(device, backends, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    formed = []
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group",
+        lambda *args, **kwargs: formed.append((args, kwargs)),
+    )
+
+    form_default_group(torch.device(device), timeout=timedelta(minutes=31))
+
+    [(args, given)] = formed
+    assert args == (backends,)
+    assert given.pop("timeout") == timedelta(minutes=31)
+    assert given == ({} if device == "cpu" else {"device_id": torch.device(device)})

@@ -1,23 +1,18 @@
 """Samples divided over ranks train as whole samples do on one rank."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.parallel import context_attention as context
-from llm.parallel.accelerator import make_accelerator
-from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.context import ContextPart
-from llm.parallel.context_attention import divide_attention
-from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel import context
+from llm.parallel.context import SequenceShard
+from llm.parallel.dims import ParallelDims
+from tests.support import layouts
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
@@ -33,19 +28,10 @@ def make_optimizer(model):
     return make_adamw(options, model)
 
 
-def make_strategy(family: str, layout: ParallelDims, mixed_precision: str = "no"):
+def make_strategy(family: str, sizes: dict[str, int], mixed_precision: str = "no"):
     changes = NO_DROPOUT if family == "gpt2" else {}
     model = tiny_model(tiny_config(family, **changes), tied_gradients=True)
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
-    if layout.world_size > 1:
-        strategy = ShardedStrategy(
-            accelerator=accelerator,
-            mixed_precision=mixed_precision,
-            layout=layout,
-            blocks=find_blocks(model),
-            divide_attention=partial(divide_attention, model),
-        )
+    strategy = layouts.make_strategy(sizes, mixed_precision)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy
 
@@ -70,9 +56,9 @@ def share_of(batch: MicroBatch, strategy, accumulation: int) -> list[MicroBatch]
     return [MicroBatch(*(None if t is None else t[own] for t in batch)) for own in rows]
 
 
-def train(family: str, layout: ParallelDims, accumulation: int):
+def train(family: str, sizes: dict[str, int], accumulation: int):
     """Predictions, what a few steps and an evaluation show, and the weights after them."""
-    strategy = make_strategy(family, layout)
+    strategy = make_strategy(family, sizes)
     (micro_batch,) = share_of(make_batch(1), strategy, 1)
     predictions = strategy.gather(strategy.predict(micro_batch))
     seen = []
@@ -90,8 +76,7 @@ def train(family: str, layout: ParallelDims, accumulation: int):
 def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):
     if not masked:
         context._MASKED_DEVICES = ()
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
-    return [train(family, layout, accumulation) for family in FAMILIES]
+    return [train(family, sizes, accumulation) for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +111,7 @@ def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumul
 def half_precision_loss(mixed_precision: str):
     """Loss and norm of a step of a model whose norms make queries of another dtype than values."""
     context._MASKED_DEVICES = ()
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), context=int(os.environ["WORLD_SIZE"]))
-    strategy = make_strategy("qwen3", layout, mixed_precision)
+    strategy = make_strategy("qwen3", {"context": int(os.environ["WORLD_SIZE"])}, mixed_precision)
     batch = make_batch(0)
     loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
     norm, _ = strategy.optimizer_step(0.5)
@@ -142,27 +126,27 @@ def test_divided_samples_train_in_half_precision(mixed_precision):
 
 
 def test_ranks_with_tokens_of_their_own_draw_their_own_dropout():
-    layout = ParallelDims(pipeline=2, shard=2, context=2, tensor=2)
-    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [layout.rng_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [layout.rng_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    dims = ParallelDims(pipeline=2, shard=2, context=2, tensor=2)
+    assert [dims.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [dims.rng_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [dims.rng_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def parts_and_gradient():
-    """A sequence of 8 tokens, the part of each rank, and the gradient of its gathering."""
-    make_accelerator("no", device=torch.device("cpu"))
+def shards_and_gradient():
+    """A sequence of 8 tokens, the shard of each rank, and the gradient of its all-gather."""
+    layouts.cpu_accelerator()
     rank = int(os.environ["RANK"])
-    part = ContextPart(ParallelDims(context=2), rank)
+    shard = SequenceShard(ParallelDims(context=2), rank)
     tokens = torch.arange(8).unsqueeze(0)
-    own = part.of(MicroBatch(tokens, tokens + 1))
+    own = shard.of(MicroBatch(tokens, tokens + 1))
     values = own.input_ids.double().requires_grad_()
-    whole = part.gather(values, 1)
+    whole = shard.gather(values, 1)
     (whole * (tokens + 10 * rank)).sum().backward()
     return own, whole.tolist(), values.grad.tolist()
 
 
 def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror_image_from_the_back():
-    (first, whole, gradient), (second, _, _) = values(run_ranks(parts_and_gradient, 2))
+    (first, whole, gradient), (second, _, _) = values(run_ranks(shards_and_gradient, 2))
     assert first.input_ids.tolist() == first.positions.tolist() == [[0, 1, 6, 7]]
     assert second.input_ids.tolist() == second.positions.tolist() == [[2, 3, 4, 5]]
     assert first.labels.tolist() == [[1, 2, 7, 8]]

@@ -1,10 +1,10 @@
-"""Which models may be given a part of each sequence; tests/parallel/test_context.py gives it."""
+"""Which models may be given a shard of each sequence; test_context.py trains them."""
 
 import pytest
 import transformers
 
 from llm.errors import ConfigError
-from llm.parallel.context_attention import check_divisible
+from llm.parallel.context import check_divisible
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 REFUSED = {"gpt_neo", "gptj", "bloom", "falcon", "mamba"}

@@ -1,21 +1,19 @@
 """Ranks that hold some layers, or a part of each, draw what they hold and nothing else."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
-from llm.parallel.accelerator import make_accelerator
-from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
+from tests.support.layouts import cpu_accelerator, dims_of
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+META = torch.device("meta")
 ONE = Replicas(number=1, ranks_each=1, rounds=(), accum_steps=None)
 FAMILIES = {
     "gpt2": {},
@@ -30,11 +28,9 @@ FAMILIES = {
 
 def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **options):
     """A strategy of the layout whose model has started on the meta device."""
-    accelerator = make_accelerator("no", device=CPU)
     model = tiny_model(config, device=META, **options)
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
     run = GPTConfig(no_bias=options.get("no_bias", False))
-    strategy = choose_strategy(run, ONE, layout, accelerator, model, seed=1)
+    strategy = choose_strategy(run, ONE, dims_of(**sizes), cpu_accelerator(), model, seed=1)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy
 

@@ -1,23 +1,17 @@
 """Weights divided over ranks train as the whole model does on one rank."""
 
-import os
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import make_accelerator
-from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.dims import parallel_dims
-from llm.parallel.fsdp import ShardedStrategy
+from tests.support.layouts import make_strategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -45,13 +39,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int):
     """Losses, norms and final weights of a few steps on the ranks of a layout."""
     disable_packing_detection()
     model = make_model(family)
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
-    if layout.world_size > 1:
-        strategy = ShardedStrategy(
-            accelerator=accelerator, mixed_precision="no", layout=layout, blocks=find_blocks(model)
-        )
+    strategy = make_strategy(sizes)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     seen = []
     for step in range(STEPS):

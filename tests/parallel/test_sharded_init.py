@@ -129,7 +129,9 @@ def test_what_cannot_be_drawn_alone_is_drawn_as_a_whole_and_said(
         assert_same_start(*both_starts(make))
 
     (message,) = caplog.messages
-    assert message.startswith("Each rank draws the whole _Normalised and then keeps its part")
+    assert message.startswith(
+        "Each rank initializes the whole _Normalised and then keeps its shards"
+    )
     assert reason in message
 
 
@@ -140,7 +142,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
-from llm.models.blocks import find_blocks
+from llm.models.sizes import find_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.parallel.sharded_init import fill_model

@@ -2,22 +2,19 @@
 
 import functools
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.dims import parallel_dims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
+from tests.support.layouts import cpu_accelerator, dims_of
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
@@ -31,20 +28,15 @@ def start(
 ) -> ShardedStrategy:
     """A strategy over all ranks whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
-    strategy = ShardedStrategy(
-        accelerator=accelerator,
-        mixed_precision="no",
-        layout=parallel_dims(int(os.environ["WORLD_SIZE"]), shard=shard),
-        blocks=find_blocks(model),
-        fill=functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU),
-    )
+    init_weights = functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU)
+    strategy = ShardedStrategy(accelerator, dims_of(shard=shard), init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy
 
 
 def differences() -> list[str]:
     """What starts otherwise than on one rank, over all families."""
-    accelerator = make_accelerator("no", device=CPU)
+    accelerator = cpu_accelerator()
     found = []
     for family, options in itertools.product(FAMILIES, ({}, CHANGES)):
         whole = tiny_model(tiny_config(family), **options)
@@ -78,12 +70,12 @@ def test_every_family_starts_as_on_one_rank_with_and_without_changes(ranks):
 def train(shard: int, which: str):
     """Losses and norms of three steps; weights in uneven parts."""
     config = tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    accelerator = make_accelerator("no", device=CPU)
+    accelerator = cpu_accelerator()
     options = {**CHANGES, "no_bias": False, "activation_checkpointing": which}
     if shard > 1:
         strategy = start(accelerator, config, shard=shard, **options)
     else:
-        strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+        strategy = AcceleratedStrategy(accelerator)
         strategy.prepare(LanguageModelLoss(tiny_model(config, **options)), make_optimizer)
     seen = []
     for step in range(3):
@@ -116,7 +108,7 @@ def test_a_run_of_the_program_does_not_tell_how_it_was_divided(tmp_path):
 
 def peak_of_start() -> tuple[int, int]:
     """Bytes of the whole model, and the most that this process took on to start its part."""
-    accelerator = make_accelerator("no", device=CPU)
+    accelerator = cpu_accelerator()
     start(accelerator, tiny_config("llama"), shard=4)  # what is imported on the way
     Path("/proc/self/clear_refs").write_text("5")  # let the peak begin anew
     before = memory("VmRSS")

@@ -1,7 +1,5 @@
 """Layers computed by several ranks together train as the whole model does on one rank."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,19 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import make_accelerator
-from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.dims import parallel_dims
-from llm.parallel.fsdp import ShardedStrategy
-from llm.parallel.tensor import divide_layers
-from llm.parallel.tensor_plans import tensor_plan
-from llm.parallel.tp_rng import OwnRandomness
+from llm.parallel.tensor import TensorParallelRNG, divide_layers
+from tests.support.layouts import make_strategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -54,22 +46,7 @@ def make_model(family: str, **changes):
 def prepare(model, sizes: dict[str, int], *, chunked: bool = True):
     """A strategy that trains the model on the ranks of a layout."""
     disable_packing_detection()
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
-    if layout.world_size > 1:
-        plan = tensor_plan(model)
-
-        def divide(mesh):
-            divide_layers(model, mesh, styles=plan.styles, per_rank=plan.per_rank)
-
-        strategy = ShardedStrategy(
-            accelerator=accelerator,
-            mixed_precision="no",
-            layout=layout,
-            blocks=find_blocks(model),
-            divide_layers=divide,
-        )
+    strategy = make_strategy(sizes)
 
     def make_optimizer(model):
         # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
@@ -177,7 +154,7 @@ def test_a_rank_holds_one_piece_of_each_matrix_and_nothing_else(sizes):
 def draw_around_own_heads():
     """Numbers drawn before, between and after two stretches of own numbers; then again."""
     dist.init_process_group("gloo")
-    own = OwnRandomness(torch.device("cpu"), dist.get_rank())
+    own = TensorParallelRNG(torch.device("cpu"), dist.get_rank())
     first, last = torch.nn.Identity(), torch.nn.Identity()
     own.begin_after(first)
     own.end_before(last)
@@ -211,7 +188,7 @@ def test_own_numbers_are_drawn_on_any_accelerator(monkeypatch, kind):
     monkeypatch.setattr(torch.get_device_module(kind), "default_generators", generators)
     monkeypatch.setattr(torch, "rand", lambda *size, device: rand(*size, generator=generators[1]))
     device = torch.device(kind, 1)
-    own = OwnRandomness(device, rank=0)
+    own = TensorParallelRNG(device, rank=0)
     first, last = torch.nn.Identity(), torch.nn.Identity()
     own.begin_after(first)
     own.end_before(last)
@@ -255,8 +232,7 @@ def sum_gradient_of_a_shared_gain():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     model = make_model("qwen3")
-    plan = tensor_plan(model)
-    divide_layers(model, mesh, styles=plan.styles, per_rank=plan.per_rank)
+    divide_layers(model, mesh)
     norm = model.model.layers[0].self_attn.q_norm
     for _ in range(2):
         norm(torch.full((1, 1, 16), 1.0 + dist.get_rank())).sum().backward()

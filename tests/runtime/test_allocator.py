@@ -2,23 +2,24 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from llm.runtime import allocator
+from llm.runtime import cpu
 
 pytestmark = pytest.mark.skipif(
-    not allocator._has_glibc() or any(map(os.path.exists, allocator._ACCELERATORS)),
+    platform.libc_ver()[0] != "glibc" or any(map(os.path.exists, cpu._ACCELERATORS)),
     reason="needs glibc and no accelerator",
 )
 
 PROGRAM = """
 import json, os, sys
 first = os.getpid()
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import restart_with_kept_memory
 restart_with_kept_memory()
 print(json.dumps([os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.argv[1:], sys.flags.optimize]))
 """
@@ -58,7 +59,7 @@ def test_settings_of_something_else_are_added_to():
 
 
 def test_another_allocator_is_left_alone():
-    assert not allocator._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
+    assert not cpu._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
 
 
 def test_freed_memory_is_not_faulted_in_again():
@@ -77,7 +78,7 @@ print(faults() - before)
 """
     counts = {}
     for name, restart in (("plain", ""), ("kept", "restart_with_kept_memory()")):
-        source = f"from llm.runtime.allocator import restart_with_kept_memory\n{restart}\n{work}"
+        source = f"from llm.runtime.cpu import restart_with_kept_memory\n{restart}\n{work}"
         plain = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
         done = subprocess.run(
             [sys.executable, "-c", source],

@@ -4,7 +4,8 @@ import logging
 import pytest
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.runtime.events import EventHandler, append_event, event
+from llm.metrics.tracker import cut_metrics
+from llm.runtime.logging import EventHandler, append_event, event
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_every_end_of_a_run_is_an_event_and_its_resume_cuts_none_off(tmp_path):
     append_event(run.events, "start", step=0)
     run.say("running")
     run.say("failed", reason="DataError: no text")
-    run.cut_metrics(step=0)
+    cut_metrics(run.metrics, step=0)
     run.say("finished", step=60)
     assert events_in(tmp_path) == [
         {"event": "start", "step": 0},

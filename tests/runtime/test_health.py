@@ -23,8 +23,8 @@ def stand_still():
 class Ranks:
     """Processes that watch one another; each makes a step every tenth of a second."""
 
-    def __init__(self, world_size, *, steps=10_000, hangs=None):
-        self.hangs = hangs
+    def __init__(self, world_size, *, steps=10_000, hangs=None, dies=None):
+        self.hangs, self.dies = hangs, dies
         self.stacks = Path(tempfile.mkdtemp())
         self.address = CONTEXT.SimpleQueue()
         self.verdicts = CONTEXT.SimpleQueue()
@@ -51,6 +51,8 @@ class Ranks:
             on_loss=lambda failure: self.verdicts.put((rank, failure)),
             stacks=self.stacks,
         )
+        if rank == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         for step in range(steps):
             if step == 10 and rank == self.hangs:
                 stand_still()
@@ -86,6 +88,13 @@ def test_when_a_rank_dies_the_others_name_it_and_end_within_ten_seconds(victim):
     said = ranks.said()
     assert set(said) == {0, 1, 2} - {victim}
     assert all(f"rank {victim} " in failure for failure in said.values())
+
+
+def test_a_rank_that_dies_before_its_first_step_is_named():
+    ranks = Ranks(2, dies=1, steps=100)
+
+    assert ranks.ends()[1] == [EXIT_PEER_LOST, -signal.SIGKILL]
+    assert "rank 1 on" in ranks.said()[0]
 
 
 def test_a_rank_that_was_stopped_is_named_after_its_limit():

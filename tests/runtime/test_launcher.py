@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llm.errors import ParallelError
-from llm.runtime.launcher import adopt_launcher, expand, hosts_of, ranks_of, ranks_per_node
+from llm.runtime.world import adopt_launcher, expand, hosts_of, ranks_of, ranks_per_node
 
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "41",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.rng import draw_seed, seed_step
-from llm.runtime.threads import limit_spin_wait
 from llm.runtime.world import World, launch_id, world_from_environment
 
 

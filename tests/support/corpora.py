@@ -10,7 +10,7 @@ import numpy as np
 
 from llm.data.preparation.cache import TokenCache
 from llm.data.preparation.encoder import Encoding
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.tokenizers.fast import TextTokenizer

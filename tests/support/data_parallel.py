@@ -5,13 +5,13 @@ import os
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
+from tests.support import layouts
 from tests.support.models import tiny_config
 
 BATCH, LENGTH = 8, 16
@@ -38,8 +38,7 @@ def make_optimizer(model):
 
 
 def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
+    strategy = AcceleratedStrategy(layouts.cpu_accelerator(mixed_precision))
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()

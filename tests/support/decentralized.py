@@ -1,23 +1,22 @@
 """A model small enough to simulate all ranks in one process, in float64, and that simulation."""
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.averaging import GossipAverager
+from llm.parallel.gossip import averaging
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.diloco import OuterOptimizer
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
+from llm.parallel.options import DecentralizedOptions
+from tests.support.layouts import cpu_accelerator
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
 
@@ -94,44 +93,27 @@ def trained(model: nn.Module) -> torch.Tensor:
 
 def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrategy:
     """A prepared strategy on the ranks that there are."""
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    ranks, each = accelerator.num_processes, case.ranks_per_node if case.nodes else 1
-
-    def make_averaging(tensors: dict[str, torch.Tensor]) -> Any:
-        if case.sync_every is not None:
-            return OuterOptimizer(
-                tensors,
-                world_size=ranks,
-                sync_every=case.sync_every,
-                bucket_bytes=case.bucket_bytes,
-            )
-        return GossipAverager(
-            list(tensors.values()),
-            rounds=make_rounds(
-                case.topology,
-                ranks=ranks // each,
-                ranks_per_node=1 if case.nodes else case.ranks_per_node,
-            ),
-            rank=accelerator.process_index,
-            ranks_per_replica=each,
-            overlap=case.overlap,
-            bucket_bytes=case.bucket_bytes,
-        )
-
-    strategy = DecentralizedStrategy(
-        accelerator=accelerator,
-        mixed_precision=mixed_precision,
-        make_averaging=make_averaging,
-        ranks_per_replica=each,
+    averaging.BUCKET_BYTES = case.bucket_bytes
+    accelerator = cpu_accelerator(mixed_precision)
+    each = case.ranks_per_node if case.nodes else 1
+    rounds = make_rounds(
+        case.topology,
+        ranks=accelerator.num_processes // each,
+        ranks_per_node=1 if case.nodes else case.ranks_per_node,
     )
+    options = DecentralizedOptions(
+        data_parallel="gossip" if case.sync_every is None else "diloco",
+        gossip_order="overlap" if case.overlap else "blocking",
+        inner_steps=case.sync_every or 500,
+    )
+    strategy = DecentralizedStrategy(options, accelerator, rounds=rounds, ranks_per_replica=each)
     loss = Loss(unused=case.unused)
     strategy.prepare(loss, lambda model: make_optimizer(case.optimizer, model))
     return strategy
 
 
 def make_all_reduce(case: Case) -> AcceleratedStrategy:
-    accelerator = make_accelerator("no", device=torch.device("cpu"))
-    strategy = AcceleratedStrategy(accelerator=accelerator, mixed_precision="no")
+    strategy = AcceleratedStrategy(cpu_accelerator())
     strategy.prepare(Loss(unused=False), lambda model: make_optimizer(case.optimizer, model))
     return strategy
 

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llm.data.formats.megatron import TokenFile, TokenFileWriter
+from llm.data.formats.megatron import TokenFile
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import Output
 from llm.data.preparation.prepare_files import prepare_files
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text.blocks import BadRecordPolicy
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
+from tests.support.token_files import TokenFileWriter
 from tests.support.tokenizers import tiny_tokenizer
 
 UINT16 = np.dtype("<u2")

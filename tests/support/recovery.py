@@ -51,7 +51,7 @@ def last_counts(run: Run) -> dict[str, Any]:
 
 def without_times(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without what the clock says."""
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.metrics]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in run.lines]
 
 
 def curves(run: Run) -> dict[str, list[tuple[int, float]]]:

@@ -1,11 +1,59 @@
 """Small token files, and the sidecars that say who made them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llm.data.formats.megatron import TokenFileWriter
+from llm.data.formats.megatron import write_index
 from llm.data.formats.sidecar import Sidecar, write_sidecar
+
+
+class TokenFileWriter:
+    """Write `PREFIX.bin` and `PREFIX.idx` by one sequence after the other, as Megatron's builder.
+
+    The `.idx` is written when the block of a `with` statement is left without an error.
+
+    Args:
+        prefix: The path of both files without their suffix.
+        dtype: Of the token ids on disk.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix = prefix
+        self._dtype = dtype
+        self._lengths: list[int] = []
+        self._documents = [0]
+
+    def __enter__(self) -> "TokenFileWriter":
+        self._bin = open(f"{self._prefix}.bin", "wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bin.close()
+        if kind is None:
+            if len(self._lengths) > self._documents[-1]:
+                self.end_document()
+            write_index(
+                Path(f"{self._prefix}.idx"),
+                self._dtype,
+                num_sequences=len(self._lengths),
+                num_documents=len(self._documents) - 1,
+                lengths=lambda: iter([np.array(self._lengths, "<i4")]),
+                documents=[np.array(self._documents)],
+            )
+
+    def add(self, tokens: NDArray[Any], *, ends_document: bool) -> None:
+        """Append one sequence."""
+        self._bin.write(tokens.astype(self._dtype).tobytes())
+        self._lengths.append(tokens.size)
+        if ends_document:
+            self.end_document()
+
+    def end_document(self) -> None:
+        """Close the document that the sequences added so far belong to."""
+        self._documents.append(len(self._lengths))
 
 
 def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> Path:

@@ -48,9 +48,20 @@ class Run:
         return "\n".join(outcome.output for outcome in self.outcomes)
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A record for each step: its training and its evaluation, neither of them twice."""
+        by_step: dict[int, dict[str, Any]] = {}
+        for line in self.lines:
+            record = by_step.setdefault(line["step"], {"step": line["step"]})
+            assert record.keys() & line.keys() == {"step"}, f"a second line of it: {line}"
+            record.update(line)
+        return list(by_step.values())
 
     @property
     def losses(self) -> list[float]:

@@ -16,7 +16,7 @@ from transformers import (
 
 from llm.errors import ConfigError
 from llm.tokenizers.fast import TextTokenizer, from_transformers, load_text_tokenizer
-from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
-from llm.tokenizers.load import fingerprint, load_tokenizer
+from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -153,7 +153,7 @@ def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) 
 
 def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     program = (
-        "import sys; from llm.tokenizers.load import fingerprint, load_tokenizer; "
+        "import sys; from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer; "
         "from llm.tokenizers.options import TokenizerOptions; "
         "print(fingerprint(load_tokenizer(TokenizerOptions(tokenizer_name=sys.argv[1]))))"
     )
@@ -199,7 +199,7 @@ def test_other_ids_mean_another_fingerprint() -> None:
 
 def test_the_module_is_cheap_to_import() -> None:
     program = (
-        "import sys, llm.tokenizers.load\n"
+        "import sys, llm.tokenizers.load_tokenizer\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run(

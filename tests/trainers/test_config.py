@@ -5,15 +5,19 @@ import sys
 
 import pytest
 
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.command_line import parse
-from llm.config.options import fields
+from llm.config.options import fields, renamed
 from llm.config.toml import read_toml, to_toml
-from llm.errors import ConfigError
+from llm.errors import CheckpointError, ConfigError
 from llm.models.options import recomputation
-from llm.optim.kfac.options import kfac_method
+from llm.optim.options import kfac_method
+from llm.trainers.gpt import resume
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.rules import check
+from llm.trainers.gpt.strategies import plan_replicas
 from llm.trainers.gpt.trained_model import read_config
 from tests.support.package import MODULES, name_of
 
@@ -183,7 +187,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({**TOKENS, "overwrite_cache": True}, ["--overwrite_cache is for text"]),
         ({**TOKENS, "validation_split_percentage": 3}, ["token files are cut by --split"]),
         ({"split": "9,1,0"}, ["--split needs --data_path"]),
-        ({"force": True}, ["--force is for token files, and none are given"]),
+        ({"ignore_tokenizer_mismatch": True}, ["(formerly --force) is for token files"]),
         ({"eval_only": True, "dataset_name": None}, ["--eval_only needs data"]),
         ({"append_eos": False, "reset_position_ids": True}, ["leave --no_append_eos out"]),
         ({"append_eos": False, "reset_attention_mask": True}, ["leave --no_append_eos out"]),
@@ -201,7 +205,7 @@ def test_options_that_do_not_fit_together_are_refused(changes, words):
     "changes",
     [
         TOKENS,
-        {**TOKENS, "split": "100,0,0", "force": True, "append_eos": False},
+        {**TOKENS, "split": "100,0,0", "ignore_tokenizer_mismatch": True, "append_eos": False},
         {**TOKENS, "reset_position_ids": True, "append_eos": False},
         {"dataset_name": None, "train_data_path": ("a",), "valid_data_path": ("b",)},
         {"dataset_name": None, "valid_data_path": ("b",), "eval_only": True},
@@ -249,7 +253,9 @@ ORDERS = {
 
 
 def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_path):
-    given = GPTConfig(train_file="a.txt", init_from="runs/old", force=True, **ORDERS)
+    given = GPTConfig(
+        train_file="a.txt", init_from="runs/old", ignore_tokenizer_mismatch=True, **ORDERS
+    )
     (tmp_path / "config.toml").write_text(to_toml(given))
     again = GPTConfig(**read_toml(GPTConfig, tmp_path / "config.toml"))
     defaults = {name: getattr(GPTConfig(), name) for name in ORDERS}
@@ -316,6 +322,57 @@ def test_a_trained_model_is_found_whatever_its_run_had_of_them(tmp_path):
         'model_type = "gpt2"\nmax_failed_saves = 9\nkfac_damping = "0.003@0,0.001@5000"\n'
     )
     assert read_config(tmp_path) == GPTConfig(model_type="gpt2")
+
+
+FORMER = {
+    "accum_steps": "moment_update_steps",
+    "sync_every": "inner_steps",
+    "sample_every": "sample_steps",
+    "force": "ignore_tokenizer_mismatch",
+}
+
+
+def test_the_options_that_have_another_name_since_the_first_edition():
+    assert renamed(GPTConfig) == FORMER
+
+
+@pytest.fixture
+def old_checkpoint(tmp_path, monkeypatch):
+    """The checkpoint of a run of the first edition, the newest of its folder."""
+    fixed = {"accum_steps": 4, "sync_every": 20, "learning_rate": 0.1, "seed": 1}
+    found = Checkpoint(
+        path=tmp_path,
+        step=8,
+        saved_at="",
+        world_size=2,
+        metadata={"fixed": fixed, "replicas": 2, "accum_steps": 4},
+        files={},
+    )
+    monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
+    return found
+
+
+def test_a_checkpoint_of_the_first_edition_keeps_options_to_their_former_names(old_checkpoint):
+    config = GPTConfig(
+        data_parallel="gossip",
+        moment_update_steps=4,
+        inner_steps=20,
+        learning_rate=0.1,
+        resume_from_checkpoint=True,
+    )
+    run = RunFolder(old_checkpoint.path)
+    assert resume.find_resume(config, run) is old_checkpoint
+    asked = dataclasses.replace(config, moment_update_steps=None)
+    assert plan_replicas(asked, 8, old_checkpoint).accum_steps == 4
+
+    other = dataclasses.replace(config, moment_update_steps=2, inner_steps=30)
+    with pytest.raises(CheckpointError) as caught:
+        resume.find_resume(other, run)
+    assert "moment_update_steps was 4 and is 2; inner_steps was 20 and is 30" in str(caught.value)
+    for names in (("accum_steps", "sync_every"), ("moment_update_steps", "inner_steps")):
+        allowed = dataclasses.replace(other, change_on_resume=names)
+        assert resume.find_resume(allowed, run) is old_checkpoint
+        assert "change_on_resume" not in complaints(allowed)
 
 
 def test_what_an_option_requires_is_an_option_that_can_be_given():

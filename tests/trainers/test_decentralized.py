@@ -18,7 +18,7 @@ from tests.support.training import Bench, Run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RING = {"data_parallel": "gossip"}
-DILOCO = {"data_parallel": "diloco", "sync_every": 3}
+DILOCO = {"data_parallel": "diloco", "inner_steps": 3}
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
 FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
@@ -202,9 +202,13 @@ def test_one_rank_is_a_plain_run_bit_for_bit(bench, plain, options):
 
 
 def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench, plain):
-    blocks = bench.train_well("blocks", max_train_steps=8, optimizer="accumadamw", accum_steps=1)
+    blocks = bench.train_well(
+        "blocks", max_train_steps=8, optimizer="accumadamw", moment_update_steps=1
+    )
     assert blocks.losses == pytest.approx(plain.losses, rel=1e-5)
-    other = bench.train_well("longer", max_train_steps=8, optimizer="accumadamw", accum_steps=4)
+    other = bench.train_well(
+        "longer", max_train_steps=8, optimizer="accumadamw", moment_update_steps=4
+    )
     assert other.losses != pytest.approx(plain.losses, rel=1e-5)
 
 
@@ -214,10 +218,13 @@ def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench, plain):
         ({"topology": "exp"}, "--topology needs --data_parallel gossip; give that too"),
         ({"gossip_order": "blocking"}, "--gossip_order needs --data_parallel gossip"),
         ({"gossip_group": "nodes", **DILOCO}, "--gossip_group needs --data_parallel gossip"),
-        ({"sync_every": 4, **RING}, "--sync_every needs --data_parallel diloco"),
+        ({"inner_steps": 4, **RING}, "--inner_steps needs --data_parallel diloco"),
         ({"outer_momentum": 0.5}, "--outer_momentum needs --data_parallel diloco"),
-        ({"accum_steps": 4}, "--accum_steps needs --optimizer accumadamw"),
-        ({"accum_steps": 4, "optimizer": "adamw", **RING}, "--accum_steps needs --optimizer"),
+        ({"moment_update_steps": 4}, "--moment_update_steps needs --optimizer accumadamw"),
+        (
+            {"moment_update_steps": 4, "optimizer": "adamw", **RING},
+            "--moment_update_steps needs --optimizer",
+        ),
         ({"kfac": True, **RING}, "--kfac needs the gradients of all ranks.*gossip"),
         ({"kfac": True, **DILOCO}, "--kfac needs the gradients of all ranks.*diloco"),
         ({"topology": "star", **RING}, "complete, exp, ring, alternating-exp-ring"),

@@ -2,15 +2,21 @@ import contextlib
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
-from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.data.loader import MicroBatch
+from llm.trainers.gpt.evaluation import (
+    ValidationSource,
+    divide_batches,
+    evaluate_sources,
+    load_metrics,
+)
 
 
-class Told:
-    """A strategy to which a batch's input says the loss of each of its tokens."""
+class FakeStrategy:
+    """A strategy under which a token's loss is its input id."""
 
     device = torch.device("cpu")
 
@@ -24,13 +30,15 @@ class Told:
         return values
 
 
-def part(name, weight, loss, *, tokens=4, bytes_per_token=None):
+def source(name, weight, loss, *, tokens=4, bytes_per_token=None):
     batch = MicroBatch(torch.full((1, tokens), loss), torch.zeros(1, tokens))
-    return EvaluatedPart(name, weight, [batch], bytes_per_token)
+    return ValidationSource(name, weight, [batch], bytes_per_token)
 
 
 def test_a_single_source_is_evaluated_as_it_is():
-    results = evaluate_parts(Told(), [part("wiki", 1.0, 2.0, bytes_per_token=4.0)], metrics={})
+    results = evaluate_sources(
+        FakeStrategy(), [source("wiki", 1.0, 2.0, bytes_per_token=4.0)], metrics={}
+    )
 
     assert results == {
         "loss": 2.0,
@@ -41,9 +49,9 @@ def test_a_single_source_is_evaluated_as_it_is():
 
 def test_a_blend_has_the_mean_by_weight_and_each_source_by_name():
     """The number of tokens of a source plays no part."""
-    parts = [part("wiki", 0.75, 2.0, tokens=4), part("code", 0.25, 1.0, tokens=400)]
+    sources = [source("wiki", 0.75, 2.0, tokens=4), source("code", 0.25, 1.0, tokens=400)]
 
-    results = evaluate_parts(Told(), parts, metrics={})
+    results = evaluate_sources(FakeStrategy(), sources, metrics={})
 
     assert results == {
         "loss": 1.75,
@@ -54,12 +62,12 @@ def test_a_blend_has_the_mean_by_weight_and_each_source_by_name():
 
 
 def test_bits_per_byte_of_a_blend_are_its_loss_over_its_bytes():
-    parts = [
-        part("wiki", 0.5, 2.0, bytes_per_token=4.0),
-        part("code", 0.5, 1.0, bytes_per_token=2.0),
+    sources = [
+        source("wiki", 0.5, 2.0, bytes_per_token=4.0),
+        source("code", 0.5, 1.0, bytes_per_token=2.0),
     ]
 
-    results = evaluate_parts(Told(), parts, metrics={})
+    results = evaluate_sources(FakeStrategy(), sources, metrics={})
 
     assert results["bits_per_byte"] == pytest.approx(1.5 / math.log(2) / 3)
 
@@ -67,18 +75,18 @@ def test_bits_per_byte_of_a_blend_are_its_loss_over_its_bytes():
 def test_other_metrics_are_averaged_by_weight_too():
     values = iter([0.5, 0.25])
     metric = SimpleNamespace(add_batch=lambda **_: None, compute=lambda: {"accuracy": next(values)})
-    strategy = Told()
+    strategy = FakeStrategy()
     strategy.predict = lambda batch: batch.labels
     strategy.gather = lambda values: values
 
-    parts = [part("wiki", 0.8, 2.0), part("code", 0.2, 1.0)]
-    results = evaluate_parts(strategy, parts, metrics={"accuracy": metric})
+    sources = [source("wiki", 0.8, 2.0), source("code", 0.2, 1.0)]
+    results = evaluate_sources(strategy, sources, metrics={"accuracy": metric})
 
     assert results["accuracy"] == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(
-    ("max_batches", "weights", "shares"),
+    ("max_batches", "weights", "batches"),
     [
         (10, [0.7, 0.3], [7, 3]),
         (10, [1 / 3, 1 / 3, 1 / 3], [4, 3, 3]),
@@ -87,5 +95,13 @@ def test_other_metrics_are_averaged_by_weight_too():
         (7, [1.0], [7]),
     ],
 )
-def test_batches_are_shared_out_by_weight_at_least_one_each(max_batches, weights, shares):
-    assert share_batches(max_batches, weights) == shares
+def test_batches_are_shared_out_by_weight_at_least_one_each(max_batches, weights, batches):
+    assert divide_batches(max_batches, weights) == batches
+
+
+def test_accuracy_is_counted_over_batches_and_starts_anew():
+    (accuracy,) = load_metrics(["accuracy"]).values()
+    for _ in range(2):
+        accuracy.add_batch(predictions=np.array([1, 2, 3]), references=np.array([1, 2, 4]))
+        accuracy.add_batch(predictions=np.array([5]), references=np.array([6]))
+        assert accuracy.compute() == {"accuracy": 0.5}

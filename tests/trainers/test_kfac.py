@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm.optim.kfac.make import max_dim
-from llm.optim.kfac.options import KFACOptions
+from llm.optim.kfac.make_kfac import max_dim
+from llm.optim.options import KFACOptions
 from tests.support.faults import Fault
 from tests.support.models import tiny_config
 from tests.support.recovery import weights_hash, without_times

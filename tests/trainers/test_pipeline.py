@@ -1,9 +1,13 @@
 """The trainer on two stages writes what it writes on one rank."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench
 
 STAGES = {"gradient_accumulation_steps": 2, "max_train_steps": 4, "pipeline_parallel_size": 2}
@@ -30,6 +34,36 @@ def test_two_stages_log_evaluate_and_export_as_one_rank(bench):
     assert "stage 1 on rank 1 of the pipeline: layers 2 to 3, 35,712 parameters" in said
     assert "2 micro-batches a step through 2 stages on 2 ranks by 1f1b; bubble 33.3%" in said
     assert "model: gpt2, 63,168 parameters (12,288 embedding, 50,880 other, 0 frozen)" in said
+
+
+def layers_while_training(argv: list[str]) -> tuple[int, list[list[bool]]]:
+    """The exit code, and in each step which layers of the model that was built are alive."""
+    from llm.models.sizes import find_blocks
+    from llm.parallel.base import AcceleratedStrategy
+    from llm.trainers.gpt import main, train
+
+    layers, alive = [], []
+    make_model, optimizer_step = train.make_model, AcceleratedStrategy.optimizer_step
+
+    def make_watched_model(*args):
+        model = make_model(*args)
+        layers.extend(map(weakref.ref, find_blocks(model)))
+        return model
+
+    def look_and_step(self, max_grad_norm):
+        gc.collect()
+        alive.append([layer() is not None for layer in layers])
+        return optimizer_step(self, max_grad_norm)
+
+    train.make_model, AcceleratedStrategy.optimizer_step = make_watched_model, look_and_step
+    return main.main(argv), alive
+
+
+def test_the_trainer_keeps_no_reference_to_layers_of_other_stages(bench):
+    argv = bench.command("freed", **{**STAGES, "max_train_steps": 1})
+    first, last = values(run_ranks(layers_while_training, 2, argv))
+    assert first == (0, [[True, True, False, False]])
+    assert last == (0, [[False, False, True, True]])
 
 
 @pytest.mark.parametrize(

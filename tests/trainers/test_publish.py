@@ -9,7 +9,7 @@ import pytest
 
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.publish import open_repository, push
+from llm.trainers.gpt.results import open_repository, push
 from llm.trainers.gpt.rules import check
 
 

@@ -1,5 +1,6 @@
-"""What a run tells while it trains: samples of what it writes, TensorBoard's table of runs."""
+"""Samples of what the model writes, TensorBoard's table of runs, and the commands in the log."""
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.trainers.gpt import results
+from llm.trainers.gpt import reporting
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.reporting import write_sample
+from llm.trainers.gpt.reporting import log_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import weights_hash, without_times
 from tests.support.tokenizers import tiny_tokenizer
@@ -25,7 +26,7 @@ def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
     bench = Bench(tmp_path)
     options = {"max_train_steps": 6, "report_to": "tensorboard", "learning_rate": 0.003}
     quiet = bench.train_well("quiet", **options)
-    told = bench.train_well("told", sample_every=3, sample_prompt="The king", **options)
+    told = bench.train_well("told", sample_steps=3, sample_prompt="The king", **options)
 
     assert without_times(told) == without_times(quiet)
     assert weights_hash(told.folder) == weights_hash(quiet.folder)
@@ -47,9 +48,11 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
     model = tiny_model(tiny_config("gpt2"))
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.nan)
-    inputs: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), seed=1)
+    setup: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), seed=1)
+    strategy: Any = SimpleNamespace(averaged=contextlib.nullcontext, rank=0)
 
-    assert write_sample(GPTConfig(sample_prompt="The king"), inputs, model) is None
+    log_sample(GPTConfig(sample_prompt="The king"), setup, strategy, model, step=3)
+
     assert caplog.messages == [
         "There is no sample. The model cannot write: its weights are not finite."
     ]
@@ -57,37 +60,37 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
 
 
 def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
-    run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_every=2, ranks=2)
+    run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_steps=2, ranks=2)
     assert run.output.count("a sample at step 2:") == 1
 
 
 def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
-    monkeypatch.setattr(results, "_python", lambda: "my env/bin/python")
+    monkeypatch.setattr(reporting, "_python", lambda: "my env/bin/python")
     words = ("--config", "runs/with späces/config.toml")
     trainer = "-m llm.trainers.gpt --config 'runs/with späces/config.toml'"
-    assert results.start_command(1, *words) == f"'my env/bin/python' {trainer}"
-    monkeypatch.setattr(results, "_python", lambda: "python")
+    assert reporting.start_command(1, *words) == f"'my env/bin/python' {trainer}"
+    monkeypatch.setattr(reporting, "_python", lambda: "python")
     local = f"torchrun --standalone --nproc_per_node 8 {trainer}"
-    assert results.start_command(8, *words) == local
+    assert reporting.start_command(8, *words) == local
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
-    assert results.start_command(8, *words) == f"{nodes} {trainer}"
+    assert reporting.start_command(8, *words) == f"{nodes} {trainer}"
     # Tasks of srun or mpiexec are ranks themselves.
     for name, value in {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "8"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert results.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
     for name in ("PMI_RANK", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("PMI_SIZE", "8")  # as Cray's srun sets it too
-    assert results.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
     monkeypatch.delenv("SLURM_PROCID")
-    assert results.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
 def test_a_run_that_is_stopped_is_still_pushed_by_the_command_that_goes_on_with_it(monkeypatch):
-    monkeypatch.setattr(results, "_python", lambda: "python")
+    monkeypatch.setattr(reporting, "_python", lambda: "python")
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
-    assert results.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
+    assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
         "python -m llm.trainers.gpt --config runs/tiny/config.toml --resume_from_checkpoint "
         "--push_to_hub --hub_model_id someone/tiny"
     )

@@ -22,14 +22,14 @@ OPTIONS = {
         {"data_parallel": "gossip"},
         {"data_parallel": "diloco"},
     ],
-    "`--sample_every`": [{"sample_every": 5}],
+    "`--sample_steps`": [{"sample_steps": 5}],
     "`--torch_compile`": [{"torch_compile": True}],
     "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
 }
 
 
 def cells() -> list[tuple[str, str, str]]:
-    table = GUIDE.read_text(encoding="utf-8").split("## What goes together")[1]
+    table = GUIDE.read_text(encoding="utf-8").split("## Combinations")[1]
     lines = re.findall(r"(?m)^\|(.*)\|$", table)
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     head = rows[0]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.sampler import WindowSampler
+from llm.data.order import WindowSampler
 from llm.runtime.world import World
-from llm.tokenizers.load import fingerprint
+from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
@@ -229,9 +229,13 @@ def test_bad_weights_missing_files_and_empty_parts_are_refused_in_a_sentence(ben
 def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
     prefix = write_pair(bench.folder / "theirs", random_documents(100, seed=4))
     describe(prefix, fingerprint="theirs", largest_token=101)
-    assert_refused(bench, "pass --force to train all the same", ranks=2, data_path=[prefix])
+    assert_refused(
+        bench, "pass --ignore_tokenizer_mismatch to train all the same", ranks=2, data_path=[prefix]
+    )
 
-    assert train(bench, "forced", data_path=[prefix], force=True, max_train_steps=2).losses
+    assert train(
+        bench, "forced", data_path=[prefix], ignore_tokenizer_mismatch=True, max_train_steps=2
+    ).losses
     describe(prefix, fingerprint=fingerprint(tiny_tokenizer()), largest_token=101)
     assert train(bench, "same", data_path=[prefix], max_train_steps=2).losses
 

@@ -1,14 +1,19 @@
-"""Flat token files: nanoGPT's `.bin`, uint16 ids one after the other, without header or index."""
+"""nanoGPT's flat token files, and which of the two kinds of token files a path names.
 
+A flat `.bin` holds uint16 ids one after the other, without header or index.
+"""
+
+import os
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from llm.data.formats.paths import map_file
+from llm.data.formats.megatron import TokenFile, beside, map_file
 from llm.errors import DataError
 
-_LLM_C_MAGIC = (20240520).to_bytes(4, "little")
+_LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # llm.c's files also end in .bin
 
 
 class FlatTokenFile:
@@ -17,18 +22,20 @@ class FlatTokenFile:
     It does not say where documents begin.
 
     Attributes:
+        path: The file.
         prefix: The path without `.bin`.
         tokens: All token ids, uint16 [num_tokens].
+        num_tokens: Their number.
+        num_documents: 0, for not known.
 
     Args:
         path: The file, with its `.bin`.
 
     Raises:
-        DataError: It is missing, is cut within an id, or begins with llm.c's header.
+        DataError: The file is missing, is cut within an id, or begins with llm.c's header.
     """
 
     num_documents = 0
-    """Not known."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -45,14 +52,10 @@ class FlatTokenFile:
                 "its first 1,024 bytes off to read the rest as a flat file of uint16 ids."
             )
         self.tokens: NDArray[Any] = data.view("<u2")
-
-    @property
-    def num_tokens(self) -> int:
-        """All token ids."""
-        return int(self.tokens.size)
+        self.num_tokens = int(self.tokens.size)
 
     def document_start(self, number: int) -> int:
-        """The end of the tokens for number 0, the number of documents that are known.
+        """Return the end of the tokens for number 0, the number of documents that are known.
 
         Raises:
             DataError: For any other number.
@@ -63,3 +66,64 @@ class FlatTokenFile:
                 "pair of .bin and .idx for that."
             )
         return self.num_tokens
+
+
+def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
+    """Open token files of either kind; `locate` says how they may be named.
+
+    Raises:
+        DataError: There is none, or it is truncated or inconsistent.
+    """
+    prefix, is_flat = locate(path)
+    return FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
+
+
+def locate(path: Path) -> tuple[Path, bool]:
+    """Find token files by their name.
+
+    Args:
+        path: `PREFIX`, `PREFIX.bin` or `PREFIX.idx` for a pair. A flat file is named with its
+            `.bin`, which has no `.idx` beside it.
+
+    Returns:
+        (the path without suffix, whether it is a flat file).
+
+    Raises:
+        DataError: There is none; the message names the most similar ones.
+    """
+    path = Path(path)
+    # Path.exists would raise an OSError for a name that is too long.
+    if os.path.exists(beside(path, ".idx")):
+        return path, False
+    prefix = path
+    if path.suffix in (".bin", ".idx"):
+        prefix = path.with_suffix("")
+        if os.path.exists(beside(prefix, ".idx")):
+            return prefix, False
+        if path.suffix == ".bin" and os.path.exists(path):
+            return prefix, True
+    if os.path.exists(beside(prefix, ".bin")):
+        raise DataError(
+            f"The token file {prefix}.bin has no index {prefix}.idx beside it; if it is a flat "
+            f"file of uint16 ids, as nanoGPT writes them, name it with its suffix: {prefix}.bin."
+        )
+    looked_for = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)
+    raise DataError(
+        f"There is no token file {path}: looked for {looked_for}; {_similar_files(path, prefix)}."
+    )
+
+
+def _similar_files(path: Path, prefix: Path) -> str:
+    folder = path if os.path.isdir(path) else path.parent
+    try:
+        names = sorted(name[:-4] for name in os.listdir(folder) if name.endswith(".idx"))
+    except (OSError, ValueError):
+        return f"the folder {folder} cannot be read"
+    if not names:
+        return f"the folder {folder} holds no .idx at all"
+
+    def similarity(name: str) -> tuple[bool, float]:
+        return name.startswith(prefix.name), SequenceMatcher(None, name, prefix.name).ratio()
+
+    names.sort(key=similarity, reverse=True)
+    return "near it there are " + ", ".join(str(folder / name) for name in names[:5])

@@ -11,10 +11,8 @@ from typing import Any
 
 import xxhash
 
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, open_token_file
-from llm.data.formats.paths import beside, locate
-from llm.data.formats.token_check import check, id_faults, id_range
+from llm.data.formats.flat import FlatTokenFile, locate, open_token_file
+from llm.data.formats.megatron import TokenFile, beside
 from llm.errors import DataError
 from llm.runtime.files import write_whole
 
@@ -23,32 +21,34 @@ CHUNK_BYTES = 64 << 20
 """Bytes under one checksum: as near as a changed byte is located."""
 
 _READ_BYTES = 1 << 20
-_LARGEST_SIDECAR = 256 << 20  # the checksums of a .bin of 400 TB
+_NUM_TOKENS = 1 << 20  # tokens that are checked at once
+_LARGEST_SIDECAR = 256 << 20  # bytes; the checksums of a .bin of 400 TB
 
 log = logging.getLogger("llm.data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """What is known about a pair of token files, or a flat one, that this package wrote.
+    """How this package made a pair of token files, or a flat one.
 
     Attributes:
         tokenizer: Its name, as given.
         tokenizer_fingerprint: Equal for tokenizers that give equal ids.
-        vocab_size: Of the tokenizer.
+        vocab_size: Number of tokens of the tokenizer.
         eos_token_id: Its end-of-text token, if it has one.
         append_eos: Whether each document ends with that token.
-        dtype: Of the token ids on the disk: `uint16` or `int32`.
+        dtype: Dtype of the token ids in the file: `uint16` or `int32`.
         documents: Documents in the file.
         tokens: Tokens in the file.
         text_bytes: UTF-8 bytes of their text.
         empty_documents: Documents without text, which are not in the file.
         skipped_documents: Documents that could not be read, which are not in the file.
         largest_token: The largest id; -1 where there are no tokens.
-        sources: What was read.
-        plan: A digest of input and options, which tells the same command that all is done.
+        sources: Names of the files and data sets that were read.
+        plan: Digest of the input and the options; the same command, given again, stops when it
+            finds its own.
         checksums: For `bin` and `idx` (a flat file has none), the result of `checksums`.
-        format: The version of this list.
+        format: Version of these fields.
     """
 
     tokenizer: str
@@ -70,7 +70,7 @@ class Sidecar:
 
 
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
-    """Writes `PREFIX.json` so that a kill leaves the old one or the new one.
+    """Write `PREFIX.json`; a kill leaves the old one or the new one.
 
     Raises:
         DataError: The file system refuses it.
@@ -84,7 +84,7 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Reads `PREFIX.json`.
+    """Read `PREFIX.json`.
 
     Returns:
         Its content; None where there is no such file.
@@ -95,65 +95,60 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     path = beside(prefix, ".json")
     if not os.path.exists(path):
         return None
+
+    def no_sidecar(fault: str) -> DataError:
+        return DataError(
+            f"{path} does not describe the token file beside it: {fault}; restore it, or move it "
+            "away to use the token file without what it says."
+        )
+
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST_SIDECAR:
-            raise _no_sidecar(path, "it is no file of this kind")
+            raise no_sidecar("it is no file of this kind")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise _no_sidecar(path, f"it is no JSON: {error}") from error
+        raise no_sidecar(f"it is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise _no_sidecar(path, "it is no JSON object")
+        raise no_sidecar("it is no JSON object")
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(
             f"{path} has the format {content['format']}, of a newer version of this package; "
             f"update it, or make the token file anew (this version reads the format {FORMAT})."
         )
-    return _checked(path, content)
-
-
-def _checked(path: Path, content: dict[str, Any]) -> Sidecar:
     hints = typing.get_type_hints(Sidecar)
     for name, hint in hints.items():
         if name not in content:
-            raise _no_sidecar(path, f"it lacks the key '{name}'")
+            raise no_sidecar(f"it lacks the key '{name}'")
         value = content[name]
         if not _fits(value, hint):
-            raise _no_sidecar(path, f"the value of '{name}' has the wrong type")
+            raise no_sidecar(f"the value of '{name}' has the wrong type")
         if type(value) is int and value < (-1 if name == "largest_token" else 0):
-            raise _no_sidecar(path, f"the value of '{name}' is {value}")
+            raise no_sidecar(f"the value of '{name}' is {value}")
     if content["format"] != FORMAT:
-        raise _no_sidecar(path, f"its format is {content['format']}, not {FORMAT}")
+        raise no_sidecar(f"its format is {content['format']}, not {FORMAT}")
     return Sidecar(**{name: content[name] for name in hints})
 
 
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value out of a JSON file is of a type; true is no integer here."""
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of a JSON file has a type; `true` is no integer here."""
     if isinstance(hint, types.UnionType):
         return any(_fits(value, member) for member in typing.get_args(hint))
-    if typing.get_origin(hint) is list:
-        (item,) = typing.get_args(hint)
-        return isinstance(value, list) and all(_fits(member, item) for member in value)
-    if typing.get_origin(hint) is dict:
-        _, item = typing.get_args(hint)
-        return isinstance(value, dict) and all(_fits(member, item) for member in value.values())
-    return type(value) is hint
-
-
-def _no_sidecar(path: Path, fault: str) -> DataError:
-    return DataError(
-        f"{path} does not describe the token file beside it: {fault}; restore it, or move it away "
-        "to use the token file without what it says."
-    )
+    kind = typing.get_origin(hint) or hint
+    if type(value) is not kind or kind not in (list, dict):
+        return type(value) is kind
+    values = value.values() if kind is dict else value  # the keys of a JSON object are strings
+    return all(_fits(member, typing.get_args(hint)[-1]) for member in values)
 
 
 def checksums(path: Path) -> list[str]:
-    """The XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; none if it is empty.
+    """Return the XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; [] if it is empty.
 
     Raises:
         DataError: The file cannot be read.
     """
+    # One buffer, read into without Python's own: this runs at the speed of the disk.
     buffer = memoryview(bytearray(_READ_BYTES))
     digests: list[str] = []
     try:
@@ -173,9 +168,9 @@ def checksums(path: Path) -> list[str]:
 
 
 def verify(path: Path) -> list[str]:
-    """Looks for everything that may be wrong with token files; reads all of them.
+    """Read token files whole and list everything that is wrong with them.
 
-    With a sidecar every changed byte is found. Without one, what `token_check.check` finds.
+    With a sidecar every changed byte shows. Without one, what the tables of the index tell.
 
     Args:
         path: As for `open_token_file`.
@@ -199,7 +194,9 @@ def verify(path: Path) -> list[str]:
         token_file = open_token_file(path)
     except DataError as error:
         return [*faults, str(error)]
-    faults += check(token_file)
+    if isinstance(token_file, TokenFile):
+        index = beside(prefix, ".idx")
+        faults += [f"{index} {fault}." for fault in token_file.index_faults(sample=False)]
     if token_file.num_tokens == 0:
         faults.append(f"{beside(prefix, '.bin')} is empty: it holds no token.")
     if sidecar is not None:
@@ -222,8 +219,8 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
             faults.append(str(error))
             continue
         size = path.stat().st_size
-        for number in range(len(actual)):
-            if number >= len(expected) or actual[number] != expected[number]:
+        for number, digest in enumerate(actual):
+            if expected[number : number + 1] != [digest]:
                 start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
                 faults.append(
                     f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it is not as it "
@@ -235,12 +232,21 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
 
 
 def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
-    ids = id_range(token_file)
-    faults = id_faults(token_file, sidecar.vocab_size, ids)
+    """Compare a sidecar with what the files hold; reads all tokens."""
+    path = beside(token_file.prefix, ".bin")
+    smallest, largest = _id_range(token_file)
+    faults = []
+    if smallest < 0:
+        faults.append(f"{path} has negative ids, down to {smallest}.")
+    if largest >= sidecar.vocab_size:
+        faults.append(
+            f"{path} has ids up to {largest}, which a vocabulary of {sidecar.vocab_size} does not "
+            "reach."
+        )
     fields: list[tuple[str, object, object]] = [
         ("dtype", sidecar.dtype, token_file.tokens.dtype.name),
         ("tokens", sidecar.tokens, token_file.num_tokens),
-        ("largest_token", sidecar.largest_token, ids[1]),
+        ("largest_token", sidecar.largest_token, largest),
     ]
     if isinstance(token_file, TokenFile):
         fields.append(("documents", sidecar.documents, token_file.num_documents))
@@ -252,17 +258,31 @@ def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> l
     return faults
 
 
-def check_tokenizer(prefix: Path, sidecar: Sidecar, fingerprint: str, force: bool) -> None:
-    """Whether token files were made with the tokenizer of this run.
+def _id_range(token_file: TokenFile | FlatTokenFile) -> tuple[int, int]:
+    """Return the smallest and the largest id of all tokens; (0, -1) where there are none."""
+    tokens = token_file.tokens
+    smallest, largest = 0, -1
+    for start in range(0, tokens.size, _NUM_TOKENS):
+        chunk = tokens[start : start + _NUM_TOKENS]
+        low, high = int(chunk.min()), int(chunk.max())
+        smallest = min(smallest, low) if start else low
+        largest = max(largest, high) if start else high
+    return smallest, largest
+
+
+def check_tokenizer(
+    prefix: Path, sidecar: Sidecar, fingerprint: str, ignore_mismatch: bool
+) -> None:
+    """Refuse token files that were made with another tokenizer than that of the run.
 
     Args:
-        prefix: Of the token files, to name them.
-        sidecar: Of the token files.
-        fingerprint: Of the tokenizer of this run.
-        force: Warn, rather than refuse, where it is another one.
+        prefix: Path of the token files without suffix, for messages.
+        sidecar: Their sidecar.
+        fingerprint: Fingerprint of the tokenizer of the run.
+        ignore_mismatch: Warn, rather than refuse.
 
     Raises:
-        DataError: It is another one.
+        DataError: The fingerprints differ, without `force`.
     """
     if sidecar.tokenizer_fingerprint == fingerprint:
         return
@@ -271,6 +291,9 @@ def check_tokenizer(prefix: Path, sidecar: Sidecar, fingerprint: str, force: boo
         f"{sidecar.tokenizer_fingerprint}), not with the one of this run (fingerprint "
         f"{fingerprint})"
     )
-    if not force:
-        raise DataError(f"{fault}; train with that one, or pass --force to train all the same.")
-    log.warning(f"{fault}; going on because of --force.")
+    if not ignore_mismatch:
+        raise DataError(
+            f"{fault}; train with that one, or pass --ignore_tokenizer_mismatch to train all the "
+            "same."
+        )
+    log.warning(f"{fault}; going on because of --ignore_tokenizer_mismatch.")

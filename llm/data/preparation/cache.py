@@ -1,12 +1,13 @@
-"""Text that a run is given, as token files: prepared once per file system, whoever comes first.
+"""Token files of the text that a run is given, prepared once per file system by whichever rank.
 
-    CACHE/KEY/tokens.*        the result: what `llm.data.prepare` writes, and the bytes of each row
+    CACHE/KEY/tokens.*        the result: as `llm.data.prepare` writes it, and the bytes of each row
     CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
     CACHE/KEY/absent          instead of these: the data set has no such split
     CACHE/KEY.lock            held by the process that prepares
-    CACHE/KEY.launch          tells the other ranks of a launch that it is prepared, or the error
+    CACHE/KEY.launch          a note for the other ranks of a launch: prepared, or the error
 
-A result is read without a lock: the name `tokens.bin` comes last.
+KEY is a digest of text, tokenizer and options. A result is read without a lock, since `tokens.bin`
+gets its name last.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from llm import errors
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import beside
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import Output, damage
-from llm.data.preparation.prepare_files import plan_digest, prepare_files
+from llm.data.preparation.prepare_files import prepare_files, recipe_digest
 from llm.data.text.sources import Source
 from llm.errors import DataError, LLMError
 from llm.runtime.files import sync_folder, try_lock, write_whole
@@ -38,7 +39,7 @@ log = logging.getLogger("llm.data")
 
 
 def _process_start() -> float:
-    """When this process started, in seconds of `time.time`; rather too late than too early."""
+    """Return when this process started, in seconds of `time.time`; late rather than early."""
     now = time.time()
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -53,13 +54,13 @@ _STARTED = _process_start()
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCache:
-    """A folder of token files, of which each is prepared by one process while all others wait.
+    """A folder of token files, each of which one process prepares while all others wait.
 
     Attributes:
         folder: The folder.
         encoding: How texts become ids.
         workers: Cores to prepare on.
-        overwrite: Prepare again what is there, once a launch.
+        overwrite: Prepare existing token files again, once a launch.
         launch: Equal on all ranks of one launch; None for a single process. A rank that waited
             while another one failed raises the same error, marked as reported.
     """
@@ -71,7 +72,7 @@ class TokenCache:
     launch: str | None
 
     def token_files(self, source: Source, *, optional: bool = False) -> Path | None:
-        """The token files of a text, prepared unless they are there.
+        """Return the token files of a text, after preparing them if need be.
 
         Args:
             source: The text.
@@ -83,15 +84,16 @@ class TokenCache:
         Raises:
             DataError: The text is missing, broken or empty, it changes while it is read, or the
                 cache cannot be written.
-            LLMError: What another rank has found.
+            LLMError: The error of another rank that has tried to prepare them.
         """
-        folder = self.folder / plan_digest([source], _output(self.folder), self.encoding)
+        folder = self.folder / recipe_digest([source], _output(self.folder), self.encoding)
         try:
-            if not self._is_made(folder):
+            if not self._is_done(folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _lock(beside(folder, ".lock")) as locked:
-                    if not self._is_made(folder):
-                        self._make_or_note(source, folder, locked=locked, optional=optional)
+                    # Again: another process may have prepared it while this one waited.
+                    if not self._is_done(folder):
+                        self._prepare_once(source, folder, locked=locked, optional=optional)
         except OSError as error:
             raise DataError(
                 f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
@@ -101,8 +103,8 @@ class TokenCache:
             return None
         return folder / "tokens"
 
-    def _is_made(self, folder: Path) -> bool:
-        """Whether a folder holds what this launch may use."""
+    def _is_done(self, folder: Path) -> bool:
+        """Return whether a folder holds what this launch may use."""
         output = _output(folder)
         if self.overwrite and self._note(folder) is None:
             return False
@@ -117,24 +119,26 @@ class TokenCache:
         log.info(f"using the cached tokens in {folder}")
         return True
 
-    def _make_or_note(self, source: Source, folder: Path, *, locked: bool, optional: bool) -> None:
+    def _prepare_once(self, source: Source, folder: Path, *, locked: bool, optional: bool) -> None:
+        """Prepare a text and leave a note, or raise the error that another rank has noted."""
         failed = (self._note(folder) or {}).get("error")
         if failed is not None:
             raise getattr(errors, failed[0], DataError)(failed[1], reported=True)
         try:
             if locked:
-                self._make(source, folder, optional=optional)
+                self._prepare(source, folder, optional=optional)
             else:
-                self._make_without_locks(source, folder, optional=optional)
+                self._prepare_without_locks(source, folder, optional=optional)
         except LLMError as error:
             self._write_note(folder, error)
-            error.found_here = True  # the others stay silent, so this rank speaks
+            error.found_here = True  # the other ranks raise it as reported, so this one prints it
             raise
         self._write_note(folder, None)
 
-    def _make(self, source: Source, folder: Path, *, optional: bool) -> None:
+    def _prepare(self, source: Source, folder: Path, *, optional: bool) -> None:
         if self.overwrite:
-            shutil.rmtree(folder, ignore_errors=True)  # processes that have it mapped keep it
+            # Processes that have the files mapped keep them: the kernel frees them after that.
+            shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         if optional and not source.exists():
             (folder / "absent").touch()
@@ -147,28 +151,28 @@ class TokenCache:
                 encoding=self.encoding,
                 workers=self.workers,
                 log_seconds=_LOG_SECONDS,
-                fork=False,  # a trainer has threads
+                fork=False,  # a trainer has started threads, which a fork would lose
             )
         except BaseException:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # unless there is something to go on from
+                folder.rmdir()  # fails where there is something to go on from
             raise
-        sync_folder(self.folder)
+        sync_folder(self.folder)  # the name of the folder survives a power cut
 
-    def _make_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
-        """The work may be done twice, each time in a folder of its own: slower, but correct."""
+    def _prepare_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
+        """Prepare in a folder of this process; others may do the same work, which is harmless."""
         own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
-            self._make(source, own, optional=optional)
-            if not self._is_made(folder):
+            self._prepare(source, own, optional=optional)
+            if not self._is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                with contextlib.suppress(OSError):  # another one was faster; its files are as good
+                with contextlib.suppress(OSError):  # another process was faster: equal files
                     own.rename(folder)
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
     def _note(self, folder: Path) -> dict[str, Any] | None:
-        """What a rank of this launch has noted.
+        """Return the note of a rank of this launch.
 
         Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all
         start before the first of them writes anything, so an older note is of an earlier launch.
@@ -185,7 +189,7 @@ class TokenCache:
             return
         failed = None if error is None else (type(error).__name__, str(error))
         note = {"launch": self.launch, "time": time.time(), "error": failed}
-        with contextlib.suppress(OSError):  # then the others find out for themselves
+        with contextlib.suppress(OSError):  # without the note, the other ranks try for themselves
             write_whole(beside(folder, ".launch"), json.dumps(note))
 
 
@@ -195,9 +199,9 @@ def _output(folder: Path) -> Output:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Holds the lock of a file; yields whether the file system has locks at all."""
-    # The kernel releases the lock when its holder ends, however it ends. The file stays: whoever
-    # deleted it would split those who wait from those who come.
+    """Hold the lock of a file; yield whether the file system has locks at all."""
+    # The kernel releases the lock when its holder ends, however it ends. The file stays: if it
+    # were removed, a process that waits and one that comes later would lock different files.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:

@@ -1,9 +1,9 @@
 """From texts to token ids, by the fastest encoder that gives the ids of the reference.
 
 The reference is the tokenizer itself, through the `tokenizers` library. `gigatoken` gives the ids
-of most byte-pair tokenizers thirty times as fast. Whether it gives those of this tokenizer, on
-this text, is not taken for granted: `FastEncoder` compares them on strings that tokenizers are
-known to differ on, and on a sample of every batch.
+of most byte-pair tokenizers thirty times as fast. `FastEncoder` does not trust that they are equal
+for every tokenizer and text: it compares them on strings on which tokenizers are known to differ,
+and on a sample of every batch.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from llm.errors import ConfigError
 from llm.tokenizers.fast import TextTokenizer
 
-_SAMPLE_CHARACTERS = 1024  # of each batch, against the reference, which does 2 MB/s
+_SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
 _FEW_TEXTS = 1000
-_LONG_TEXT = 2048  # characters, from which a call for each text costs little
+_LONG_TEXT = 2048  # characters, from where on a call for each text costs little
 _PROBES = (
     "",
     " ",
@@ -41,7 +41,7 @@ _PROBES = (
     "  leading and trailing  ",
 )
 
-_thread_owner = 0  # the process that has used threads first
+_thread_owner = 0  # id of the first process that used threads of the libraries
 
 Ids = NDArray[Any]
 Counts = NDArray[np.int64]
@@ -58,11 +58,11 @@ class Encoding:
     """How texts become ids.
 
     Attributes:
-        tokenizer: What gives the ids.
-        end_token: Ends each document; None is nothing.
-        dtype: Of the ids on the disk, wide enough for all of the tokenizer's.
+        tokenizer: The tokenizer.
+        end_token: Id that ends each document; None for nothing.
+        dtype: Dtype of the ids on the disk, wide enough for all ids of the tokenizer.
         allow_special_tokens: Whether the name of a special token in a text is that token.
-        on_error: What becomes of records that cannot be used.
+        on_error: Whether to stop at records that cannot be used, or to skip them.
     """
 
     tokenizer: TextTokenizer
@@ -73,7 +73,7 @@ class Encoding:
 
 
 def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
-    """The token that shall end each document; None where none shall.
+    """Return the token that ends each document, or None without `append_eos`.
 
     Raises:
         ConfigError: The tokenizer has no such token.
@@ -86,53 +86,13 @@ def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
     return tokenizer.eos_token_id if append_eos else None
 
 
-class Encoder(Protocol):
-    """Turns texts into the ids of their tokens."""
-
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
-        """Encodes a batch.
-
-        Args:
-            texts: UTF-8 text without lone surrogates; of any length.
-
-        Returns:
-            The ids of all texts, one after the other [num_tokens], and how many are of each text
-            [len(texts)]. Each text that has any is followed by the end token, if there is one.
-
-        Raises:
-            OtherIds: A fast encoder cannot be trusted with this text.
-        """
-
-
-def make_encoder(
-    encoding: Encoding, *, one_document: bool = False, threads: int = 1, fast: bool = True
-) -> Encoder:
-    """The fastest encoder that can be trusted with a tokenizer.
-
-    Args:
-        encoding: How texts become ids.
-        one_document: Whether the texts are pieces of one document, whose end is not the encoder's
-            to write. Otherwise the end token follows each of them.
-        threads: That it may use.
-        fast: Whether to try gigatoken.
-    """
-    reference = ReferenceEncoder(encoding, one_document=one_document, threads=threads)
-    if not fast or encoding.tokenizer.backend is None:
-        return reference
-    try:
-        return FastEncoder(reference, encoding.tokenizer.backend.to_str(), threads=threads)
-    except (ImportError, OtherIds) as error:
-        log.info(f"{error}; encoding with the tokenizers library, which is slower")
-        return reference
-
-
 class ReferenceEncoder:
     """The tokenizer itself.
 
     Args:
         encoding: How texts become ids.
         one_document: Whether no end token follows a text.
-        threads: That it may use.
+        threads: Threads that it may use.
 
     Raises:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
@@ -156,18 +116,26 @@ class ReferenceEncoder:
                 "about a hundredth of the speed"
             )
             return
-        # The name of the property means: encode them as the characters that they are.
+        # In the library's words, to encode special tokens is to encode their names as text.
         self._backend.encode_special_tokens = not self.allow_special_tokens
-        # Read by the Rust libraries when they start their threads.
+        # The Rust libraries read both when they start their threads.
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
-        """See `Encoder`."""
+        """Encode a batch.
+
+        Args:
+            texts: UTF-8 text without lone surrogates; of any length.
+
+        Returns:
+            The ids of all texts, one after the other [num_tokens], and how many belong to each
+            text [len(texts)]. The end token, if there is one, follows each text that has any.
+        """
         if self._backend is None:
             assert self._encode_slow is not None  # a tokenizer has one of the two
             lists = [self._encode_slow(text) for text in texts]
-        elif len(texts) == 1:  # without any thread, so that a process may yet fork
+        elif len(texts) == 1:  # without any thread, so that this process can still fork
             lists = [self._backend.encode(texts[0], add_special_tokens=False).ids]
         else:
             if not _may_use_threads():
@@ -179,18 +147,18 @@ class ReferenceEncoder:
         return _with_ends(np.fromiter(flat, self.dtype, int(counts.sum())), counts, self.end)
 
     def special_tokens(self) -> list[str]:
-        """The names of tokens that are no text."""
+        """Return the names of tokens that are no text."""
         added = self._backend.get_added_tokens_decoder()
         return [token.content for token in added.values()]
 
 
 class FastEncoder:
-    """gigatoken, watched by the reference.
+    """gigatoken, whose ids are compared with the reference.
 
     Args:
         reference: The tokenizer itself.
         tokenizer_json: The same tokenizer as the text of a tokenizer.json.
-        threads: That it may use.
+        threads: Threads that it may use.
 
     Raises:
         ImportError: gigatoken is not installed.
@@ -205,7 +173,7 @@ class FastEncoder:
         description = orjson.loads(tokenizer_json)
         description["post_processor"] = None
         if not reference.allow_special_tokens:
-            # What it does not know it takes for text.
+            # It encodes the name of a token that it does not know as text.
             added = description["added_tokens"]
             description["added_tokens"] = [token for token in added if not token["special"]]
         self._reference = reference
@@ -219,7 +187,11 @@ class FastEncoder:
         self._compare([*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])])
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
-        """See `Encoder`."""
+        """Encode a batch, as `ReferenceEncoder.encode` does.
+
+        Raises:
+            OtherIds: gigatoken fails on this text, or gives other ids than the tokenizer.
+        """
         try:
             ids, counts = self._encode(texts)
         except BaseException as error:
@@ -229,11 +201,11 @@ class FastEncoder:
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
-        # Without any thread, and without the import of awkward, which takes half a second.
+        # A text at a time needs no thread, and not the import of awkward of half a second.
         if len(texts) == 1 or (few and self._threads == 1):
             arrays = [self._fast.encode(text) for text in texts]
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
-            # One copy that also narrows: at this speed a second one would be seen.
+            # One copy that also narrows the dtype: at this speed a second copy would show.
             arrays = [ids for array in arrays if array.size for ids in (array, self._end)]
             ids = np.concatenate([self._end[:0], *arrays], dtype=self._dtype, casting="unsafe")
             return ids, counts + (counts > 0) * self._end.size
@@ -244,7 +216,7 @@ class FastEncoder:
         return _with_ends(ids.astype(self._dtype), np.diff(offsets), self._end)
 
     def _compare_sample(self, texts: Sequence[str], ids: Ids, counts: Counts) -> None:
-        """Compares one text, or a piece of it, at a place that follows from the batch."""
+        """Compare one text, or a piece of it, chosen by hashing the size of the batch."""
         if not texts:
             return
         number = int(ids.size) * 7919 % len(texts)
@@ -268,10 +240,35 @@ class FastEncoder:
                 raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
 
-def _may_use_threads() -> bool:
-    """Whether no process from which this one was forked has used the libraries' threads.
+Encoder = ReferenceEncoder | FastEncoder
 
-    Using threads after a fork deadlocks.
+
+def make_encoder(
+    encoding: Encoding, *, one_document: bool = False, threads: int = 1, fast: bool = True
+) -> Encoder:
+    """Return the fastest encoder that can be trusted with a tokenizer.
+
+    Args:
+        encoding: How texts become ids.
+        one_document: Whether the texts are pieces of one document, so that no end token follows
+            them. Otherwise the end token follows each text.
+        threads: Threads that it may use.
+        fast: Whether to try gigatoken.
+    """
+    reference = ReferenceEncoder(encoding, one_document=one_document, threads=threads)
+    if not fast or encoding.tokenizer.backend is None:
+        return reference
+    try:
+        return FastEncoder(reference, encoding.tokenizer.backend.to_str(), threads=threads)
+    except (ImportError, OtherIds) as error:
+        log.info(f"{error}; encoding with the tokenizers library, which is slower")
+        return reference
+
+
+def _may_use_threads() -> bool:
+    """Return whether no process from which this one was forked has used the libraries' threads.
+
+    Using threads after a fork deadlocks: the copy of the thread pool has no threads.
     """
     global _thread_owner
     _thread_owner = _thread_owner or os.getpid()
@@ -286,7 +283,7 @@ def _with_ends(ids: Ids, counts: Counts, end: Ids) -> tuple[Ids, Counts]:
 
 
 def _refusal(error: BaseException, what: str) -> BaseException:
-    """What to raise for an error of the library, whose panics are no `Exception`."""
+    """Return what to raise for an error of the library, whose panics are no `Exception`."""
     if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
         return error
     message = (str(error).strip() or type(error).__name__).splitlines()[0][:120]

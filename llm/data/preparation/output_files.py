@@ -1,27 +1,32 @@
-"""The files that prepared shards become: a `.bin`/`.idx` pair, or nanoGPT's two."""
+"""The files that shards become: a `.bin`/`.idx` pair, or nanoGPT's two, each with its sidecar."""
 
 import math
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile
-from llm.data.formats.paths import beside
+from llm.data.formats.megatron import TokenFile, beside, write_index
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
-from llm.data.preparation.assembly import assemble, assemble_shuffled
+from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.shards import ShardStats, each_row
+from llm.data.preparation.shards import ShardStats, each_row, read_array
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
 SUFFIXES = (".json", ".idx", ".bin")
-"""Of the files of a prefix, in the order of their renaming."""
+"""Suffixes of the files of a prefix, in the order in which they are renamed."""
+
 _ROW_BYTES = "<u4"
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # numbers of an index that are computed at once
+_SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
+_COPY = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +36,10 @@ class Output:
     Attributes:
         prefix: The path of the files without their suffix. nanoGPT's lie in a folder of this name.
         nanogpt: Write `train.bin` and `val.bin` in place of a `.bin` with its `.idx`.
-        validation_percentage: Of the documents, from the first one, that go to `val.bin`.
+        validation_percentage: Documents, from the first one, that go to `val.bin`.
         shuffle_seed: Shuffle the documents by it; None keeps their order.
-        overwrite: Replace what lies there.
-        row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, for a run that cuts them.
+        overwrite: Replace existing files.
+        row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, by which a run splits them.
         option: The option that chooses the path, for messages.
     """
 
@@ -59,6 +64,10 @@ class Output:
         splits = ["train", "val"] if self.validation_percentage else ["train"]
         return [self.prefix / split for split in splits]
 
+    def num_validation(self, documents: int) -> int:
+        """Return how many of the documents go to `val.bin`."""
+        return math.ceil(self.validation_percentage / 100 * documents)  # at least one, as nanoGPT's
+
 
 def assemble_output(
     stems: list[Path],
@@ -67,7 +76,7 @@ def assemble_output(
     *,
     encoding: Encoding,
     sources: list[str],
-    plan: str,
+    digest: str,
 ) -> None:
     """Write the files to be renamed, `out.*`, with their sidecars, into the folder of the shards.
 
@@ -76,8 +85,8 @@ def assemble_output(
         stats: What they hold.
         output: What to make of them.
         encoding: How their texts became ids.
-        sources: The names of what was read.
-        plan: A digest of input and options.
+        sources: The names of the inputs.
+        digest: Digest of input and options.
 
     Raises:
         DataError: The sidecar cannot be written.
@@ -98,7 +107,7 @@ def assemble_output(
         "empty_documents": sum(shard.empty for shard in stats if not shard.one_document),
         "skipped_documents": sum(shard.skipped for shard in stats),
         "sources": sources,
-        "plan": plan,
+        "plan": digest,
     }
     if output.nanogpt:
         _assemble_flat(stems, output, common)
@@ -119,21 +128,109 @@ def assemble_output(
             sync(file)
 
 
-def check_nanogpt_split(output: Output, documents: int) -> None:
-    """Check that nanoGPT's two files can be made of so many documents.
+def assemble(
+    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any]
+) -> None:
+    """Join shards to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
 
-    Raises:
-        DataError: All of them would go to `val.bin`.
+    Args:
+        stems: The paths of the shards without their suffix, in their order.
+        stats: What they hold.
+        prefix: The path of both files without their suffix.
+        dtype: Dtype of the ids.
     """
-    if output.nanogpt and _num_validation(output, documents) == documents:
-        raise DataError(
-            f"--validation_split_percentage {output.validation_percentage:g} of {documents:,} "
-            "documents leaves none for training; change it, or pass 0."
-        )
+    _join(stems, Path(f"{prefix}.bin"))
+
+    def document_table() -> Iterator[NDArray[Any]]:
+        yield np.zeros(1, "<i8")
+        sequences = 0
+        for shard in stats:
+            stop = sequences + shard.texts
+            if shard.one_document:
+                yield np.arange(stop, stop + shard.documents, dtype="<i8")
+            else:
+                for first in range(sequences, stop, _BLOCK):
+                    yield np.arange(first, min(first + _BLOCK, stop), dtype="<i8") + 1
+            sequences = stop
+
+    write_index(
+        Path(f"{prefix}.idx"),
+        dtype,
+        num_sequences=sum(shard.texts for shard in stats),
+        num_documents=sum(shard.documents for shard in stats),
+        lengths=lambda: each_row(stems, ".rows", "<i4", _BLOCK),
+        documents=document_table(),
+    )
 
 
-def _num_validation(output: Output, documents: int) -> int:
-    return math.ceil(output.validation_percentage / 100 * documents)  # at least one, as nanoGPT's
+def assemble_shuffled(
+    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
+) -> None:
+    """Join shards whose texts are documents, in an order keyed by the seed.
+
+    Memory grows by 12 bytes a document, and the disk holds all ids twice for a while.
+
+    Args:
+        stems: As for `assemble`.
+        stats: As for `assemble`.
+        prefix: As for `assemble`.
+        dtype: As for `assemble`.
+        seed: Seed of the order; the same documents and seed give the same order.
+    """
+    # One file, since there may be more shards than files that a process can have open.
+    joined = Path(f"{prefix}.joined")
+    _join(stems, joined)
+    ids = read_array(joined, ".joined", dtype)
+    count = sum(shard.texts for shard in stats)
+    lengths = np.empty(count, "<i4")
+    filled = 0
+    for block in each_row(stems, ".rows", "<i4", _BLOCK):
+        lengths[filled : filled + block.size] = block
+        filled += block.size
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
+
+    def order() -> Iterator[NDArray[np.int64]]:
+        for first in range(0, count, _SHUFFLED_DOCUMENTS):
+            index = np.arange(first, min(first + _SHUFFLED_DOCUMENTS, count))
+            yield permute(index, size=count, key=seed)
+
+    with open(f"{prefix}.bin", "wb") as target:
+        for documents in order():
+            ends = starts[documents] + lengths[documents]
+            texts = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
+            target.write(np.concatenate(texts).tobytes())
+        sync(target)
+    write_index(
+        Path(f"{prefix}.idx"),
+        dtype,
+        num_sequences=count,
+        num_documents=count,
+        lengths=lambda: (lengths[documents] for documents in order()),
+        documents=[np.arange(count + 1)],
+    )
+    joined.unlink()
+
+
+def _join(stems: list[Path], path: Path) -> None:
+    """Write the ids of all shards to one file, and sync it."""
+    with open(path, "wb") as target:
+        for stem in stems:
+            with open(stem.with_suffix(".ids"), "rb") as shard:
+                _append(shard, target)
+        sync(target)
+
+
+def _append(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file to the end of another one, inside the kernel where it can."""
+    target.flush()  # copy_file_range writes behind the buffer's back
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), _COPY):
+            pass
+    except (OSError, AttributeError):  # not on this system, or not on this file system
+        pass
+    # Whatever is left: some file systems end the copy too early.
+    source.seek(os.lseek(source.fileno(), 0, os.SEEK_CUR))
+    shutil.copyfileobj(source, target, 1 << 20)
 
 
 def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
@@ -141,7 +238,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     folder = output.folder
     whole = TokenFile(folder / "out")
     count = whole.num_documents
-    num_validation = _num_validation(output, count)
+    num_validation = output.num_validation(count)
     sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", _ROW_BYTES, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
@@ -165,47 +262,37 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
 
 
 def publish(output: Output) -> None:
-    """Gives the files their names; the `.bin` comes last, so that what has it is whole."""
-    folder = output.folder
+    """Rename the files to their final names, the `.bin` last: a prefix that has one is whole."""
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
     if output.nanogpt and not output.validation_percentage:
-        # What an earlier split has put aside would be in the training text now.
+        # The validation text of an earlier split is in the training text now.
         for suffix in SUFFIXES:
             (output.prefix / f"val{suffix}").unlink(missing_ok=True)
     for prefix in output.names:
-        made = folder / (f"out.{prefix.name}" if output.nanogpt else "out")
-        # Whatever else may lie there, from now on nothing looks whole until the new one is.
+        made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
+        # The old .bin goes first, so that a kill leaves no mixture of old and new files that
+        # looks whole.
         for suffix in reversed(SUFFIXES):
-            prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
+            beside(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:
             beside(made, ".bytes").replace(beside(prefix, ".bytes"))
         for suffix in SUFFIXES:
-            if output.nanogpt and suffix == ".idx":
-                continue
-            made.with_name(made.name + suffix).replace(prefix.with_name(prefix.name + suffix))
-        sync_folder(prefix.parent)
-
-
-def is_of_plan(prefix: Path, plan: str) -> bool:
-    """Whether what lies there was named by just this plan, before a kill came."""
-    try:
-        sidecar = read_sidecar(prefix)
-    except DataError:
-        return False
-    return sidecar is not None and sidecar.plan == plan
+            if not (output.nanogpt and suffix == ".idx"):
+                beside(made, suffix).replace(beside(prefix, suffix))
+        sync_folder(prefix.parent)  # the renames survive a power cut
 
 
 def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
-    """The UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`, mapped."""
+    """Map the UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`."""
     return np.memmap(beside(prefix, ".bytes"), _ROW_BYTES, mode="r")
 
 
 def damage(prefix: Path, output: Output) -> list[str]:
-    """What is wrong with files that a plan has made, from all of them and without reading them.
+    """Return what is wrong with finished files, as far as their sizes and headers show it.
 
     Args:
-        prefix: Of the files; one of `output.names`.
+        prefix: One of `output.names`.
         output: What was made.
 
     Returns:

@@ -1,6 +1,6 @@
 """One token file from many sources: resumable, and under its name only when it is whole.
 
-PREFIX.parts/plan.json     what is made; another plan begins anew
+PREFIX.parts/plan.json     input and options; other ones begin anew
 PREFIX.parts.lock          held by the program at work
 PREFIX.parts/000000.ids .. the shards that are done
 PREFIX.parts/out.*         the result, before it is renamed
@@ -13,34 +13,36 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import xxhash
 
+from llm.data.formats.megatron import beside
+from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import (
     SUFFIXES,
     Output,
     assemble_output,
-    check_nanogpt_split,
     damage,
-    is_of_plan,
     publish,
 )
-from llm.data.preparation.progress import log_summary, progress_log
 from llm.data.preparation.shards import ShardStats
-from llm.data.preparation.tokenize_shards import tokenize_shards
+from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
 from llm.data.text.sources import Source, check_unchanged
 from llm.errors import DataError
 from llm.runtime.files import try_lock, write_whole
 
 SHARD_BYTES = 1 << 26
-"""Of a file on the disk that one worker takes at once; a killed run repeats at most so many."""
+"""Bytes on disk that one worker takes at once; a killed run repeats this much for each worker."""
 
 _FORMAT = 1  # of the shards
 _OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
+
+Recipe = dict[str, Any]
+"""Input and options, as JSON: equal recipes make equal bytes."""
 
 log = logging.getLogger("llm.data")
 
@@ -53,13 +55,13 @@ def prepare_files(
     log_seconds: float,
     fork: bool = True,
 ) -> None:
-    """Make the token files of several outputs, going on where an earlier try was stopped.
+    """Make the token files of several outputs, going on where an earlier run was stopped.
 
     Args:
         jobs: The texts of each output, which workers take chunk by chunk.
         encoding: How texts become ids.
         workers: Cores to use.
-        log_seconds: Between two lines on the progress.
+        log_seconds: Seconds between two lines on the progress.
         fork: As for `tokenize_shards`.
 
     Raises:
@@ -69,12 +71,25 @@ def prepare_files(
     todo = []
     for texts, output in jobs:
         sources = [chunk for text in texts for chunk in text.split(SHARD_BYTES)]
-        if not output.overwrite and _is_done(output, plan_digest(sources, output, encoding)):
+        if not output.overwrite and _is_done(output, recipe_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
             todo.append((sources, output))
     for sources, output in todo:
-        _prepare_file(sources, output, encoding, workers, log_seconds, fork)
+        try:
+            _prepare_file(sources, output, encoding, workers, log_seconds, fork=fork)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            remedy = (
+                f"free some space or choose another {output.option}. What is done is kept: the "
+                "same command goes on from there."
+                if full
+                else f"check the path and its permissions, or choose another {output.option}."
+            )
+            raise DataError(
+                f"{error.filename or output.prefix} cannot be written "
+                f"({error.strerror or error}); {remedy}"
+            ) from error
 
 
 def _prepare_file(
@@ -83,72 +98,58 @@ def _prepare_file(
     encoding: Encoding,
     workers: int,
     log_seconds: float,
+    *,
     fork: bool,
 ) -> None:
     began = time.monotonic()
     folder = output.folder
-    plan = _plan(sources, output, encoding)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(output):
-            done = _begin(output, plan, len(sources))
-            report = progress_log(log_seconds)
-            try:
-                stems, stats = tokenize_shards(
-                    sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
-                )
-            except BaseException:
-                if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise
-            try:
-                check_unchanged(sources)
-                _check_text(sources, stats)
-                check_nanogpt_split(output, sum(shard.documents for shard in stats))
-            except DataError:  # these shards will never do
-                shutil.rmtree(folder)
-                raise
-            assemble_output(
-                stems,
-                stats,
-                output,
-                encoding=encoding,
-                sources=_names(sources),
-                plan=_digest(plan),
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recipe = _recipe(sources, output, encoding)
+    names = list(dict.fromkeys(source.name for source in sources))
+    with _locked(output):
+        done = _begin(output, recipe, len(sources))
+        report = progress_log(log_seconds)
+        try:
+            stems, stats = tokenize_shards(
+                sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
             )
-            publish(output)
-            shutil.rmtree(folder, ignore_errors=True)  # the files are there, whatever is left
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = (
-            f"free some space or choose another {output.option}. What is done is kept: the same "
-            "command goes on from there."
-            if full
-            else f"check the path and its permissions, or choose another {output.option}."
+        except BaseException:
+            if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        try:
+            check_unchanged(sources)
+            _check_shards(names, stats, output)
+        except DataError:  # the same command would fail on these shards again
+            shutil.rmtree(folder)
+            raise
+        assemble_output(
+            stems, stats, output, encoding=encoding, sources=names, digest=_digest(recipe)
         )
-        raise DataError(
-            f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
-            f"{remedy}"
-        ) from error
-    log_summary(stats, seconds=time.monotonic() - began, resumed=done > 0)
+        publish(output)
+        shutil.rmtree(folder, ignore_errors=True)  # the result is whole even if this fails
+    _log_summary(stats, seconds=time.monotonic() - began, resumed=done > 0)
     for prefix in output.names:
         log.info(f"wrote {prefix}.bin")
 
 
-def _check_text(sources: list[Source], stats: list[ShardStats]) -> None:
-    if not sum(shard.documents for shard in stats):
-        names = _names(sources)
+def _check_shards(names: list[str], stats: list[ShardStats], output: Output) -> None:
+    """Refuse shards without text, or of which all would go to nanoGPT's `val.bin`."""
+    documents = sum(shard.documents for shard in stats)
+    if not documents:
         held = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
         empty = sum(shard.empty for shard in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
         raise DataError(f"{held} no text{reason}.")
+    if output.nanogpt and output.num_validation(documents) == documents:
+        raise DataError(
+            f"--validation_split_percentage {output.validation_percentage:g} of {documents:,} "
+            "documents leaves none for training; change it, or pass 0."
+        )
 
 
-def _names(sources: list[Source]) -> list[str]:
-    return list(dict.fromkeys(source.name for source in sources))
-
-
-def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str, Any]:
+def _recipe(sources: list[Source], output: Output, encoding: Encoding) -> Recipe:
+    # Any other key or value gives other digests, which no existing cache or token file has.
     return {
         "format": _FORMAT,
         "part_bytes": SHARD_BYTES,
@@ -163,22 +164,30 @@ def _plan(sources: list[Source], output: Output, encoding: Encoding) -> dict[str
     }
 
 
-def plan_digest(sources: list[Source], output: Output, encoding: Encoding) -> str:
-    """Tells what is made of which text: equal digests, equal bytes."""
-    return _digest(_plan(sources, output, encoding))
+def _digest(recipe: Recipe) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode())
 
 
-def _is_done(output: Output, plan: str) -> bool:
-    """Whether all files lie there, whole and made by this plan; those of another are refused."""
+def recipe_digest(sources: list[Source], output: Output, encoding: Encoding) -> str:
+    """Return a digest of input and options: equal digests, equal bytes."""
+    return _digest(_recipe(sources, output, encoding))
+
+
+def _is_done(output: Output, digest: str) -> bool:
+    """Return whether all files exist, whole and of this recipe; refuse those of another."""
     made, faults = 0, []
     for prefix in output.names:
-        if is_of_plan(prefix, plan):
+        try:
+            sidecar = read_sidecar(prefix)
+        except DataError:
+            sidecar = None
+        if sidecar is not None and sidecar.plan == digest:
             made += 1
             faults += damage(prefix, output)
             continue
         faults.append(f"{prefix}.bin is missing.")
         for suffix in SUFFIXES:
-            path = prefix.with_name(prefix.name + suffix)
+            path = beside(prefix, suffix)
             if os.path.exists(path):  # false, too, for a name that is too long
                 raise DataError(
                     f"{path} exists already; choose another --output_prefix, or pass --overwrite "
@@ -191,6 +200,7 @@ def _is_done(output: Output, plan: str) -> bool:
 
 @contextmanager
 def _locked(output: Output) -> Iterator[None]:
+    """Make the folder of the shards, and hold its lock."""
     folder = output.folder
     # Beside the folder, which can then be removed while it is locked, on any file system.
     lock = folder.with_name(f"{folder.name}.lock")
@@ -209,7 +219,8 @@ def _locked(output: Output) -> Iterator[None]:
                 f"{lock} cannot be locked on this file system: start no second program that writes "
                 f"{output.prefix}"
             )
-        # Another process may have removed it in between.
+        # Another process may have removed the file between open and lock; a lock on a removed
+        # file keeps nobody out.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
         os.close(descriptor)
@@ -217,16 +228,12 @@ def _locked(output: Output) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)  # before it is released, so that nobody else holds it
         os.close(descriptor)
 
 
-def _digest(plan: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
-
-
-def _begin(output: Output, plan: dict[str, Any], num_shards: int) -> int:
-    """Make the folder ready for a plan; return how many shards are there."""
+def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
+    """Make the folder ready for a recipe; return how many shards are done."""
     folder = output.folder
     for path in folder.iterdir():
         if not _OWN_NAMES.match(path.name):
@@ -235,16 +242,62 @@ def _begin(output: Output, plan: dict[str, Any], num_shards: int) -> int:
                 f"choose another {output.option}."
             )
     try:
-        earlier_plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        earlier = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        earlier_plan = None
-    if earlier_plan == plan:
+        earlier = None
+    if earlier == recipe:
         done = len(list(folder.glob("[0-9]*.json")))
-        log.info(f"going on in {folder}: {done:,} of {num_shards:,} parts are there")
+        log.info(f"going on in {folder}: {done:,} of {num_shards:,} shards are done")
         return done
-    if earlier_plan is not None:
+    if earlier is not None:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")
     for path in folder.iterdir():
         path.unlink()
-    write_whole(folder / "plan.json", json.dumps(plan))
+    write_whole(folder / "plan.json", json.dumps(recipe))
     return 0
+
+
+def progress_log(log_seconds: float) -> Callable[[Totals], None]:
+    """Return a function that logs the progress, with at least this many seconds between lines."""
+    began = last_report = time.monotonic()
+
+    def report(totals: Totals) -> None:
+        nonlocal last_report
+        now = time.monotonic()
+        if now - last_report < log_seconds:
+            return
+        last_report = now
+        seconds = now - began
+        line = (
+            f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
+            f"{totals.texts / seconds:,.0f} documents/s | "
+            f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s | "
+            f"{totals.tokens / seconds:,.0f} tokens/s"
+        )
+        if totals.num_bytes:
+            # At most 1: chunks are read a little beyond their end.
+            fraction = min(1.0, totals.consumed / totals.num_bytes)
+            left = seconds / fraction - seconds if fraction else 0.0
+            line += f" | {fraction:.1%} done | {_clock(left)} left"
+        else:
+            line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
+        log.info(line)
+
+    return report
+
+
+def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> None:
+    """Log what the shards hold, and how fast they were made unless an earlier run made some."""
+    tokens = sum(shard.tokens for shard in stats)
+    text_bytes = sum(shard.text_bytes for shard in stats)
+    speed = "since it went on" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
+    log.info(
+        f"{sum(shard.documents for shard in stats):,} documents, {tokens:,} tokens, "
+        f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
+        f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
+        f"{sum(shard.skipped for shard in stats):,} skipped documents; {_clock(seconds)}, {speed}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"

@@ -1,4 +1,4 @@
-"""A shard: a chunk of text as token ids on the disk, made by one worker and reused by a restart.
+"""A shard: a chunk of text as token ids on the disk, written by one worker, reused by a restart.
 
     STEM.ids     token ids, one text after the other
     STEM.rows    tokens of each text, int32
@@ -13,14 +13,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
-from llm.data.text.readers import BadRecordPolicy
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.runtime.files import checksum
@@ -35,13 +35,13 @@ class ShardStats:
 
     Attributes:
         one_document: Whether its texts are one document; otherwise each is one.
-        texts: That have tokens.
+        texts: Texts that have tokens.
         empty: Texts that have none.
         skipped: Records that could not be used.
-        tokens: With the end tokens.
+        tokens: Tokens, the end tokens included.
         text_bytes: UTF-8 bytes of the texts.
         largest_token: The largest id; 0 where there are none.
-        checksums: Of the three files, xxh3_128.
+        checksums: The xxh3_128 of each of the three files.
     """
 
     one_document: bool
@@ -61,7 +61,14 @@ class ShardStats:
 
 @dataclass(slots=True)
 class Progress:
-    """How far the work on a shard has come; all numbers from its beginning."""
+    """How far the work on a shard has come, counted from its beginning.
+
+    Attributes:
+        texts: Texts that have tokens.
+        tokens: Tokens.
+        text_bytes: UTF-8 bytes of the texts.
+        consumed: Bytes read from the disk, packed where the file is.
+    """
 
     texts: int = 0
     tokens: int = 0
@@ -79,14 +86,14 @@ def write_shard(
 ) -> ShardStats:
     """Encode a source and write it to the disk; an error leaves no shard.
 
-    All that it needs can be pickled, so that it may run in any process that sees the same files.
+    All arguments can be pickled, so that it may run in any process that sees the same files.
 
     Args:
         source: The texts.
         stem: The path of the files without their suffix.
         encoding: How texts become ids.
-        encoder: One that was made for it and for sources of this kind; None makes one.
-        report: Told the progress after every batch.
+        encoder: An encoder for this encoding and kind of source; None makes one.
+        report: Called with the progress after every batch.
 
     Returns:
         What the shard holds.
@@ -125,7 +132,10 @@ class _ShardWriter:
     def __init__(self, source: Source, stem: Path) -> None:
         self.progress = Progress()
         self._source = source
-        self._files = {suffix: _HashedFile(stem, suffix) for suffix in _FILES}
+        self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _FILES}  # noqa: SIM115
+        self._hashes = {suffix: xxhash.xxh3_128() for suffix in _FILES}
+        # Written one batch late: the end token of a document is counted with its last text.
+        self._last_rows = np.empty(0, "<i4")
         self._empty = self._largest = 0
 
     def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
@@ -137,9 +147,11 @@ class _ShardWriter:
         filled = counts > 0
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
-        self._files[".ids"].write(ids)
-        self._files[".rows"].write(counts[filled].astype("<i4"))
-        self._files[".bytes"].write(sizes.astype("<u4"))
+        self._write(".ids", ids)
+        self._write(".bytes", sizes.astype("<u4"))
+        if sizes.size:
+            self._write(".rows", self._last_rows)
+            self._last_rows = counts[filled].astype("<i4")
         self._largest = max(self._largest, int(ids.max(initial=0)))
         self._empty += len(texts) - sizes.size
         self.progress.texts += sizes.size
@@ -149,14 +161,17 @@ class _ShardWriter:
 
     def end_document(self, end: NDArray[Any]) -> None:
         if self.progress.texts:
-            self._files[".ids"].write(end)
-            self._files[".rows"].add_to_last(1)
+            self._write(".ids", end)
+            self._last_rows[-1] += 1
             self.progress.tokens += 1
             self._largest = max(self._largest, int(end[0]))
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        try:
+            self._write(".rows", self._last_rows)
+        finally:
+            for file in self._files.values():
+                file.close()
 
     def stats(self, *, skipped: int) -> ShardStats:
         return ShardStats(
@@ -167,8 +182,13 @@ class _ShardWriter:
             tokens=self.progress.tokens,
             text_bytes=self.progress.text_bytes,
             largest_token=self._largest,
-            checksums={suffix: file.digest() for suffix, file in self._files.items()},
+            checksums={suffix: str(state.hexdigest()) for suffix, state in self._hashes.items()},
         )
+
+    def _write(self, suffix: str, array: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(array).view(np.uint8)
+        self._files[suffix].write(data.data)
+        self._hashes[suffix].update(data.data)
 
 
 def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
@@ -189,7 +209,7 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
 
 
 def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:
-    """Map one of a shard's files into memory."""
+    """Map a file of a shard into memory."""
     path = stem.with_suffix(suffix)
     if path.stat().st_size == 0:  # which cannot be mapped
         return np.empty(0, dtype)
@@ -202,42 +222,8 @@ def remove_shard(stem: Path) -> None:
         stem.with_suffix(suffix).unlink(missing_ok=True)
 
 
-class _HashedFile:
-    """A file that is written once, from front to back."""
-
-    def __init__(self, stem: Path, suffix: str) -> None:
-        self.suffix = suffix
-        self._file: BinaryIO = open(stem.with_suffix(suffix), "wb")  # noqa: SIM115
-        self._state = xxhash.xxh3_128()
-        self._last: NDArray[Any] = np.empty(0, np.uint8)  # written later, since it may yet change
-
-    def write(self, array: NDArray[Any]) -> None:
-        if array.size:
-            self._flush()
-            self._last = array
-
-    def add_to_last(self, number: int) -> None:
-        self._last[-1] += number
-
-    def close(self) -> None:
-        try:
-            self._flush()
-        finally:
-            self._file.close()
-
-    def digest(self) -> str:
-        return str(self._state.hexdigest())
-
-    def _flush(self) -> None:
-        if self._last.size:
-            data = np.ascontiguousarray(self._last).data.cast("B")
-            self._file.write(data)
-            self._state.update(data)
-        self._last = self._last[:0]
-
-
 def each_row(stems: list[Path], suffix: str, dtype: str, size: int) -> Iterator[NDArray[Any]]:
-    """Yield the numbers that shards hold of each text, in blocks of at most `size`."""
+    """Yield the numbers that shards hold for each text, in blocks of at most `size`."""
     for stem in stems:
         array = read_array(stem, suffix, dtype)
         for first in range(0, array.size, size):

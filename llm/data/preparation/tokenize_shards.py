@@ -1,10 +1,16 @@
 """From sources to shards on the disk, on all cores; an interrupted run is resumed."""
 
 import dataclasses
-import functools
 import logging
 import mmap
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,23 +18,25 @@ import numpy as np
 
 from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
 from llm.data.preparation.shards import Progress, ShardStats, read_shard, remove_shard, write_shard
-from llm.data.preparation.workers import run_in_processes
 from llm.data.text.sources import Source
 from llm.errors import DataError
 
-_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast one gave other ids
+_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
+_REPORT_SECONDS = 1.0
+
+_work: Callable[[int], object]  # of a worker, inherited from the process that forked it
 
 log = logging.getLogger("llm.data")
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals(Progress):
-    """What has been done so far in this process' life, over all shards.
+    """What this process has done so far, over all shards.
 
     Attributes:
-        num_bytes: Of all that is to be read; None where that is not known.
-        shards_done: With those that an earlier try has left.
-        num_shards: All of them.
+        num_bytes: Bytes of all that is to be read; None where that is not known.
+        shards_done: Finished shards, with those of an earlier run.
+        num_shards: All shards.
     """
 
     num_bytes: int | None = None
@@ -51,12 +59,12 @@ def tokenize_shards(
 
     Args:
         sources: The texts; at least one.
-        folder: Of the shards.
+        folder: Folder of the shards.
         encoding: How texts become ids.
         workers: Cores to use: as processes, and as threads of these where sources are few.
-        report: Told about once a second or more often how far the work has come.
+        report: Called with the progress, once a second or more often.
         fork: Whether several workers may be processes, forked from this one. Otherwise they are
-            its threads, and it must not fork afterwards: threads do not survive that.
+            its threads, and it must not fork afterwards: threads do not survive a fork.
 
     Returns:
         The paths of the shards without their suffix, and what they hold.
@@ -67,13 +75,24 @@ def tokenize_shards(
     """
     stems = [folder / f"{number:06d}" for number in range(len(sources))]
     mark = folder / _NO_FAST_ENCODER
-    encode = functools.partial(_encode_missing, sources, stems, encoding, workers, report, fork)
+
+    def encode(*, fast: bool) -> None:
+        missing = [
+            (source, stem)
+            for source, stem in zip(sources, stems, strict=True)
+            if read_shard(stem, verify=True) is None
+        ]
+        if missing:
+            done = len(sources) - len(missing)
+            _encode(missing, done, encoding, workers, report, fork=fork, fast=fast)
+
     try:
         encode(fast=not mark.exists())
     except OtherIds as error:
         log.warning(
             f"{error}; encoding everything anew with the tokenizers library, which is slower"
         )
+        # Shards before the mark: a kill in between must not leave wrong shards that count.
         for stem in stems:
             remove_shard(stem)
         mark.touch()
@@ -87,78 +106,127 @@ def tokenize_shards(
     return stems, stats
 
 
-def _encode_missing(
-    sources: list[Source],
-    stems: list[Path],
+def _encode(
+    missing: list[tuple[Source, Path]],
+    shards_done: int,
     encoding: Encoding,
     workers: int,
     report: Callable[[Totals], None],
-    fork: bool,
     *,
+    fork: bool,
     fast: bool,
 ) -> None:
-    missing = [i for i, stem in enumerate(stems) if read_shard(stem, verify=True) is None]
-    if not missing:
-        return
+    """Write the missing shards, on forked processes or on threads of this one."""
     processes = min(workers, len(missing)) if fork and workers > 1 else 0
     threads = workers // max(1, processes)
-    # Made before the processes fork, which then share them.
+    # Made before the fork, so that all processes use one copy in memory.
     encoders = {
         one_document: make_encoder(encoding, one_document=one_document, threads=threads, fast=fast)
-        for one_document in {sources[number].one_document for number in missing}
+        for one_document in {source.one_document for source, _ in missing}
     }
-    meter = _Meter(sources, missing)
+    sizes = [source.num_bytes for source, _ in missing]
+    num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    # Texts, tokens, bytes of text, bytes read and whether it is done, of each missing shard.
+    # An anonymous map is shared with forked processes.
+    counts = np.frombuffer(mmap.mmap(-1, len(missing) * 5 * 8), np.int64).reshape(-1, 5)
 
     def report_totals() -> None:
-        report(meter.totals())
+        texts, tokens, text_bytes, consumed, done = counts.sum(axis=0).tolist()
+        report(
+            Totals(
+                texts=texts,
+                tokens=tokens,
+                text_bytes=text_bytes,
+                consumed=consumed,
+                num_bytes=num_bytes,
+                shards_done=shards_done + done,
+                num_shards=shards_done + len(missing),
+            )
+        )
 
     def work(number: int) -> None:
         def note(progress: Progress) -> None:
-            meter.note(number, progress)
+            counts[number, :4] = dataclasses.astuple(progress)
             if not processes:
                 report_totals()
 
-        source = sources[number]
-        encoder = encoders[source.one_document]
-        write_shard(source, stems[number], encoding, encoder=encoder, report=note)
-        meter.note_end(number)
+        source, stem = missing[number]
+        write_shard(source, stem, encoding, encoder=encoders[source.one_document], report=note)
+        counts[number, 3:] = source.num_bytes or 0, 1
 
     if processes:
-        run_in_processes(work, missing, processes=processes, watch=report_totals)
+        run_in_processes(work, range(len(missing)), processes=processes, report=report_totals)
         return
-    for number in missing:
+    for number in range(len(missing)):
         work(number)
         report_totals()
 
 
-class _Meter:
-    """How far each shard has come, in memory that forked processes share."""
+def run_in_processes(
+    work: Callable[[int], object],
+    tasks: Iterable[int],
+    *,
+    processes: int,
+    report: Callable[[], None],
+) -> None:
+    """Call a function once for each task, on forked processes.
 
-    def __init__(self, sources: list[Source], missing: list[int]) -> None:
-        sizes = [sources[number].num_bytes for number in missing]
-        known = [size for size in sizes if size is not None]
-        self._sizes = dict(zip(missing, sizes, strict=True))
-        self._num_bytes = sum(known) if len(known) == len(sizes) else None
-        self._num_shards = len(sources)
-        self._rows = {number: row for row, number in enumerate(missing)}
-        # Texts, tokens, their bytes, bytes read of the disk, and whether it is done.
-        shared = mmap.mmap(-1, len(missing) * 5 * 8)
-        self._counts = np.frombuffer(shared, np.int64).reshape(-1, 5)
+    A forked process has the memory of this one, so that what the function needs (texts, a
+    tokenizer) is neither copied nor pickled, as it would be for a spawned one. Threads do not
+    survive a fork: a library that has started threads before may wait for them forever.
 
-    def note(self, number: int, progress: Progress) -> None:
-        self._counts[self._rows[number], :4] = dataclasses.astuple(progress)
+    Args:
+        work: Called with each task.
+        tasks: Numbers, which are begun in this order.
+        processes: Number of processes; none of them outlives this one.
+        report: Called here about once a second, and at the end.
 
-    def note_end(self, number: int) -> None:
-        self._counts[self._rows[number], 3:] = self._sizes[number] or 0, 1
+    Raises:
+        DataError: A process was killed.
+        Exception: The first that `work` raised; the processes are ended.
+    """
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
+    # Otherwise every forked process would write what the buffers hold once more.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        pending = {pool.submit(_call, task) for task in tasks}
+        while pending:
+            done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            report()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A worker was killed, perhaps because the memory ran out; start again with fewer "
+            "--workers: what is done is kept."
+        ) from error
+    except BaseException:
+        # The pool itself would wait for the tasks that are running.
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def totals(self) -> Totals:
-        texts, tokens, text_bytes, consumed, done = self._counts.sum(axis=0).tolist()
-        return Totals(
-            texts=texts,
-            tokens=tokens,
-            text_bytes=text_bytes,
-            consumed=consumed,
-            num_bytes=self._num_bytes,
-            shards_done=self._num_shards - len(self._rows) + done,
-            num_shards=self._num_shards,
-        )
+
+def _start_worker(work: Callable[[int], object]) -> None:
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to workers, too
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(task: int) -> None:
+    # The work itself is a closure, which the pool could not pickle for its queue.
+    _work(task)

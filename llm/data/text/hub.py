@@ -1,5 +1,6 @@
 """Data sets: from the Hugging Face Hub or a local folder that the `datasets` library reads."""
 
+import contextlib
 import copy
 import logging
 import re
@@ -7,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.data.text.readers import BadRecordPolicy, batched, check_text, choose_column, first_line
+from llm.data.text.blocks import BadRecordPolicy
+from llm.data.text.readers import batched, choose_column, first_line, usable_texts
 from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
 from llm.errors import DataError
 
@@ -27,9 +29,9 @@ def dataset_sources(
     splits: Sequence[str] = ("train", "validation"),
     streaming: bool = False,
 ) -> dict[str, Source]:
-    """Splits of a Hub data set or a local folder.
+    """Return the splits of a Hub data set or a local folder.
 
-    Nothing is loaded before a source is asked whether it exists, or for its rows.
+    The data set is loaded when a source is asked whether it exists, or for its rows.
 
     Args:
         dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
@@ -37,9 +39,9 @@ def dataset_sources(
         dataset_config_name: The configuration; or None.
         text_column: The column with the text; None takes `text`, else the only column of
             strings.
-        trust_remote_code: Handed to `datasets`.
-        splits: Their names.
-        streaming: Read it over the network while it is used, keeping nothing on disk.
+        trust_remote_code: As for `datasets.load_dataset`.
+        splits: Names of the splits.
+        streaming: Read the data set over the network while it is used, with no copy on disk.
 
     Raises:
         DataError: `dataset_name` is a file, a path at which there is nothing, or a folder with
@@ -66,15 +68,15 @@ class _DatasetLoader:
         inside = sorted(self.folder.rglob("*")) if self.folder else []
         refuse_broken_links(inside, f"--dataset_name {name}:")
         self.files = {path: stamp(path) for path in inside if path.is_file()}
-        # Newer versions of `datasets` complain about the argument itself.
-        self._options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+        # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
+        self._options = {"trust_remote_code": True} if trust_remote_code else {}
         if streaming:
             self._options["streaming"] = True
         self.streaming = streaming
         self._splits: dict[str, Any] | None = None
 
     def splits(self) -> dict[str, Any]:
-        """The `datasets.Dataset` of each split."""
+        """Return the `datasets.Dataset` of each split."""
         if self._splits is None:
             import datasets
 
@@ -82,15 +84,14 @@ class _DatasetLoader:
             bars = datasets.is_progress_bar_enabled()
             datasets.disable_progress_bars()
             try:
-                loaded = self._load()
-            except Exception as error:  # the library raises dozens of kinds
-                raise self._explain(error) from error
+                with self.errors_explained():
+                    loaded = self._load()
             finally:
                 if bars:
                     datasets.enable_progress_bars()
             single = isinstance(loaded, datasets.Dataset | datasets.IterableDataset)
             self._splits = {"train": loaded} if single else dict(loaded)
-            # What lies on the disk ready to use is not streamed.
+            # A data set that lies ready on the disk is not streamed.
             kinds = (datasets.IterableDataset,)
             self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
         return self._splits
@@ -100,8 +101,8 @@ class _DatasetLoader:
 
         if self.folder is None:
             return datasets.load_dataset(self.name, self.config, **self._options)
-        # A folder that stands in for a Hub data set often has no configurations, or has them
-        # as folders of their own.
+        # A folder that replaces a Hub data set often has no configurations, or has them as
+        # folders of their own.
         inner = self.folder / self.config if self.config else self.folder
         for folder in (inner, self.folder):
             if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
@@ -115,21 +116,12 @@ class _DatasetLoader:
             log.warning(f"{self.folder} has no configurations; reading {folder}")
             return datasets.load_dataset(str(folder), **self._options)
 
-    def columns(self, data: Any) -> dict[str, bool]:
-        """A split's columns, and whether they hold strings; a stream may look at its first row."""
+    @contextlib.contextmanager
+    def errors_explained(self) -> Iterator[None]:
+        """Turn the errors of the library, of dozens of kinds, into a DataError."""
         try:
-            if data.features:
-                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
-                return {name: kind in _STRINGS for name, kind in types.items()}
-            return {name: isinstance(value, str) for name, value in next(iter(data), {}).items()}
+            yield
         except Exception as error:
-            raise self._explain(error) from error
-
-    def read(self, data: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a split of this data set, in batches of columns."""
-        try:
-            yield from data.iter(_BATCH_ROWS)
-        except Exception as error:  # a stream's network, a broken file
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> DataError:
@@ -152,7 +144,7 @@ class _DatasetLoader:
 
 
 class _DatasetSplit:
-    """One split, or a chunk of it: a range of rows, or some shards of a streamed one."""
+    """One split, or a chunk of it: a range of rows, or one shard of a streamed split."""
 
     one_document = False
     consumed = 0
@@ -165,7 +157,7 @@ class _DatasetSplit:
         self.name = f"{loader.name}{config} [{split}]"
         self.num_bytes: int | None = None
         self.files = loader.files
-        self._range: tuple[int, int] | None = None  # rows start:stop, or shard i of n
+        self._range: tuple[int, int] | None = None  # (first row, stop), or (shard, shards)
 
     def identity(self) -> dict[str, Json]:
         identity: dict[str, Json] = {
@@ -178,8 +170,8 @@ class _DatasetSplit:
         if folder is not None:
             identity["dataset"] = str(folder.resolve())
             identity["files"] = [
-                [str(file.relative_to(folder)), *noted.values()]
-                for file, noted in self.files.items()
+                [str(file.relative_to(folder)), *stamped.values()]
+                for file, stamped in self.files.items()
             ]
         return identity
 
@@ -189,8 +181,7 @@ class _DatasetSplit:
     def split(self, num_bytes: int) -> list[Source]:
         data = self._data()
         if self._loader.streaming:
-            count = data.num_shards
-            ranges = [(index, count) for index in range(count)]
+            ranges = [(index, data.num_shards) for index in range(data.num_shards)]
         else:
             starts = range(0, data.num_rows, _CHUNK_ROWS)
             ranges = [(start, min(start + _CHUNK_ROWS, data.num_rows)) for start in starts]
@@ -202,7 +193,28 @@ class _DatasetSplit:
         return chunks
 
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
-        return batched(self._texts(faults or BadRecordPolicy()))
+        data = self._data()
+        column = self._column(data)
+        before, where = 0, self.name
+        if self._range is not None and self._loader.streaming:
+            data = data.shard(num_shards=self._range[1], index=self._range[0])
+            where = f"{where}, shard {self._range[0] + 1}"
+        elif self._range is not None:
+            before = self._range[0]
+            data = data.select(range(*self._range))
+
+        def values() -> Iterator[Any]:
+            with self._loader.errors_explained():  # a stream's network, a broken file
+                for batch in data.select_columns(column).iter(_BATCH_ROWS):
+                    yield from batch[column]
+
+        yield from batched(
+            usable_texts(
+                values(),
+                lambda number: f"{where}, row {before + number}",
+                faults or BadRecordPolicy(),
+            )
+        )
 
     def _data(self) -> Any:
         splits = self._loader.splits()
@@ -213,29 +225,21 @@ class _DatasetSplit:
             )
         return splits[self._split]
 
-    def _texts(self, faults: BadRecordPolicy) -> Iterator[str]:
-        data = self._data()
-        columns = self._loader.columns(data)
-        column = choose_column(
-            list(columns),
+    def _column(self, data: Any) -> str:
+        """Choose the column with the text; a stream without features may look at its first row."""
+        with self._loader.errors_explained():
+            if data.features:
+                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
+                texts = [name for name, kind in types.items() if kind in _STRINGS]
+                columns = list(types)
+            else:
+                row: dict[str, Any] = next(iter(data), {})
+                texts = [name for name, value in row.items() if isinstance(value, str)]
+                columns = list(row)
+        return choose_column(
+            columns,
             self._text_column,
             self.name,
-            texts=[name for name, strings in columns.items() if strings],
+            texts=texts,
             log_choice=self._range is None or self._range[0] == 0,
         )
-        number, where = 0, self.name
-        if self._range is not None and self._loader.streaming:
-            data = data.shard(num_shards=self._range[1], index=self._range[0])
-            where = f"{where}, shard {self._range[0] + 1}"
-        elif self._range is not None:
-            number = self._range[0]
-            data = data.select(range(*self._range))
-        for batch in self._loader.read(data.select_columns(column)):
-            for value in batch[column]:
-                number += 1
-                try:
-                    text = check_text(value, f"{where}, row {number}")
-                except DataError as fault:
-                    faults(fault)
-                else:
-                    yield text

@@ -1,115 +1,30 @@
 """The texts in one file of plain text, CSV or Parquet, in batches of a few MiB.
 
-Files are streamed: memory does not grow with them, except for a paragraph and a single
-text.
+Files are streamed: memory grows with the longest text, not with the file. They are not read with
+the `datasets` library, which copies them into its cache, has no chunks for workers that read one
+file together, and does not name the line of an error.
 """
 
 import csv
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from llm.data.text.text_blocks import TextBlocks
+from llm.data.text.blocks import BadRecordPolicy, FileChunk
 from llm.errors import DataError
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_ROWS = 1 << 14
 
+Reader = Callable[[FileChunk], Iterator[list[str]]]
+
 log = logging.getLogger("llm.data")
 
 
-class BadRecordPolicy:
-    """What becomes of records that cannot be used.
-
-    Attributes:
-        on_error: `stop` raises the first one; `skip` counts them and shows the first three.
-        skipped: How many were passed over.
-
-    Args:
-        on_error: As above.
-    """
-
-    def __init__(self, on_error: Literal["stop", "skip"] = "stop") -> None:
-        self.skipped = 0
-        self.on_error = on_error
-
-    def __call__(self, error: DataError) -> None:
-        """Raises or counts one.
-
-        Raises:
-            DataError: The one given.
-        """
-        if self.on_error == "stop":
-            raise error
-        self.skipped += 1
-        if self.skipped <= 3:
-            log.warning(f"skipped: {error}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileChunk:
-    """A chunk of a file, or all of it, and where its texts stand in it.
-
-    Attributes:
-        path: The file.
-        text_column: The field with the text; None takes `text`, else the only field of strings.
-        faults: What becomes of records that cannot be used.
-        blocks: The bytes of this chunk of a file of lines.
-        start: Where the chunk begins: a byte of a file of lines, a row group of a Parquet file.
-        stop: Where it ends; None is the end of the file.
-    """
-
-    path: Path
-    text_column: str | None
-    faults: BadRecordPolicy
-    blocks: TextBlocks
-    start: int = 0
-    stop: int | None = None
-
-    def where(self, line: int) -> "Place":
-        """Return the place of a line of this chunk, counted from 1, for messages."""
-        return Place(self, line)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of a chunk; its number in the file is computed when it is shown.
-
-    Attributes:
-        chunk: The chunk.
-        line: Counted from 1, the first line that begins in the chunk.
-    """
-
-    chunk: FileChunk
-    line: int
-
-    def __str__(self) -> str:
-        path, start = self.chunk.path, self.chunk.start
-        if start == 0:
-            return f"{path}, line {self.line}"
-        if self.chunk.faults.on_error == "skip":  # there may be many, and counting reads the file
-            return f"{path}, line {self.line} of those from byte {start:,} on"
-        before, rest = 1, start - 1  # lines that begin before the chunk: one, and after line feeds
-        for block in TextBlocks(path).blocks():
-            before += block[:rest].count(b"\n")
-            rest -= len(block)
-            if rest <= 0:
-                break
-        return f"{path}, line {before + self.line}"
-
-
-Reader = Callable[[FileChunk], Iterator[list[str]]]
-
-
-def check_text(value: object, where: object) -> str:
-    """The text of one record; a missing value is an empty text.
-
-    Args:
-        value: What the text column holds.
-        where: File and line, for messages.
+def check_text(value: object) -> str:
+    """Return the text of one record; a missing value is an empty text.
 
     Raises:
         DataError: The value is no string, or one that cannot be written as UTF-8.
@@ -117,14 +32,36 @@ def check_text(value: object, where: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        kind = type(value).__name__
-        raise DataError(f"{where}: the text is a value of type {kind}, not a string.")
+        raise DataError(f"the text is a value of type {type(value).__name__}, not a string.")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise DataError(f"{where}: the text holds a lone surrogate, no character.") from error
+            raise DataError("the text holds a lone surrogate, no character.") from error
     return value
+
+
+def usable_texts(
+    records: Iterable[Any],
+    where: Callable[[int], str],
+    on_bad_record: BadRecordPolicy,
+    text_of: Callable[[Any], str] = check_text,
+) -> Iterator[str]:
+    """Yield the texts of records.
+
+    Args:
+        records: The records.
+        where: Returns the place of a record, counted from 1, for messages.
+        on_bad_record: What to do with those that `text_of` refuses with a DataError.
+        text_of: Returns the text of a record.
+    """
+    for number, record in enumerate(records, 1):
+        try:
+            text = text_of(record)
+        except DataError as error:
+            on_bad_record(DataError(f"{where(number)}: {error}"))
+        else:
+            yield text
 
 
 def choose_column(
@@ -135,18 +72,17 @@ def choose_column(
     texts: Sequence[str],
     log_choice: bool = True,
 ) -> str:
-    """The column with the text: the one asked for, else `text`, else the only one of strings.
+    """Return the column with the text: the one asked for, else `text`, else the only one of text.
 
     Args:
-        columns: Those that there are.
+        columns: All columns.
         wanted: The one asked for; or None.
-        where: File and line, for messages.
-        texts: Those that hold strings.
-        log_choice: Whether to log that it is another one than `text`.
+        where: The file or data set, for messages.
+        texts: The columns that hold strings.
+        log_choice: Whether to log that another one than `text` is taken.
 
     Raises:
-        DataError: There is no such column, or more than one; the message lists those that there
-            are.
+        DataError: There is no such column, or more than one; the message lists all columns.
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
@@ -162,8 +98,8 @@ def choose_column(
     return wanted
 
 
-def batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Groups texts into batches of a few MiB."""
+def batched(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts into batches of a few MiB."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -176,15 +112,21 @@ def batched(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def text_lines(chunk: FileChunk) -> Iterator[list[str]]:
-    """The lines of a text file, each with its line feed; a line ends nowhere else."""
+def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str]]:
+    """Yield the lines of a text file, each with its line feed; a line ends nowhere else.
+
+    Args:
+        chunk: The file, or a chunk of it.
+        skippable: Whether the policy decides on lines that are not UTF-8; else they are an error.
+    """
     line = 1
-    for block in chunk.blocks.line_blocks():
+    for block in chunk.line_blocks():
         try:
             text = block.decode()
         except UnicodeDecodeError:
-            text = _lines_in_utf8(chunk, block, line)
+            text = _decodable_lines(chunk, block, line, skippable=skippable)
         line += block.count(b"\n")
+        # str.splitlines would also cut at the separators of Unicode, and at a lone "\r".
         rows = text.split("\n")
         last = rows.pop()
         rows = [f"{row}\n" for row in rows]
@@ -194,8 +136,32 @@ def text_lines(chunk: FileChunk) -> Iterator[list[str]]:
             yield rows
 
 
+def _decodable_lines(chunk: FileChunk, block: bytes, line: int, *, skippable: bool) -> str:
+    rows = []
+    for number, raw in enumerate(io.BytesIO(block), line):
+        try:
+            rows.append(raw.decode())
+        except UnicodeDecodeError as error:
+            fault = chunk.error(number, not_utf8(error))
+            if not skippable:
+                raise fault from error
+            chunk.on_bad_record(fault)
+    return "".join(rows)
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what is wrong with a line that cannot be decoded."""
+    return f"byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
+
+
+def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the lines of a text file without their line breaks; a blank line is an empty text."""
+    for rows in text_lines(chunk):
+        yield [row.rstrip("\r\n") if row.strip() else "" for row in rows]
+
+
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
-    """The paragraphs of a text file, which blank lines separate, without their last line break."""
+    """Yield the paragraphs of a text file, which blank lines separate, without their last break."""
 
     def texts() -> Iterator[str]:
         begun: list[str] = []
@@ -212,72 +178,38 @@ def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
     return batched(texts())
 
 
-def _lines_in_utf8(chunk: FileChunk, block: bytes, line: int) -> str:
-    rows = []
-    for number, raw in enumerate(io.BytesIO(block), line):
-        try:
-            rows.append(raw.decode())
-        except UnicodeDecodeError as error:
-            chunk.faults(not_utf8(chunk.where(number), error))
-    return "".join(rows)
-
-
-def not_utf8(where: object, error: UnicodeDecodeError) -> DataError:
-    """What is wrong with a line that cannot be decoded."""
-    return DataError(
-        f"{where}: byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
-    )
-
-
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
-    """The texts of a CSV file whose first line names the columns."""
+    """Yield the texts of a CSV file whose first line names the columns."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit is 128 KiB
     return batched(_csv_texts(chunk))
 
 
 def _csv_texts(chunk: FileChunk) -> Iterator[str]:
-    # A line that is not UTF-8 may break the quotes of its neighbours, so it is never skipped.
-    plain = FileChunk(
-        path=chunk.path,
-        text_column=chunk.text_column,
-        faults=BadRecordPolicy("stop"),
-        blocks=chunk.blocks,
-    )
-    reader = csv.reader((row for rows in text_lines(plain) for row in rows), strict=True)
+    # Skipping a line that is not UTF-8 could break the quotes of its neighbours.
+    lines = (row for rows in text_lines(chunk, skippable=False) for row in rows)
+    reader = csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
         column = header.index(choose_column(header, chunk.text_column, chunk.path, texts=header))
         for fields in reader:
-            if fields and len(fields) != len(header):
-                chunk.faults(
-                    DataError(
-                        f"{chunk.path}, line {reader.line_num}: there are {len(fields)} fields, "
-                        f"but the header names {len(header)}."
-                    )
-                )
-            elif fields:
+            if len(fields) == len(header):
                 yield fields[column]
+            elif fields:
+                message = f"there are {len(fields)} fields, but the header names {len(header)}."
+                chunk.on_bad_record(chunk.error(reader.line_num, message))
     except csv.Error as error:
-        raise DataError(f"{chunk.path}, line {reader.line_num}: malformed CSV, {error}.") from error
+        raise chunk.error(reader.line_num, f"malformed CSV, {error}.") from error
 
 
 def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
-    """The texts of the row groups `start` to `stop` of a Parquet file."""
+    """Yield the texts of the row groups `start` to `stop` of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def texts(file: Any, column: str) -> Iterator[str]:
-        number = sum(file.metadata.row_group(i).num_rows for i in range(chunk.start))
-        groups = range(chunk.start, file.num_row_groups if chunk.stop is None else chunk.stop)
-        for batch in file.iter_batches(1000, row_groups=list(groups), columns=[column]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                try:
-                    text = check_text(value, f"{chunk.path}, row {number}")
-                except DataError as fault:
-                    chunk.faults(fault)
-                else:
-                    yield text
+    def holds_strings(kind: Any) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_kind = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        return any(check(kind) for check in is_kind)
 
     try:
         with pq.ParquetFile(chunk.path) as file:
@@ -286,23 +218,37 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 schema.names,
                 chunk.text_column,
                 chunk.path,
-                texts=[field.name for field in schema if _holds_strings(field.type)],
+                texts=[field.name for field in schema if holds_strings(field.type)],
                 log_choice=chunk.start == 0,
             )
-            yield from batched(texts(file, column))
+            groups = range(file.num_row_groups)
+            before = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
+            batches = file.iter_batches(
+                1000, row_groups=list(groups[chunk.start : chunk.stop]), columns=[column]
+            )
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            yield from batched(
+                usable_texts(
+                    values,
+                    lambda number: f"{chunk.path}, row {before + number}",
+                    chunk.on_bad_record,
+                )
+            )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{chunk.path} cannot be read as Parquet: {first_line(error)}.") from error
 
 
-def _holds_strings(kind: Any) -> bool:
-    import pyarrow as pa
+def num_row_groups(path: Path) -> int:
+    """Return the number of row groups of a Parquet file; 0 where it cannot be read."""
+    import pyarrow.parquet as pq
 
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
+    try:
+        with pq.ParquetFile(path) as file:
+            return int(file.num_row_groups)
+    except Exception:  # reading the texts reports what is wrong
+        return 0
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, to end a sentence with."""
+    """Return the first line of an error's message, to end a sentence with."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

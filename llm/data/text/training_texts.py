@@ -3,102 +3,101 @@
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from llm.data.text.sources import Source
 from llm.errors import DataError
 
 _LONGEST_LINE = 1000
-"""Letters, of 4 bytes at most; SentencePiece passes over lines of more than 4192 bytes."""
-_SAMPLED_TEXTS, _SAMPLED_LETTERS = 200, 5000
-_SECONDS_BETWEEN_REPORTS = 30.0
+"""Letters, of 4 bytes at most; SentencePiece ignores lines of more than 4192 bytes."""
+_NUM_SAMPLES, _SAMPLE_LETTERS = 200, 5000
+_LOG_SECONDS = 30.0
 
 log = logging.getLogger("llm.data")
 
 
+@dataclass
 class TrainingTexts:
-    """The texts to train on, counted and sampled as they pass.
-
-    Args:
-        sources: Where they come from.
-        lines: Yield the lines of documents, none longer than SentencePiece takes.
-        max_sentences: How many to draw evenly from all; None takes all.
-        seed: Decides the draw.
+    """The texts to train on, counted and sampled while a library iterates over them.
 
     Attributes:
+        sources: Where the texts come from.
+        lines: Whether to yield the lines of documents, none longer than SentencePiece takes.
+        max_sentences: How many to draw evenly from all; None takes all.
+        seed: Seed of the draw.
         num_documents: Documents read so far.
         num_bytes: Their bytes in UTF-8.
         sample: Pieces of some of them, drawn evenly.
-        failure: What was raised while a text was read.
+        error: What was raised while a text was read.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], *, lines: bool, max_sentences: int | None, seed: int
-    ) -> None:
-        self.num_documents = 0
-        self.num_bytes = 0
-        self.sample: list[str] = []
-        self.failure: BaseException | None = None
-        self._sources = sources
-        self._lines = lines
-        self._max_sentences = max_sentences
-        self._seed = seed
+    sources: Sequence[Source]
+    _: KW_ONLY
+    lines: bool
+    max_sentences: int | None
+    seed: int
+    num_documents: int = 0
+    num_bytes: int = 0
+    sample: list[str] = field(default_factory=list)
+    error: BaseException | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the texts; one pass only.
+        """Yield the texts; one pass only.
 
         Raises:
             DataError: A source cannot be read, or there is no text at all.
         """
         try:
-            texts = _lines_of(self._read()) if self._lines else self._read()
-            if self._max_sentences is None:
+            texts = _short_lines(self._read()) if self.lines else self._read()
+            if self.max_sentences is None:
                 yield from texts
                 return
             drawn: list[str] = []
-            generator = random.Random(self._seed)
+            generator = random.Random(self.seed)
             for number, text in enumerate(texts, 1):
-                _keep(drawn, text, number, size=self._max_sentences, generator=generator)
+                _draw(drawn, text, number, size=self.max_sentences, generator=generator)
             yield from drawn
         except (Exception, KeyboardInterrupt) as error:
-            self.failure = error
+            self.error = error
             raise
 
     def _read(self) -> Iterator[str]:
-        generator = random.Random(self._seed)
+        generator = random.Random(self.seed)
         number = 0
-        last_report = time.monotonic()
-        for source in self._sources:
+        logged = time.monotonic()
+        for source in self.sources:
             before = number
-            # Lines of one document are not torn apart, unless some of them are drawn.
-            joined = source.one_document and self._max_sentences is None
+            # Lines of one document stay together, unless some of them are drawn.
+            joined = source.one_document and self.max_sentences is None
             for batch in source.batches():
                 for text in filter(None, ["".join(batch)] if joined else batch):
                     self.num_documents += not source.one_document
                     self.num_bytes += len(text.encode())
-                    for begin in range(0, len(text), _SAMPLED_LETTERS):
+                    for begin in range(0, len(text), _SAMPLE_LETTERS):
                         number += 1
-                        piece = text[begin : begin + _SAMPLED_LETTERS]
-                        _keep(self.sample, piece, number, size=_SAMPLED_TEXTS, generator=generator)
+                        piece = text[begin : begin + _SAMPLE_LETTERS]
+                        _draw(self.sample, piece, number, size=_NUM_SAMPLES, generator=generator)
                     yield text
-                if time.monotonic() - last_report > _SECONDS_BETWEEN_REPORTS:
-                    last_report = time.monotonic()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
                     log.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
             self.num_documents += source.one_document and number > before
         if not number:
-            names = ", ".join(source.name for source in self._sources)
+            names = ", ".join(source.name for source in self.sources)
             raise DataError(f"There is no text in {names}; give --input that has some.")
 
 
-def _keep(kept: list[str], text: str, number: int, *, size: int, generator: random.Random) -> None:
-    """Keep the `number`-th text in a list of `size`, where each has had the same chance so far."""
-    if len(kept) < size:
-        kept.append(text)
+def _draw(drawn: list[str], text: str, number: int, *, size: int, generator: random.Random) -> None:
+    """Put the `number`-th text into a list of `size` drawn evenly from all so far (reservoir)."""
+    if len(drawn) < size:
+        drawn.append(text)
     elif (place := generator.randrange(number)) < size:
-        kept[place] = text
+        drawn[place] = text
 
 
-def _lines_of(texts: Iterator[str]) -> Iterator[str]:
+def _short_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield lines of at most 1000 letters; longer ones are cut, at spaces where there are some."""
     for text in texts:
         for line in text.split("\n"):
             line = line.rstrip("\r")

@@ -1,1 +1,1 @@
-"""Changes to a model from outside that leave its results as they are."""
+"""Changes to a model from outside that do not change its results."""

@@ -1,8 +1,7 @@
-"""Activations that the backward pass computes once more instead of finding them kept.
+"""Activation checkpointing: the backward pass recomputes activations to save memory.
 
-All of a block's (Chen et al. 2016, arXiv:1604.06174), or all but the results of its matrix
-products and its attention, which are what takes time (Korthikanti et al. 2022, arXiv:2205.05198,
-call that selective).
+Full: all of a block (Chen et al. 2016, arXiv:1604.06174). Selective: all but the results of matrix
+products and attention, which take most of the time (Korthikanti et al. 2022, arXiv:2205.05198).
 """
 
 import functools
@@ -25,8 +24,11 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Products of batches (bmm) are not among them: those are the scores of eager attention, whose
-memory grows with the square of the length."""
+"""Operations whose results selective recomputation keeps.
+
+bmm is not one of them: it computes the scores of eager attention, whose memory grows with the
+square of the length.
+"""
 
 
 def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
@@ -34,11 +36,11 @@ def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
 
     Args:
         model: Changed in place.
-        which: none keeps all; full keeps a block's input; selective also the results of its
-            matrix products and of its attention.
+        which: none keeps all activations; full keeps the input of a block; selective also the
+            results of its matrix products and its attention.
 
     Raises:
-        ConfigError: The model has no blocks that can be computed again.
+        ConfigError: The model does not support it.
     """
     if which == "none":
         return
@@ -47,7 +49,7 @@ def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
             f"--activation_checkpointing {which} is not offered by {model.config.model_type}: "
             "leave it out."
         )
-    # The newer of the library's two names for it, where there are two.
+    # Newer versions of transformers have a new name for it.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
@@ -56,11 +58,12 @@ def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether the result of an operation is kept."""
+    """Return whether to keep the result of an operation."""
     if isinstance(func, torch._ops.OpOverload) and func._schema.name in _KEPT:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.name == "dropout_p" and value > 0:
-                # Left out the second time, its mask would be drawn by the next dropout.
+                # If its result were kept, the recomputation would skip its draws, and the next
+                # dropout would get other random numbers than in the forward pass.
                 return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

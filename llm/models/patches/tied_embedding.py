@@ -1,7 +1,7 @@
-"""An input embedding that is also the output head, with one gradient in place of two.
+"""A tied embedding that accumulates the gradients of head and lookup in one tensor.
 
-Autograd makes a matrix of the vocabulary's size for the head, another one for the lookup, almost
-all of it zeros, and adds them. Here the lookup adds its few rows to the gradient of the head.
+Autograd allocates a gradient of the vocabulary's size for the head and another one, almost all
+zeros, for the lookup, and adds them. Here the lookup adds its few rows to the gradient of the head.
 """
 
 from typing import Any
@@ -12,26 +12,26 @@ from transformers import PreTrainedModel
 
 
 class TiedEmbedding(nn.Embedding):
-    """A lookup whose backward pass ends the gradient that the loss has begun.
+    """An embedding whose backward pass adds to the gradient that the loss has left here.
 
     Attributes:
-        lookups: Lookups with a gradient since `begin`.
-        head_gradient: [rows, width]: what the head has left, until the lookup takes it.
+        lookups: Number of lookups with a gradient since `begin`.
+        head_gradient: [rows, width], the gradient of the head until the lookup takes it.
     """
 
     lookups: int
     head_gradient: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """[...] of ids to [..., width]."""
+        """Return [..., width] for ids of shape [...]."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(input)
         self.lookups += 1
-        found: Tensor = _Lookup.apply(self.weight, input, self)  # type: ignore[no-untyped-call]
-        return found
+        embedded: Tensor = _Lookup.apply(self.weight, input, self)  # type: ignore[no-untyped-call]
+        return embedded
 
     def begin(self) -> None:
-        """Called before a forward pass that may leave a gradient here."""
+        """Prepare for a forward pass that may leave a gradient here."""
         if self.head_gradient is not None:
             raise RuntimeError("The gradient of the output head never reached the embedding.")
         self.lookups = 0
@@ -57,15 +57,15 @@ class _Lookup(torch.autograd.Function):
             rows = rows * (ids != embedding.padding_idx).unsqueeze(1)
         if total.is_cpu:
             return total.index_add_(0, ids, rows), None, None
-        # Slower, but in one order: on a GPU the other one adds as it comes.
+        # Slower, but deterministic: index_add_ on a GPU adds in any order.
         return total.index_put_((ids,), rows, accumulate=True), None, None
 
 
 def tie_gradients(model: PreTrainedModel) -> None:
-    """Let a model whose output head is its embedding make one gradient of the two.
+    """Accumulate the gradients of head and lookup in one tensor, if the head is the embedding.
 
-    The embedding's class is changed in place: parameters, names and hooks stay. A model whose
-    embedding does more than look up is left as it is.
+    The class of the embedding is changed in place: parameters, names and hooks stay. An embedding
+    that does more than look up is left as it is.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None

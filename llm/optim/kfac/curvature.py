@@ -1,7 +1,7 @@
-"""The curvature of a model's linear layers: what is recorded, averaged and decomposed, and when."""
+"""The factors of a model's linear layers and their eigenbases, and when each is updated."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,59 +9,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
-from llm.optim.kfac.assignment import KFACStrategy, assign
-from llm.optim.kfac.exchange import Exchange
-from llm.optim.kfac.factors import Factor
+from llm.optim.kfac.distribution import Exchange, KFACStrategy, assign
+from llm.optim.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.optim.kfac.layers import Coverage, Layer
-from llm.optim.kfac.statistics import Statistics
-from llm.optim.kfac.update_times import UpdateTimes
 
 Method = Literal["ekfac", "eigen", "cholesky"]
 
 
-def is_due(every: int, step: int, turn: float = 0.0) -> bool:
-    """Whether what happens once in so many steps happens at this one.
+def is_due(every: int, step: int, phase: float = 0.0) -> bool:
+    """Return whether what happens once in `every` steps happens at this step.
 
-    At the beginning it happens more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...:
-    the first averages are of few tokens, and with fp16 the first steps may be skipped altogether.
+    At the start it happens more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...:
+    the first averages are of few tokens, and with fp16 the first steps may all be skipped.
 
     Args:
         every: Length of an interval, in steps.
-        step: The step.
-        turn: Where in an interval, from 0 to below 1.
+        step: The step, from 0.
+        phase: Position in the interval, in [0, 1).
     """
     window = 1 << max(0, step.bit_length() - 1)
     if window < every:
-        return step == 0 or step - window == int(turn * window)
-    return step % every == int(turn * every)
+        return step == 0 or step - window == int(phase * window)
+    return step % every == int(phase * every)
 
 
 class Curvature:
     """Factors of all covered layers, and their eigenbases or inverses.
 
-    A step is: `capture_stats` around its forward and backward, then `update`, once.
+    In each step, `capture_stats` surrounds the forward and backward passes, and `update` is called
+    once after them.
 
     Args:
         coverage: The covered layers.
-        method: What is computed of a factor: for ekfac an eigenbasis that follows it by power
-            iterations, for eigen all eigenvectors and values, for cholesky the damped inverse.
+        method: What is computed of a factor: for ekfac an eigenbasis that follows the factor by
+            power iterations, for eigen all eigenvectors and eigenvalues, for cholesky the damped
+            inverse.
         factor_update_steps: Steps between two updates of the averages.
-        inv_update_steps: Steps between two updates of what is computed of one.
+        inv_update_steps: Steps between two decompositions of a factor.
         factor_decay: Weight of the past at an update of the averages.
-        damping: For cholesky, what is added to the eigenvalues: relative to the root of their
-            mean product over the layer, split between A and G as their sizes are (the pi of
-            Martens & Grosse 2015).
+        damping: For cholesky, added to the eigenvalues: relative to the root of their mean product
+            over the layer, split between A and G as their sizes are (the pi of Martens & Grosse
+            2015, arXiv:1503.05671).
         max_dim: Wider factors are kept in diagonal blocks.
-        strategy: Which ranks keep a layer's bases; see `assign`.
-        spread: Let the factors take turns, so that no step has all the work. A compiled model
-            runs uncompiled where anything is recorded, and so is better off without.
+        strategy: Which ranks keep a layer's bases; see `llm.optim.kfac.distribution`.
+        spread: Spread the factors' updates over the interval, so that no step has all the work. A
+            compiled model runs uncompiled in steps that record, so it is faster without.
         compat: The arithmetic of the kfac-pytorch library: averages begin with the identity, G
             is that of the mean loss, damping is absolute, all factors are due at once.
 
     Attributes:
-        coverage: What is covered, and what is not.
+        coverage: Covered and skipped layers.
         layers: The covered layers.
-        steps: Steps begun and updated so far, skipped ones included.
+        method: As given.
+        compat: As given.
+        steps: Steps completed so far, skipped ones included.
+        factors: The factors of all layers; layers may share A.
+        exchange: Collective operations between ranks.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Curvature:
         compat: bool = False,
     ) -> None:
         self.coverage = coverage
-        self.layers: tuple[Layer, ...] = coverage.layers
+        self.layers = coverage.layers
         self.steps = 0
         self.method = method
         self.compat = compat
@@ -90,68 +93,65 @@ class Curvature:
         self._spread = spread and not compat
         self._recording: list[Factor] = []
         self._scale: Tensor | float = 1.0
-        self._recorded = False
+        self._captured = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
-        self._assign(strategy, max_dim)
         self._times = UpdateTimes()
-        self._statistics = Statistics(
-            self.layers,
-            input_factors=self._input_factors,
-            output_factors=self._output_factors,
-            times=self._times,
-        )
+        self._factors = self._make_factors(strategy, max_dim)
+        self.factors = list(self._factors.values())
 
-    def _assign(self, strategy: KFACStrategy, max_dim: int) -> None:
-        """Spread the layers over the ranks and make what this one keeps."""
-        sizes = {f"{layer.input_name}.A": layer.columns for layer in self.layers}
-        sizes |= {f"{layer.name}.G": layer.rows for layer in self.layers}
-        groups: dict[str, dict[str, float]] = {}
+    def _make_factors(self, strategy: KFACStrategy, max_dim: int) -> dict[str, Factor]:
+        """Assign the layers to ranks and make the tensors that this rank keeps."""
+        sizes: dict[str, dict[str, int]] = {}
         for layer in self.layers:
-            for name in (f"{layer.input_name}.A", f"{layer.name}.G"):
-                cost = float(sizes[name] * min(sizes[name], max_dim) ** 2)
-                groups.setdefault(layer.input_name, {})[name] = cost
+            # Layers that share A are needed together, so they go to the same column.
+            group = sizes.setdefault(layer.input_name, {})
+            group |= {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
         distributed = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if distributed else 0
-        self.assignment = assign(
-            {group: list(costs.items()) for group, costs in groups.items()},
+        self._assignment = assign(
+            # The decomposition of a block of width w takes about w^3 operations.
+            {
+                group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
+                for group, its in sizes.items()
+            },
             world_size=dist.get_world_size() if distributed else 1,
             strategy=strategy,
         )
-        self.exchange = Exchange(self.assignment, rank=rank)
-        self._column = rank % self.assignment.num_columns
-        factors = {
+        self.exchange = Exchange(self._assignment, rank=rank)
+        return {
             name: Factor(
                 name,
-                size=sizes[name],
+                size=size,
                 max_dim=max_dim,
                 device=self.layers[0].weight.device,
-                owned=self.assignment.owner_of[name] == rank,
-                used=self.assignment.column_of[group] == self._column,
+                owned=self._assignment.owner_of[name] == rank,
+                used=self._assignment.column_of[group] == self.exchange.column,
                 prior=self.compat,
             )
-            for group, costs in groups.items()
-            for name in costs
+            for group, its in sizes.items()
+            for name, size in its.items()
         }
-        self.factors = list(factors.values())
-        self._input_factors = {la.name: factors[f"{la.input_name}.A"] for la in self.layers}
-        self._output_factors = {la.name: factors[f"{la.name}.G"] for la in self.layers}
+
+    @property
+    def is_replicated(self) -> bool:
+        """Return whether every rank keeps the bases of all layers."""
+        return self._assignment.num_columns == 1
 
     def factors_of(self, layer: Layer) -> tuple[Factor, Factor]:
-        """A layer's A and G."""
-        return self._input_factors[layer.name], self._output_factors[layer.name]
+        """Return a layer's A and G."""
+        return self._factors[f"{layer.input_name}.A"], self._factors[f"{layer.name}.G"]
 
     def works_on(self, layer: Layer) -> bool:
-        """Whether this rank computes a layer's update."""
-        return self.assignment.column_of[layer.input_name] == self._column
+        """Return whether this rank computes a layer's update."""
+        return self._assignment.column_of[layer.input_name] == self.exchange.column
 
-    def share_updates(self, updates: Mapping[str, Tensor]) -> None:
-        """Tell layers' updates, by name, from the ranks that work on them to all, in place."""
+    def broadcast_updates(self, updates: Mapping[str, Sequence[Tensor]]) -> None:
+        """Send tensors of layers, by layer name, from the ranks that work on them, in place."""
         columns: dict[int, list[Tensor]] = {}
         for layer in self.layers:
-            if layer.name in updates:
-                column = self.assignment.column_of[layer.input_name]
-                columns.setdefault(column, []).append(updates[layer.name])
-        self.exchange.share_updates(columns)
+            column = columns.setdefault(self._assignment.column_of[layer.input_name], [])
+            column += updates.get(layer.name, ())
+        self.exchange.broadcast_updates(columns)
 
     @contextlib.contextmanager
     def capture_stats(
@@ -160,97 +160,101 @@ class Curvature:
         """Surround one step's forward and backward passes, all micro-batches of it.
 
         Args:
-            token_weight: What the loss of each token is multiplied by in the objective: one over
-                the step's tokens, times the ranks where gradients are averaged over them.
-            loss_scale: What the objective is multiplied by before `backward`.
+            token_weight: Factor on the loss of each token in the objective: one over the step's
+                tokens, times the ranks where gradients are averaged over them.
+            loss_scale: Factor on the objective before `backward`.
         """
         for factor in self.factors:
-            factor.discard()  # of a step that was begun and given up
+            factor.discard()  # Tokens of a step that was interrupted.
         self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
-        # G of compat is that of the objective, not that of single tokens.
+        # Takes both factors out of g g^T; compat's G is that of the objective, not of its tokens.
         self._scale = (loss_scale if self.compat else loss_scale * token_weight) ** -2
-        self._recorded = True
+        self._captured = True
         if not self._recording:
-            yield
+            yield  # Without hooks, a compiled model runs compiled.
             return
-        with self._statistics.capture_stats(self._recording):
+        with record_layers(self._recorded_layers(), self._times):
             yield
+
+    def _recorded_layers(self) -> list[tuple[Layer, Factor | None, Factor | None]]:
+        recorded = []
+        for layer in self.layers:
+            inputs, outputs = (f if f in self._recording else None for f in self.factors_of(layer))
+            if layer.input_name != layer.name:
+                inputs = None  # The first of the layers with this input records it.
+            if inputs is not None or outputs is not None:
+                recorded.append((layer, inputs, outputs))
+        return recorded
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> dict[str, list[Tensor]]:
-        """End a step: take its statistics into the averages, and renew the bases that are due.
+        """End a step: update the averages with its tokens, and decompose the factors that are due.
 
         Args:
             found_inf: 1.0 where the step is skipped, which leaves averages and bases as they
                 are; read on the device.
 
         Returns:
-            For each factor with a new basis, by name, the turn from the old one to it: the
-            blocks of old^T new.
+            With ekfac, for each factor with a new basis, by name, the rotation from the old to the
+            new one: the blocks of old^T new.
         """
-        if not self._recorded:
+        if not self._captured:
             return {}
         if self._recording:
             with self._times.measure("factor"):
                 self._average(found_inf)
-            self._times.end("factor")
         due = [factor for factor in self.factors if self._is_due(factor)]
-        turns: dict[str, list[Tensor]] = {}
+        rotations: dict[str, list[Tensor]] = {}
         if due:
             with self._times.measure("inv"):
-                turns = self._renew(due, found_inf)
-            self._times.end("inv")
+                rotations = self._decompose(due, found_inf)
         self.steps += 1
-        self._recorded = False
-        return turns
+        self._captured = False
+        return rotations
 
     def _average(self, found_inf: Tensor | None) -> None:
-        outputs = {factor.name for factor in self._output_factors.values()}
-        added_up = self.exchange.reduce(self._recording)
+        sums = self.exchange.reduce(self._recording)
         for factor in self._recording:
             if factor.owned:
                 factor.commit(
-                    *added_up[factor.name],
+                    *sums[factor.name],
                     decay=self._factor_decay,
-                    scale=self._scale if factor.name in outputs else 1.0,
+                    scale=self._scale if factor.name.endswith(".G") else 1.0,
                     keep=1.0 if found_inf is None else 1.0 - found_inf,
                 )
 
     def _is_recorded(self, factor: Factor) -> bool:
-        """Whether this step's tokens go into a factor's average."""
+        """Return whether this step's tokens go into a factor's average."""
         if self.compat:
             return self.steps % self._factor_update_steps == 0
-        # What is decomposed at a step is recorded at it, so that no basis is older than it must.
-        offset = int(self._turn(factor) * self._inv_update_steps)
+        # A factor is recorded at the step that decomposes it, so that its basis is up to date.
+        offset = int(self._phase(factor) * self._inv_update_steps)
         return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
     def _is_due(self, factor: Factor) -> bool:
-        """Whether a factor is decomposed at this step."""
+        """Return whether a factor is decomposed at this step."""
         if self.compat:
             return self.steps % self._inv_update_steps == 0
-        return is_due(self._inv_update_steps, self.steps, self._turn(factor))
+        return is_due(self._inv_update_steps, self.steps, self._phase(factor))
 
-    def _turn(self, factor: Factor) -> float:
-        return self.assignment.turn_of[factor.name] if self._spread else 0.0
+    def _phase(self, factor: Factor) -> float:
+        return self._assignment.phase_of[factor.name] if self._spread else 0.0
 
-    def _renew(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
+    def _decompose(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
         before = {}
         if self.method == "ekfac":
             before = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
         for factor in due:
             if factor.owned:
                 self._fallbacks += self._solve(factor, found_inf)
-        self.exchange.share_solutions(due)
+        self.exchange.broadcast_bases(due)
         return {
-            factor.name: [
-                old.T @ new for old, new in zip(before[factor.name], factor.bases, strict=True)
-            ]
-            for factor in due
-            if before
+            name: [old.T @ new for old, new in zip(bases, self._factors[name].bases, strict=True)]
+            for name, bases in before.items()
         }
 
     def _solve(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
-        """Renew what is computed of a factor; 1 if that failed in any way, else 0."""
+        """Decompose a factor in place; return 1.0 if any block needed a fallback, else 0.0."""
         keep = factor.count > 0
         if found_inf is not None:
             keep = keep & (found_inf == 0)
@@ -258,46 +262,48 @@ class Curvature:
         trace = torch.stack([average.trace() for average in averages]).sum()
         failed = torch.zeros_like(factor.count)
         for average, basis, values in zip(averages, factor.bases, factor.values, strict=True):
-            found = self._solution(average, basis, trace / factor.size)
-            basis.copy_(torch.where(keep, found.basis, basis))
-            values.copy_(torch.where(keep, found.values, values))
-            failed = torch.maximum(failed, (found.fallback > 0) * keep.float())
+            solution = self._solution(average, basis, trace / factor.size)
+            # Selected on the device, so that the host need not wait for `found_inf`.
+            basis.copy_(torch.where(keep, solution.basis, basis))
+            values.copy_(torch.where(keep, solution.values, values))
+            failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
         return failed
 
     def _solution(self, average: Tensor, basis: Tensor, mean: Tensor) -> Solution:
         if self.method == "cholesky":
             damping = self._damping if self.compat else self._damping**0.5 * mean
             return damped_inverse(average, damping, basis)
+        # A power iteration needs a basis near the eigenvectors, so the first ones are exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
             return eigenbasis(average, basis)
         return power_iteration(average, basis)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Numbers for the log, on the device; all ranks must call it.
+        """Return numbers for the log, on the device; all ranks must call it.
 
         Returns:
-            `fallbacks`: failures so far, on all ranks. `condition`: the largest condition number
-            of a factor that this rank keeps, cut off at 1e7, which is beyond fp32; not with
-            inverses, which are found without eigenvalues. Besides, on the host, what
-            `UpdateTimes.take` gives.
+            `fallbacks`: failed decompositions so far, on all ranks. `condition`: the largest
+            condition number of a factor that this rank keeps, at most 1e7, which is the limit of
+            fp32; not with cholesky, which computes no eigenvalues. On the host, the times of
+            `UpdateTimes.take`.
         """
-        found = {"fallbacks": self.exchange.add_up(self._fallbacks), **self._times.take()}
+        metrics = {"fallbacks": self.exchange.all_reduce(self._fallbacks), **self._times.take()}
         if self.method == "cholesky":
-            return found
+            return metrics
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors
             for values in factor.values
         ]
         largest = torch.stack(conditions).max() if conditions else torch.ones_like(self._fallbacks)
-        return {**found, "condition": largest}
+        return {**metrics, "condition": largest}
 
     def num_bytes(self) -> int:
-        """Memory of averages, bases and eigenvalues on this rank."""
+        """Return the memory of averages, bases and eigenvalues on this rank, in bytes."""
         return sum(t.nbytes for factor in self.factors for t in factor.tensors().values())
 
     def describe(self) -> str:
-        """A few lines for the log: what is covered, and the memory on this rank."""
+        """Return a few lines for the log: what is covered, and the memory on this rank."""
         divided = sum(len(factor.widths) > 1 for factor in self.factors)
         blocks = f", {divided} of {len(self.factors)} factors in diagonal blocks" if divided else ""
         return (
@@ -306,21 +312,21 @@ class Curvature:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages and bases by factor, and the number of steps, the same on all ranks.
+        """Return averages and bases by factor, and the number of steps, the same on all ranks.
 
-        With one rank they are the live tensors, with several copies; all must call it.
+        With one rank they are the live tensors, with several copies; all ranks must call it.
         """
         return {
             "steps": self.steps,
-            "fallbacks": self.exchange.add_up(self._fallbacks),
+            "fallbacks": self.exchange.all_reduce(self._fallbacks),
             "factors": {factor.name: self.exchange.gather(factor) for factor in self.factors},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.steps = int(state["steps"])
-        # Each rank counts its own, and rank 0 those of before.
+        # The saved number is the sum over ranks: rank 0 carries it on, so that it counts once.
         self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.rank == 0)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():

@@ -1,6 +1,6 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,23 +12,23 @@ from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
 
 NOISE = 1e-6
-"""Entries of a rotated matrix that are smaller, against its norm, count as zero."""
+"""Entries of a rotated matrix that are smaller, relative to its norm, are set to zero."""
 
 
 class EKFAC(torch.optim.Optimizer):
     """AdamW whose moments live in the K-FAC eigenbasis; ordinary AdamW outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
-    QG^T dW QA, in which its entries are nearly uncorrelated, so that AdamW's division by the
-    root of each entry's second moment there is close to a natural gradient step (George et al.
-    2018, arXiv:1806.03884, with the moving averages and the step rule of AdamW). That needs no
-    damping and takes AdamW's learning rate. SOAP (Vyas et al. 2024, arXiv:2409.11321) does the
+    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, so that AdamW's
+    division by the root of each entry's second moment is close to a natural gradient step (George
+    et al. 2018, arXiv:1806.03884, with the moving averages and the step rule of AdamW). That needs
+    no damping and takes AdamW's learning rate. SOAP (Vyas et al. 2024, arXiv:2409.11321) does the
     same in the eigenbasis of Shampoo's factors, which are made of gradients instead of inputs
     and output gradients.
 
-    Rotations are orthogonal, so the first moment kept in the basis is that of the weights, turned
-    when the basis turns. The second moment is carried over as if entries were uncorrelated: by
-    the squares of the turn.
+    Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
+    the basis changes. The second moment is carried over as if entries were uncorrelated: by
+    the squares of the rotation.
 
     Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
     one: where it is 1, weights, moments, statistics and step counts stay as they are.
@@ -40,7 +40,7 @@ class EKFAC(torch.optim.Optimizer):
         lr: Learning rate.
         betas: Decay of first and second moments.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay of groups that name none.
+        weight_decay: Decoupled weight decay of groups without a value of their own.
     """
 
     def __init__(
@@ -56,46 +56,36 @@ class EKFAC(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults)
         self.curvature = curvature
-        # By number: torch's load_state_dict puts new groups in the place of these.
-        number_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self._numbers = {
-            layer.name: [number_of[p] for p in layer.parameters] for layer in curvature.layers
+        self._covered = {p for layer in curvature.layers for p in layer.parameters}
+        # By index, since torch's load_state_dict replaces the groups.
+        self._group_of = {
+            p: i for i, group in enumerate(self.param_groups) for p in group["params"]
         }
-        covered = {p for layer in curvature.layers for p in layer.parameters}
-        self._others = [
-            [p for p in group["params"] if p not in covered] for group in self.param_groups
-        ]
-        self._make_state()
-
-    def _make_state(self) -> None:
-        """Create all state at once, so that a checkpoint can be loaded before the first step."""
-        for parameters in self._others:
-            for parameter in parameters:
-                self.state[parameter] = adamw_state(parameter)
-        for layer in self.curvature.layers:
-            if self.curvature.works_on(layer):
+        # Created here and not in the first step, so that a checkpoint can be loaded before it.
+        self.state.update({p: adamw_state(p) for p in self._group_of if p not in self._covered})
+        for layer in curvature.layers:
+            if curvature.works_on(layer):
                 self.state.update(_layer_state(layer))
 
-    def gathered_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The state of all parameters, the same on all ranks, which must all call it.
+    def gathered_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Return the state of all parameters, the same on all ranks, which must all call it.
 
-        Where every rank has all of it already these are the live tensors, else copies.
+        Where every rank keeps all of it these are the live tensors; else those of covered layers
+        are copies.
         """
-        found = {p: self.state[p] for others in self._others for p in others}
-        columns: dict[int, list[Tensor]] = {}
+        if self.curvature.is_replicated:
+            return self.state
+        gathered = {p: state for p, state in self.state.items() if p not in self._covered}
+        copies: dict[str, list[Tensor]] = {}
         for layer in self.curvature.layers:
-            if self.curvature.assignment.num_columns == 1:
-                found.update({p: self.state[p] for p in layer.parameters})
-                continue
-            whole = _layer_state(layer)
+            state = _layer_state(layer)
             if self.curvature.works_on(layer):
-                for key, tensor in whole[layer.weight].items():
+                for key, tensor in state[layer.weight].items():
                     tensor.copy_(self.state[layer.weight][key])
-            found.update(whole)
-            column = self.curvature.assignment.column_of[layer.input_name]
-            columns.setdefault(column, []).extend(whole[layer.weight].values())
-        self.curvature.exchange.share_updates(columns)
-        return found
+            gathered.update(state)
+            copies[layer.name] = list(state[layer.weight].values())
+        self.curvature.broadcast_updates(copies)
+        return gathered
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -105,35 +95,33 @@ class EKFAC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        turns = self.curvature.update(found_inf)
-        changes = {}
+        rotations = self.curvature.update(found_inf)
+        updates = {}
         for layer in self.curvature.layers:
             gradient = layer.gradient()
             if self.curvature.works_on(layer):
-                self._turn_moments(layer, turns, found_inf)
+                self._rotate_moments(layer, rotations, found_inf)
                 if gradient is not None:
-                    changes[layer.name] = self._change(layer, gradient, found_inf)
+                    updates[layer.name] = [self._update(layer, gradient, found_inf)]
             elif gradient is not None:
-                changes[layer.name] = torch.empty_like(gradient)
-        self.curvature.share_updates(changes)
+                updates[layer.name] = [torch.empty_like(gradient)]
+        self.curvature.broadcast_updates(updates)
         for layer in self.curvature.layers:
-            if layer.name in changes:
-                self._apply(layer, changes[layer.name], found_inf)
-        for group, parameters in zip(self.param_groups, self._others, strict=True):
-            ready = [p for p in parameters if p.grad is not None]
-            gradients = [p.grad for p in ready if p.grad is not None]
-            states = [self.state[p] for p in ready]
-            adamw_step(group, ready, gradients, states, found_inf, decay=group["weight_decay"])
+            if layer.name in updates:
+                self._apply(layer, updates[layer.name][0], found_inf)
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p not in self._covered]
+            adamw_step(group, others, self.state, found_inf)
         return loss
 
-    def _turn_moments(
-        self, layer: Layer, turns: dict[str, list[Tensor]], found_inf: Tensor | None
+    def _rotate_moments(
+        self, layer: Layer, rotations: dict[str, list[Tensor]], found_inf: Tensor | None
     ) -> None:
-        """Express the moments in a basis that has just been renewed."""
+        """Express the moments in a basis that has just changed."""
         inputs, outputs = self.curvature.factors_of(layer)
-        if inputs.name not in turns and outputs.name not in turns:
+        left, right = rotations.get(outputs.name), rotations.get(inputs.name)
+        if left is None and right is None:
             return
-        left, right = turns.get(outputs.name), turns.get(inputs.name)
         state = self.state[layer.weight]
         first = _without_noise(rotate(state["exp_avg"], left, right))
         second = rotate(state["exp_avg_sq"], _squares(left), _squares(right))
@@ -143,35 +131,34 @@ class EKFAC(torch.optim.Optimizer):
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
-    def _change(self, layer: Layer, gradient: Tensor, found_inf: Tensor | None) -> Tensor:
-        """What AdamW in the eigenbasis adds to a layer, but for weight decay."""
+    def _update(self, layer: Layer, gradient: Tensor, found_inf: Tensor | None) -> Tensor:
+        """Return what AdamW in the eigenbasis adds to a layer, apart from weight decay."""
         inputs, outputs = self.curvature.factors_of(layer)
         rotated = _without_noise(rotate(gradient, outputs.bases, inputs.bases))
         # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
-        change = torch.zeros_like(rotated)
-        group = self.param_groups[self._numbers[layer.name][0]]
-        adamw_step(group, [change], [rotated], [self.state[layer.weight]], found_inf, decay=0.0)
-        return rotate_back(change, outputs.bases, inputs.bases)
+        update = torch.zeros_like(rotated)
+        update.grad = rotated
+        group = self.param_groups[self._group_of[layer.weight]] | {"weight_decay": 0.0}
+        adamw_step(group, [update], {update: self.state[layer.weight]}, found_inf)
+        return rotate_back(update, outputs.bases, inputs.bases)
 
-    def _apply(self, layer: Layer, change: Tensor, found_inf: Tensor | None) -> None:
+    def _apply(self, layer: Layer, update: Tensor, found_inf: Tensor | None) -> None:
         keep = 1.0 if found_inf is None else 1.0 - found_inf
-        for parameter, number, part in zip(
-            layer.parameters, self._numbers[layer.name], layer.parts(change), strict=True
-        ):
-            group = self.param_groups[number]
+        for parameter, values in zip(layer.parameters, layer.split(update), strict=True):
+            group = self.param_groups[self._group_of[parameter]]
             if group["weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
-            parameter.add_(part)
+            parameter.add_(values)
 
 
 def _without_noise(rotated: Tensor) -> Tensor:
-    """Set to zero, in place, what is rounding error alone.
+    """Set entries that are only rounding error to zero, in place.
 
-    AdamW would blow it up to a full step. Layers in front of a LayerNorm or a softmax have
-    directions in which the gradient is zero. Each matrix of a stack is judged by itself.
+    AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
+    directions in which the gradient is zero. Each matrix of a stack has a norm of its own.
     """
     floor = NOISE * torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
-    # Ones and zeros as numbers: on a CPU four times as fast as a mask.
+    # Multiplying with ones and zeros is four times as fast on a CPU as filling by a mask.
     return rotated.mul_(rotated.abs().ge_(floor))
 
 
@@ -180,7 +167,7 @@ def _squares(blocks: Blocks) -> Blocks:
 
 
 def _layer_state(layer: Layer) -> dict[Tensor, dict[str, Tensor]]:
-    """New state of a covered layer; the bias' moments are the last column of the weight's."""
+    """Return a layer's state before its first step; a bias has the last column of the moments."""
     weight = layer.weight
     shape = (*weight.shape[:-2], layer.rows, layer.columns)
     dtype = weight.dtype if shape == weight.shape else torch.float32

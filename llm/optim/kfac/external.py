@@ -1,7 +1,7 @@
-"""The kfac-pytorch library as the preconditioner (Pauloski et al. 2021), behind our seam.
+"""The kfac-pytorch library (Pauloski et al. 2021, arXiv:2107.01739) as the preconditioner.
 
-It is imported when it is asked for only. What it does of its own is its arithmetic and its
-communication; which layers it covers, Conv1D, loss scales and skipped steps are told to it here.
+It is imported only when an option selects it. The library does its own arithmetic and
+communication; this module gives it the covered layers, Conv1D, loss scales and skipped steps.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ _SOLVED = {"eigen": ("qa", "qg", "dgda"), "cholesky": ("a_inv", "g_inv")}
 
 
 class ExternalPreconditioner:
-    """Replaces the gradients of covered layers by what kfac-pytorch makes of them.
+    """Replaces the gradients of covered layers by those that kfac-pytorch preconditions.
 
-    Every rank keeps all that it computes (COMM-OPT): the library cannot resume other layouts.
-    Its clipping reads the device at each layer and step, and so does the check for overflow.
+    Every rank keeps all factors and decompositions (COMM-OPT): the library cannot resume other
+    layouts. Its clipping waits for the device at each layer and step, and so does the check for
+    overflow.
 
     Args:
         coverage: The covered layers.
-        parameters: All that is trained; where any gradient is not finite, the step is none to
-            the library.
-        method: eigen, or cholesky for what the library calls inverse.
+        parameters: All trained parameters; if any of their gradients is not finite, the library
+            skips the step.
+        method: eigen, or cholesky, which the library calls inverse.
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions.
         damping: Absolute damping.
@@ -52,6 +53,7 @@ class ExternalPreconditioner:
         factor_decay: float = 0.95,
         kl_clip: float = 0.001,
     ) -> None:
+        self._coverage = coverage
         self._parameters = list(parameters)
         self._solved = _SOLVED[method]
         self._loss_scale: Tensor | float = 1.0
@@ -78,7 +80,7 @@ class ExternalPreconditioner:
             factor_decay=factor_decay,
             kl_clip=kl_clip,
             lr=lambda step: self._learning_rate,
-            # What was gathered in a step can be dropped only if its hooks do not average.
+            # The statistics of a skipped step can be dropped only if the hooks do not average them.
             update_factors_in_hook=False,
         )
 
@@ -95,7 +97,7 @@ class ExternalPreconditioner:
             made = library.KFACEigenLayer(module, prediv_eigenvalues=True, **options)
         else:
             made = _library("layers.inverse").KFACInverseLayer(module, **options)
-        # What it would begin with anyway; here from the start, for checkpoints to be read into.
+        # The library's own initial values, created here so that a checkpoint can be loaded.
         a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
         made.a_factor, made.g_factor = a, g
         shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
@@ -111,9 +113,9 @@ class ExternalPreconditioner:
 
         Args:
             token_weight: Not used: the library's G is that of the objective.
-            loss_scale: What the objective is multiplied by before `backward`.
+            loss_scale: Factor on the objective before `backward`.
         """
-        self._kfac.reset_batch()  # of a step that was begun and given up
+        self._kfac.reset_batch()  # Statistics of a step that was interrupted.
         self._loss_scale = loss_scale
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -123,7 +125,7 @@ class ExternalPreconditioner:
         """Replace the gradients of the covered layers; all ranks must call it.
 
         Args:
-            learning_rate: Of this step, for the bound on the update.
+            learning_rate: Learning rate of this step, for the bound on the update.
         """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
@@ -133,16 +135,23 @@ class ExternalPreconditioner:
         self._kfac.step()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Numbers for the log."""
+        """Return numbers for the log."""
         device = self._parameters[0].device
         return {"damping": torch.full((), self._kfac.damping, device=device)}
 
     def num_bytes(self) -> int:
-        """Memory of factors and their decompositions on this rank."""
+        """Return the memory of factors and their decompositions on this rank, in bytes."""
         return int(self._kfac.memory_usage()["total"])
 
+    def describe(self) -> str:
+        """Return a few lines for the log: what is covered, and the memory on this rank."""
+        return (
+            f"{self._coverage.describe()}\nkfac-pytorch keeps {self.num_bytes() / 2**20:,.1f} MiB "
+            "of factors and decompositions on this rank."
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """Factors and what was computed of them: the library would compute that anew."""
+        """Return factors and their decompositions, which the library would recompute otherwise."""
         return {
             "steps": self._kfac.steps,
             "factors": {
@@ -153,7 +162,7 @@ class ExternalPreconditioner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self._kfac._steps = int(state["steps"])
         for name, layer in self._layers.items():
             for key, tensor in state["factors"][name].items():
@@ -161,7 +170,7 @@ class ExternalPreconditioner:
 
 
 class _Module:
-    """A covered layer as the library's `ModuleHelper` shows one to it."""
+    """A covered layer with the methods of the library's `ModuleHelper`."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -199,13 +208,13 @@ class _Module:
         return self.get_grad()[:, -1]
 
     def set_grad(self, grad: Tensor) -> None:
-        for parameter, part in zip(self._layer.parameters, self._layer.parts(grad), strict=True):
+        for parameter, values in zip(self._layer.parameters, self._layer.split(grad), strict=True):
             if parameter.grad is not None:
-                parameter.grad.copy_(part)
+                parameter.grad.copy_(values)
 
 
 def _library(module: str) -> Any:
-    """A module of kfac-pytorch.
+    """Import a module of kfac-pytorch.
 
     Raises:
         ConfigError: It is not installed.

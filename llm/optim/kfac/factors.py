@@ -1,31 +1,40 @@
-"""Moving averages of x x^T, the factors A and G of K-FAC."""
+"""The factors A and G of K-FAC: hooks that record a step's tokens, and moving averages."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from llm.optim.kfac.layers import Layer, read_input
 
 
 class Factor:
-    """A token-weighted moving average of x x^T, large ones in diagonal blocks.
+    """A token-weighted moving average of x x^T [size, size], wide ones in diagonal blocks.
 
-    It is kept as a sum and a count that decay alike, so the average has no bias towards where it
-    began, and tokens have equal weight in a step of any size. What a step adds is linear in its
-    tokens: that of several ranks adds up to that of one that saw them all.
+    It is kept as a sum and a count that decay alike, so the average is not biased towards its
+    start, and tokens have equal weight in a step of any size. A step's sum is linear in its tokens:
+    the sums of several ranks add up to that of one rank with all tokens.
 
     Args:
-        name: Of whom.
+        name: Name of the layer, and A or G.
         size: Width of x.
         max_dim: The widest block.
-        device: Where it lives.
+        device: Device of all tensors.
         owned: Whether this rank keeps the average.
-        used: Whether this rank keeps what is computed of it.
-        prior: Begin with the identity instead of with nothing, and average over updates instead
-            of tokens, as the kfac-pytorch library does.
+        used: Whether this rank keeps the bases or inverses.
+        prior: Begin with the identity instead of zeros, and average over updates instead of
+            tokens, as the kfac-pytorch library does.
 
     Attributes:
         sums: Decayed sum of x x^T of each block, fp32; empty if not owned.
-        count: Decayed number of tokens, fp32.
-        bases: For each block what was last computed of its average: the eigenvectors in columns,
-            or a damped inverse; empty if not used.
+        count: Decayed number of tokens, an fp32 scalar.
+        bases: For each block, the eigenvectors in columns, or the damped inverse, of its average
+            when it was last decomposed; empty if not used.
         values: For each block, the eigenvalues that belong to the eigenvectors.
         widths: The blocks' widths.
     """
@@ -44,7 +53,6 @@ class Factor:
         self.name = name
         self.size = size
         self.owned = owned
-        self.used = used
         self.device = device
         self.widths = block_widths(size, max_dim)
         kept = self.widths if used else []
@@ -65,21 +73,21 @@ class Factor:
         """
         if self._step_sums is None:
             self._step_sums = self._zeros()
-        products = [gram(part) for part in rows.split(self.widths, dim=1)]
-        # The trace of such a product bounds all its entries.
+        products = [gram(block) for block in rows.split(self.widths, dim=1)]
+        # The trace of x x^T bounds all its entries, so one scalar tells whether all are finite.
         finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
         for total, product in zip(self._step_sums, products, strict=True):
             total += torch.where(finite, product, 0.0)
         self._step_count += finite * len(rows)
 
     def drain(self) -> tuple[list[Tensor], Tensor]:
-        """Give away what was recorded since the last time: sums of x x^T, number of tokens."""
-        sums, count = self._step_sums or self._zeros(), self._step_count
-        self._step_sums, self._step_count = None, torch.zeros_like(count)
-        return sums, count
+        """Return and forget what was recorded: sums of x x^T by block, number of tokens."""
+        recorded = self._step_sums or self._zeros(), self._step_count
+        self.discard()
+        return recorded
 
     def discard(self) -> None:
-        """Forget what was recorded since the last time."""
+        """Forget what was recorded since the last `drain`."""
         if self._step_sums is not None:
             self._step_sums, self._step_count = None, torch.zeros_like(self._step_count)
 
@@ -95,16 +103,16 @@ class Factor:
         scale: Tensor | float = 1.0,
         keep: Tensor | float = 1.0,
     ) -> None:
-        """Take a step's tokens, of all ranks, into the average.
+        """Update the average with the tokens of a step.
 
         Args:
-            step_sums: What `drain` gave, added up.
+            step_sums: Sums of x x^T by block, of all ranks; see `drain`.
             step_count: Number of tokens.
             decay: Weight of the past.
             scale: Factor on x x^T.
             keep: 1, or 0 to leave the average as it is; a tensor is read on the device.
         """
-        # Without tokens (an expert that was not asked) the past is all there is.
+        # Without tokens, such as for experts that the router did not choose, the past stays.
         keep = keep * (step_count > 0)
         old = 1 - (1 - decay) * keep
         new = keep * (1 - decay) / step_count.clamp_min(1) if self._prior else keep
@@ -113,46 +121,195 @@ class Factor:
         self.count.mul_(old).add_(step_count * new)
 
     def averages(self) -> list[Tensor]:
-        """The average of each block; zeros if no token was seen."""
+        """Return the average of each block; zeros before the first token."""
         return [total / self.count.clamp_min(1e-30) for total in self.sums]
 
     def mean_eigenvalue(self) -> Tensor:
-        """The mean of the eigenvalues, over all blocks."""
+        """Return the mean of the eigenvalues over all blocks."""
         total: Tensor = torch.stack([values.sum() for values in self.values]).sum()
         return total / self.size
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank keeps, live."""
-        count = {"count": self.count} if self.owned else {}
-        sums = {f"sum.{i}": block for i, block in enumerate(self.sums)}
-        bases = {f"basis.{i}": block for i, block in enumerate(self.bases)}
-        values = {f"values.{i}": block for i, block in enumerate(self.values)}
-        return count | sums | bases | values
+        """Return the live tensors that this rank keeps, by their keys in a checkpoint."""
+        kept = {"count": self.count} if self.owned else {}
+        for key, blocks in (("sum", self.sums), ("basis", self.bases), ("values", self.values)):
+            kept |= {f"{key}.{i}": block for i, block in enumerate(blocks)}
+        return kept
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return rows^T @ rows, exactly symmetric; of a wide one, hardly more than half is computed.
+    """Return rows^T @ rows, exactly symmetric; little more than half of a wide one is computed.
 
     Args:
         rows: [tokens, size].
     """
     size = rows.shape[1]
     product = rows.new_empty(size, size)
-    band = size if size <= 256 else -(-size // 4)  # one product is as fast where it is so small
+    # Four bands from the diagonal on, mirrored; a single product is as fast if it is small.
+    band = size if size <= 256 else -(-size // 4)
     for start in range(0, size, band):
         stop = start + band
         product[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
         product[stop:, start:stop] = product[start:stop, stop:].T
-        # Some processors' kernels round the entry (i, j) unlike (j, i).
+        # The kernels of some processors round the entry (i, j) unlike (j, i).
         square = product[start:stop, start:stop]
         square.copy_(square.tril() + square.tril(-1).T)
     return product
 
 
 def block_widths(size: int, max_dim: int) -> list[int]:
-    """Widths, equal up to one, of the fewest diagonal blocks not wider than `max_dim`.
+    """Return the widths, equal up to one, of the fewest diagonal blocks of at most `max_dim`.
 
-    One entry more is let in: the 1 beside the inputs of a layer with a bias makes no new block.
+    One more is allowed: the column of ones beside the inputs of a layer with a bias does not make
+    another block.
     """
     num_blocks = max(1, -(-(size - 1) // max_dim))
     return [size // num_blocks + (i < size % num_blocks) for i in range(num_blocks)]
+
+
+class UpdateTimes:
+    """Host time of the updates since the last report.
+
+    Nothing waits for the device to measure. On a CPU this is the time that updates take. On a GPU
+    it is the time to launch them, and to wait for the decompositions whose results the host reads.
+    It is not saved: a resumed run measures anew.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._updates: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def measure(self, update: Literal["factor", "inv"], *, ends: bool = True) -> Iterator[None]:
+        """Add the time of the block to an update.
+
+        Args:
+            update: Of averages, or of bases and inverses.
+            ends: Whether the step's update ends with this block, so that it is counted.
+        """
+        began = time.perf_counter()
+        yield
+        self._seconds[update] += time.perf_counter() - began  # type: ignore[assignment]
+        if ends:
+            self._updates[update] += 1
+
+    def take(self) -> dict[str, Tensor]:
+        """Return and reset `factor_update_ms` and `inv_update_ms`, the means over updates.
+
+        A kind of update that did not happen since the last call is left out.
+        """
+        means = {
+            f"{update}_update_ms": torch.tensor(1000 * self._seconds[update] / number)
+            for update, number in self._updates.items()
+        }
+        self._seconds.clear()
+        self._updates.clear()
+        return means
+
+
+@contextlib.contextmanager
+def record_layers(
+    layers: Iterable[tuple[Layer, Factor | None, Factor | None]], times: UpdateTimes
+) -> Iterator[None]:
+    """Record the tokens of all forward passes in the context; their backward belongs there too.
+
+    All leading dimensions are flattened: each position of each sequence is a token of its own
+    ("expand" of Eschenhagen et al. 2023, arXiv:2311.00636). Positions with an ignored label count
+    too: they add their input to A, but little to G, since they have no loss. Sums and counts do not
+    depend on how a step's tokens are split into micro-batches or over ranks.
+
+    Args:
+        layers: Each layer with the factor A of its inputs and the factor G of its output
+            gradients, or None for what is not recorded.
+        times: Measures the hooks.
+    """
+    stacks: dict[nn.Module, dict[Tensor, Any]] = {}
+    with contextlib.ExitStack() as contexts:
+        for layer, inputs, outputs in layers:
+            hook = _make_hook(layer, inputs, outputs, times)
+            if layer.is_stack:
+                stacks.setdefault(layer.module, {})[layer.weight] = hook
+            else:
+                handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+                contexts.callback(handle.remove)
+        for module, hooks in stacks.items():
+            contexts.enter_context(_hooked_experts(module, hooks))
+        # The graphs of a compiled model have no place for hooks, so it runs uncompiled.
+        contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _make_hook(
+    layer: Layer, inputs: Factor | None, outputs: Factor | None, times: UpdateTimes
+) -> Any:
+    has_bias = layer.bias is not None
+
+    @torch.no_grad()
+    def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
+        # Autocast would multiply in bf16 or fp16, whose sums over tokens are too coarse.
+        off = torch.autocast(values.device.type, enabled=False)
+        with times.measure("factor", ends=False), off:
+            rows = values.detach().flatten(0, -2).float()
+            if with_one:
+                rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+            factor.record(rows)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        # During a backward pass, a checkpointed block is recomputed: its tokens were recorded.
+        if not out.requires_grad or torch._C._current_graph_task_id() != -1:
+            return
+        if inputs is not None:
+            record(inputs, read_input(args, kwargs), with_one=has_bias)
+        if outputs is not None:
+            out.register_hook(lambda gradient: record(outputs, gradient, with_one=False))
+
+    return hook
+
+
+@contextlib.contextmanager
+def _hooked_experts(experts: Any, hooks: dict[Tensor, Any]) -> Iterator[None]:
+    """Call hooks after each product with a matrix of a stack, as after a layer's forward.
+
+    Args:
+        experts: A module of transformers with stacks of matrices.
+        hooks: By stack.
+    """
+    original, own = experts.forward, vars(experts).get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        chosen = experts.config._experts_implementation
+        # Only the eager implementation multiplies with each expert's matrix by torch's `linear`.
+        experts.config._experts_implementation = "eager"
+        try:
+            with _LinearHooks(experts, hooks):
+                return original(*args, **kwargs)
+        finally:
+            experts.config._experts_implementation = chosen
+
+    experts.forward = forward
+    try:
+        yield
+    finally:
+        del experts.forward
+        if own is not None:
+            experts.forward = own
+
+
+class _LinearHooks(TorchFunctionMode):
+    """Calls a stack's hook after each product with one of its matrices."""
+
+    def __init__(self, experts: nn.Module, hooks: dict[Tensor, Any]) -> None:
+        super().__init__()
+        self._experts = experts
+        self._hooks = hooks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            # An expert's matrix is a view of its stack.
+            hook = self._hooks.get(args[1]._base)
+            if hook is not None:
+                hook(self._experts, args[:1], {}, out)
+        return out

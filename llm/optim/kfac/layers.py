@@ -1,4 +1,4 @@
-"""Which modules K-FAC covers: linear layers, except where their statistics would mislead."""
+"""Which layers K-FAC covers: linear layers, except where their statistics would mislead."""
 
 import dataclasses
 import re
@@ -10,67 +10,69 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
+from llm.optim.groups import output_head
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Layer:
     """A linear layer whose weight and bias make one matrix [outputs, inputs (+ 1)].
 
-    Or a stack of matrices [experts, outputs, inputs] that have their factors in common: those of
-    all tokens, each counted at the experts that it was sent to. So memory does not grow with the
-    number of experts, and one that has seen few tokens profits from the others.
+    Or a stack of matrices [experts, outputs, inputs] with two factors in common: those of all
+    tokens, each counted at the experts that it was sent to. So memory does not grow with the
+    number of experts, and an expert with few tokens profits from the others.
 
     Attributes:
         name: The module's name in the model; of a stack, the parameter's.
         module: The module.
-        leaf: What the module calls the weight.
+        leaf: The weight's name in the module.
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
-        input_name: The layer that gives this one its input factor: the first of those that read
-            the same tensor, such as the queries' of queries, keys and values.
+        input_name: The layer whose input factor this one uses: the first of those that read the
+            same tensor, such as the queries' of queries, keys and values.
     """
 
     name: str
     module: nn.Module
-    leaf: str = "weight"
+    leaf: str
     transposed: bool
     input_name: str
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight as the module stores it."""
+        """Return the weight as the module stores it."""
         return self.module.get_parameter(self.leaf)
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of matrices."""
+        """Return whether the layer is a stack of matrices."""
         return self.weight.ndim == 3
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The bias, if it has one that is trained."""
+        """Return the bias, if there is one that is trained."""
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Weight and bias."""
+        """Return weight and bias."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
     def rows(self) -> int:
-        """Outputs."""
+        """Return the width of the outputs, which is that of G."""
         return int(self.weight.shape[-1 if self.transposed else -2])
 
     @property
     def columns(self) -> int:
-        """Inputs, and one for the bias."""
+        """Return the width of the inputs and one for the bias, which is that of A."""
         inputs = int(self.weight.shape[-2 if self.transposed else -1])
         return inputs + (self.bias is not None)
 
     def gradient(self) -> Tensor | None:
-        """The gradient as a matrix in fp32, the bias' as the last column; None if there is none.
+        """Return the gradient in fp32, the bias' as the last column; None if there is none.
 
-        It may be a view of the weight's gradient.
+        It is [rows, columns], or [experts, rows, columns] for a stack, and may be a view of the
+        weight's gradient.
         """
         if self.weight.grad is None:
             return None
@@ -82,8 +84,8 @@ class Layer:
             column = torch.zeros_like(self.bias)
         return torch.cat([matrix, column.unsqueeze(1)], dim=1).float()
 
-    def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Views of a matrix as weight and bias store it, in the order of `parameters`."""
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """Return views of a matrix as weight and bias store it, in the order of `parameters`."""
         weight = matrix if self.bias is None else matrix[:, :-1]
         weight = weight.T if self.transposed else weight
         return [weight] if self.bias is None else [weight, matrix[:, -1]]
@@ -91,7 +93,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """What K-FAC covers of a model.
+    """The layers of a model that K-FAC covers.
 
     Attributes:
         layers: The covered layers, in the model's order.
@@ -106,11 +108,11 @@ class Coverage:
     num_skipped: int
 
     def describe(self) -> str:
-        """A few lines for the log."""
-        whole = max(1, self.num_covered + self.num_skipped)
+        """Return a few lines for the log."""
+        trained = max(1, self.num_covered + self.num_skipped)
         lines = [
-            f"K-FAC covers {len(self.layers)} layers with {self.num_covered:,} of {whole:,} "
-            f"parameters ({self.num_covered / whole:.1%})."
+            f"K-FAC covers {len(self.layers)} layers with {self.num_covered:,} of {trained:,} "
+            f"parameters ({self.num_covered / trained:.1%})."
         ]
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
@@ -126,13 +128,13 @@ def find_layers(
     stacks: bool = True,
     sample_forward: Callable[[nn.Module], Any] | None = None,
 ) -> Coverage:
-    """Find what K-FAC covers: Linear, Conv1D and stacks of experts, if trained and not tied.
+    """Find the layers that K-FAC covers: Linear, Conv1D, stacks of experts, if trained and untied.
 
     An output head is left out since its factor would be as large as the vocabulary.
 
     Args:
         model: The model, not wrapped.
-        skip_layers: Regular expressions; a layer whose name one of them is found in is skipped.
+        skip_layers: Regular expressions; a layer whose name one of them matches is skipped.
         stacks: Whether to cover stacks of experts.
         sample_forward: Runs the model once on anything, without gradients, to see which layers
             read the same tensor; those share a factor. None: no layers share one.
@@ -140,66 +142,64 @@ def find_layers(
     Raises:
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
     """
-    found, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
-    if not found:
+    layers, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
+    if not layers:
         raise ConfigError(
             "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
             "its output head that --kfac_skip_layers leaves; train without --kfac."
         )
-    linear = [(name, module) for name, module, _ in found if _is_linear(module)]
-    input_names = _shared_inputs(model, linear, sample_forward)
-    layers = tuple(
-        Layer(
-            name=name,
-            module=module,
-            leaf=leaf,
-            transposed=_is_conv1d(module),
-            input_name=input_names.get(name, name),
-        )
-        for name, module, leaf in found
-    )
+    if sample_forward is not None:
+        shared = _shared_inputs(model, layers, sample_forward)
+        layers = [
+            dataclasses.replace(layer, input_name=shared.get(layer.name, layer.name))
+            for layer in layers
+        ]
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Coverage(
-        layers=layers, skipped=skipped, num_covered=covered, num_skipped=trained - covered
+        layers=tuple(layers), skipped=skipped, num_covered=covered, num_skipped=trained - covered
     )
 
 
 def _divide_modules(
     model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
-) -> tuple[list[tuple[str, nn.Module, str]], dict[str, str]]:
-    """What is covered, as name, module and parameter; and why anything else is not, by name."""
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the covered layers, and why each of the other modules is not covered, by name."""
     patterns = [_compile(pattern) for pattern in skip_layers]
-    unmatched = {pattern.pattern for pattern in patterns}
+    unmatched = set(skip_layers)
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    found: list[tuple[str, nn.Module, str]] = []
+    head = output_head(model)
+    layers: list[Layer] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         if not own:
             continue
-        reason = _kind_reason(module, head=head, stacks=stacks)
-        if reason is not None and not _is_linear(module):
+        is_conv1d = _is_conv1d(module)
+        is_linear = is_conv1d or isinstance(module, nn.Linear)
+        reason = None if is_linear else _stack_reason(module, stacks=stacks)
+        if reason is not None:
             skipped[name] = reason
             continue
-        leaves = ["weight"] if _is_linear(module) else own
-        for leaf in leaves:
-            full = name if _is_linear(module) else f"{name}.{leaf}"
+        for leaf in ["weight"] if is_linear else own:
+            full = name if is_linear else f"{name}.{leaf}"
             matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
             unmatched -= matched
-            why = reason or _weight_reason(module, leaf, uses=uses, matched=bool(matched))
-            if why is None:
-                found.append((full, module, leaf))
-            else:
+            why = _weight_reason(module, leaf, uses=uses, matched=bool(matched))
+            if module is head:
+                why = "since it is the output head"
+            if why is not None:
                 skipped[full] = why
+                continue
+            layers.append(
+                Layer(name=full, module=module, leaf=leaf, transposed=is_conv1d, input_name=full)
+            )
     if unmatched:
         raise ConfigError(
             f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
             "model, nor a stack of experts; correct the pattern or leave it out."
         )
-    return found, skipped
+    return layers, skipped
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -212,43 +212,30 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D, known by its name so that transformers need not be imported."""
+    """Return whether a module is Hugging Face's Conv1D, without importing transformers."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
-
-
-def _has_stacks(module: nn.Module) -> bool:
-    """Whether a module holds matrices as stacks, as Mixtral's experts in transformers 5."""
-    convolves = isinstance(module, nn.modules.conv._ConvNd)
-    return not convolves and any(p.ndim == 3 for p in module.parameters(recurse=False))
-
-
-def _can_record(module: nn.Module) -> bool:
-    """Whether a module with stacks multiplies with each matrix by torch's `linear`, if asked."""
-    described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
-    plain = all(p.ndim == 3 for p in module.parameters(recurse=False))
-    return described and plain and not module.is_transposed and not module.has_bias
-
-
-def _kind_reason(module: nn.Module, *, head: nn.Module | None, stacks: bool) -> str | None:
-    """Why a module is not covered whatever its weights are."""
-    if _has_stacks(module):
-        if not stacks:
-            return "since it is a stack of experts"
-        return None if _can_record(module) else "since its stack of experts is of another form"
-    if not _is_linear(module):
+def _stack_reason(module: nn.Module, *, stacks: bool) -> str | None:
+    """Return why a module that is not linear is not covered; None for stacks of experts."""
+    dimensions = {p.ndim for p in module.parameters(recurse=False)}
+    # Stacks as those of Mixtral's experts in transformers 5; a convolution's weight only looks so.
+    if 3 not in dimensions or isinstance(module, nn.modules.conv._ConvNd):
         kind = type(module).__name__
         return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-    return "since it is the output head" if module is head else None
+    if not stacks:
+        return "since it is a stack of experts"
+    # Recording needs a module that, if asked, multiplies with each matrix by torch's `linear`.
+    described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
+    if described and dimensions == {3} and not module.is_transposed and not module.has_bias:
+        return None
+    return "since its stack of experts is of another form"
 
 
 def _weight_reason(
     module: nn.Module, leaf: str, *, uses: Counter[int], matched: bool
 ) -> str | None:
-    """Why a weight is not covered."""
+    """Return why a weight is not covered, if it is not."""
     weight = getattr(module, leaf)
     own = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
     if not isinstance(weight, nn.Parameter) or any(uses[id(parameter)] > 1 for parameter in own):
@@ -260,32 +247,28 @@ def _weight_reason(
 
 @torch.no_grad()
 def _shared_inputs(
-    model: nn.Module,
-    found: list[tuple[str, nn.Module]],
-    sample_forward: Callable[[nn.Module], Any] | None,
+    model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
 ) -> dict[str, str]:
-    """For each layer that reads the same tensor as an earlier one, the name of that one."""
-    if sample_forward is None:
-        return {}
-    seen: list[tuple[Tensor, str, int]] = []  # the tensors stay alive: no two are at one place
+    """Return, for each layer that reads the same tensor as an earlier one, the name of that one."""
+    # References keep the tensors alive, so that no later one has the identity of an earlier one.
+    seen: list[tuple[Tensor, Layer]] = []
     shared: dict[str, str] = {}
     calls: Counter[str] = Counter()
 
-    def watch(name: str, module: nn.Module) -> Any:
-        columns = len(list(module.parameters(recurse=False)))
-
+    def watch(layer: Layer) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            calls[name] += 1
+            calls[layer.name] += 1
             value = read_input(args, kwargs)
-            for tensor, first, first_columns in seen:
-                if tensor is value and first_columns == columns:
-                    shared[name] = first
+            for tensor, first in seen:
+                # With a bias, A has one column more than without.
+                if tensor is value and first.columns == layer.columns:
+                    shared[layer.name] = first.name
                     return
-            seen.append((value, name, columns))
+            seen.append((value, layer))
 
-        return module.register_forward_hook(hook, with_kwargs=True)
+        return layer.module.register_forward_hook(hook, with_kwargs=True)
 
-    handles = [watch(name, module) for name, module in found]
+    handles = [watch(layer) for layer in layers if not layer.is_stack]
     training = model.training
     model.eval()
     try:
@@ -294,11 +277,12 @@ def _shared_inputs(
         model.train(training)
         for handle in handles:
             handle.remove()
+    # A layer that runs twice reads two tensors, of which only one would be the shared one.
     return {name: first for name, first in shared.items() if calls[name] == 1 and calls[first] == 1}
 
 
 def read_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a linear layer was called with."""
+    """Return the tensor with which a linear layer was called."""
     value = args[0] if args else next(iter(kwargs.values()))
     assert isinstance(value, Tensor)
     return value

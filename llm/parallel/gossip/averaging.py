@@ -1,4 +1,4 @@
-"""Gossip: ranks average their weights with a few others in each step, and with others in the next.
+"""Gossip: each rank averages its weights with a few others in each step, in changing groups.
 
 x_i <- sum_j W_ij x_j - lr * d(x_i)   (overlap: the exchange runs while the gradient is computed)
 x_i <- sum_j W_ij (x_j - lr * d(x_j)) (blocking)
@@ -15,13 +15,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.gossip.buckets import BUCKET_BYTES, Bucket, make_buckets
 from llm.parallel.gossip.rounds import Round
+from llm.parallel.options import DecentralizedOptions
+
+BUCKET_BYTES = 64 * 2**20
+"""About the size of a message, so that slow links are used well; a larger tensor is sent alone."""
+
+
+class Bucket:
+    """Tensors of one type on one device, with a flat buffer that has room for all of them.
+
+    Attributes:
+        flat: The buffer, one-dimensional; its end may be padding.
+
+    Args:
+        tensors: One at least.
+        multiple_of: A divisor of the buffer's number of elements.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int) -> None:
+        self._tensors = list(tensors)
+        sizes = [tensor.numel() for tensor in tensors]
+        length = -(-sum(sizes) // multiple_of) * multiple_of
+        self.flat = torch.zeros(length, dtype=tensors[0].dtype, device=tensors[0].device)
+        slices = self.flat[: sum(sizes)].split(sizes)
+        self._views = [part.view(t.shape) for part, t in zip(slices, tensors, strict=True)]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the tensors into the buffer."""
+        torch._foreach_copy_(self._views, self._tensors)
+
+    @torch.no_grad()
+    def empty(self) -> None:
+        """Copy the buffer into the tensors."""
+        torch._foreach_copy_(self._tensors, self._views)
+
+
+def make_buckets(tensors: Sequence[Tensor], *, multiple_of: int = 1) -> list[Bucket]:
+    """Put tensors into buckets of `BUCKET_BYTES`, by type and device, in their order.
+
+    Args:
+        tensors: In the same order on all ranks, whose buckets are then the same too.
+        multiple_of: A divisor of each buffer's number of elements.
+    """
+    groups: list[list[Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        group = open_groups.get(kind)
+        held = 0 if group is None else sum(other.nbytes for other in group)
+        if group is None or held + tensor.nbytes > BUCKET_BYTES:
+            group = open_groups[kind] = []
+            groups.append(group)
+        group.append(tensor)
+    return [Bucket(group, multiple_of=multiple_of) for group in groups]
 
 
 @dataclass
 class _Exchange:
-    """Messages that are under way; for each bucket, the buffer that the partner's part comes to."""
+    """Messages in flight; for each bucket the buffer that receives a partner's slice of it."""
 
     works: list[Any]
     group: tuple[int, ...]
@@ -29,86 +82,84 @@ class _Exchange:
 
 
 class GossipAverager:
-    """Mixes weights by rounds; every rank makes one and calls it at the same steps.
+    """Averages replicas of the model by rounds; every rank calls it at the same steps.
 
-    What averages are replicas of the model. One may be spread over several ranks, those of a node,
-    that hold the same weights at all times: each of them then exchanges an equal part with its
-    counterparts, so that the weights cross the network between nodes once, and collects the rest
-    inside its node. If they are divided over the node's ranks, each
-    exchanges its part. Messages take memory for one more copy of the weights, and where pairs
-    average for another one of what comes in.
+    A replica may be trained by several ranks, those of a node. If each of them holds all of its
+    weights, each exchanges an equal slice with its counterparts on other nodes, and an all-gather
+    inside the node follows: weights cross the network between nodes once. If the replica's weights
+    are sharded, each rank exchanges its shard.
+
+    Buckets take memory for one more copy of the weights, and where pairs average for another one
+    of the incoming weights.
 
     Attributes:
-        round: Number of rounds that were begun.
+        round: Number of rounds begun.
 
     Args:
-        tensors: The weights, in an order that is the same on all ranks.
-        rounds: Who averages with whom: numbers of replicas.
+        options: Whether an exchange overlaps the next step (`gossip_order`).
+        tensors: The weights that this rank holds, in the same order on all ranks.
+        rounds: The groups of replicas that average, round by round.
         rank: Rank of this process.
-        ranks_per_replica: How many ranks in a row hold the same weights.
-        divided: Whether each of these holds a part of the weights, in place of all of them.
-        overlap: Whether an exchange goes on until the next step.
-        bucket_bytes: About how much a message holds.
+        ranks_per_replica: Number of consecutive ranks that train one replica.
+        sharded: Whether each of these holds a shard of the weights, and not all of them.
     """
 
     def __init__(
         self,
+        options: DecentralizedOptions,
         tensors: Sequence[Tensor],
         *,
         rounds: Sequence[Round],
         rank: int,
         ranks_per_replica: int = 1,
-        divided: bool = False,
-        overlap: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
+        sharded: bool = False,
     ) -> None:
         self.round = 0
         self._rounds = rounds
-        self._replica, self._part = divmod(rank, ranks_per_replica)
+        self._replica, self._slice = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
-        self._shared_out = 1 if divided else ranks_per_replica
-        self._overlap = overlap
-        self._under_way: _Exchange | None = None
+        self._num_slices = 1 if sharded else ranks_per_replica
+        self._overlap = options.gossip_order == "overlap"
+        self._in_flight: _Exchange | None = None
         replicas = sum(map(len, rounds[0]))
         self._buckets: list[Bucket] = []
         if replicas == 1:
             return
-        self._buckets = make_buckets(
-            tensors, bucket_bytes=bucket_bytes, multiple_of=self._shared_out
-        )
-        part = 0 if divided else self._part
-        self._parts = [bucket.flat.chunk(self._shared_out)[part] for bucket in self._buckets]
+        self._buckets = make_buckets(tensors, multiple_of=self._num_slices)
+        own = 0 if sharded else self._slice
+        self._slices = [bucket.flat.chunk(self._num_slices)[own] for bucket in self._buckets]
         self._incoming: list[Tensor] = []
         if any(len(group) == 2 for groups in rounds for group in groups):
-            self._incoming = [torch.empty_like(part) for part in self._parts]
+            self._incoming = [torch.empty_like(own) for own in self._slices]
         self._make_groups(replicas)
 
     def _make_groups(self, replicas: int) -> None:
-        """Process groups of their own: what they send waits for nothing else. All ranks join in."""
+        """Make process groups; every rank must take part in making each of them.
+
+        They are separate from the gradients' groups, so that no message queues behind another's.
+        """
         each = self._ranks_per_replica
         self._pairs = dist.new_group()
-        # A group's first message shall not be one that only some of its ranks take part in.
+        # The first operation of a group has to include all of its ranks: NCCL connects them then.
         dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pairs)
         self._larger: dict[tuple[int, ...], Any] = {}
         for group in {group: None for groups in self._rounds for group in groups}:
             if len(group) <= 2:
                 continue
-            for part in range(each):
-                made = dist.new_group([replica * each + part for replica in group])
-                if part == self._part and self._replica in group:
+            for number in range(each):
+                made = dist.new_group([replica * each + number for replica in group])
+                if number == self._slice and self._replica in group:
                     self._larger[group] = made
-        if self._shared_out > 1:
-            for replica in range(replicas):
-                made = dist.new_group(list(range(replica * each, (replica + 1) * each)))
-                if replica == self._replica:
-                    self._own_replica = made
+        if self._num_slices > 1:
+            nodes = [[*range(first, first + each)] for first in range(0, replicas * each, each)]
+            self._own_replica, _ = dist.new_subgroups_by_enumeration(nodes)
 
     def before_step(self) -> None:
-        """Take the averages of the exchange that ran beside the gradient, if there was one."""
+        """Take the average of the exchange that ran during the gradient, if there is one."""
         self._finish()
 
     def after_step(self) -> None:
-        """Exchange the weights that a step has left."""
+        """Exchange the updated weights."""
         self._begin(self.round)
         self.round += 1
         if not self._overlap:
@@ -123,56 +174,54 @@ class GossipAverager:
             bucket.fill()
         if len(group) == 2:
             (other,) = set(group) - {self._replica}
-            works = self._exchange(other * self._ranks_per_replica + self._part)
-            self._under_way = _Exchange(works, group, self._incoming)
+            peer = other * self._ranks_per_replica + self._slice
+            messages = []
+            for own, incoming in zip(self._slices, self._incoming, strict=True):
+                messages.append(dist.P2POp(dist.isend, own, peer, group=self._pairs))
+                messages.append(dist.P2POp(dist.irecv, incoming, peer, group=self._pairs))
+            # As one batch: a send and a receive in turn would deadlock with NCCL.
+            self._in_flight = _Exchange(dist.batch_isend_irecv(messages), group, self._incoming)
             return
         works = [
-            dist.all_reduce(part, group=self._larger[group], async_op=True) for part in self._parts
+            dist.all_reduce(own, group=self._larger[group], async_op=True) for own in self._slices
         ]
-        self._under_way = _Exchange(works, group, [])
-
-    def _exchange(self, peer: int) -> list[Any]:
-        messages = []
-        for part, incoming in zip(self._parts, self._incoming, strict=True):
-            messages.append(dist.P2POp(dist.isend, part, peer, group=self._pairs))
-            messages.append(dist.P2POp(dist.irecv, incoming, peer, group=self._pairs))
-        works: list[Any] = dist.batch_isend_irecv(messages)
-        return works
+        self._in_flight = _Exchange(works, group, [])
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Put the group's mean in the place of the weights."""
+        """Overwrite the weights with the group's mean."""
         self.settle()
-        exchange, self._under_way = self._under_way, None
+        exchange, self._in_flight = self._in_flight, None
         if exchange is None:
             return
         if exchange.incoming:
-            torch._foreach_add_(self._parts, exchange.incoming)
-        torch._foreach_div_(self._parts, len(exchange.group))
-        for bucket, part in zip(self._buckets, self._parts, strict=True):
-            if self._shared_out > 1:
-                dist.all_gather_into_tensor(bucket.flat, part.clone(), group=self._own_replica)
+            torch._foreach_add_(self._slices, exchange.incoming)
+        torch._foreach_div_(self._slices, len(exchange.group))
+        for bucket, own in zip(self._buckets, self._slices, strict=True):
+            if self._num_slices > 1:
+                # A clone, since the slice lies in the buffer that is written to.
+                dist.all_gather_into_tensor(bucket.flat, own.clone(), group=self._own_replica)
             bucket.empty()
 
     def settle(self) -> None:
-        """Wait for messages that are under way; the weights stay as they are."""
-        if self._under_way is not None:
-            for work in self._under_way.works:
+        """Wait for messages in flight; the weights stay as they are."""
+        if self._in_flight is not None:
+            for work in self._in_flight.works:
                 work.wait()
-            self._under_way.works = []
+            self._in_flight.works = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of rounds begun. What is under way can be sent again from the weights."""
+        """Return the number of rounds begun; messages in flight are sent again from the weights."""
         return {"round": self.round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from loaded weights; every rank must call it.
+        """Continue from loaded weights; every rank must call it.
 
         Args:
-            state: What `state_dict` gave; round 0 for weights that are equal on all ranks.
+            state: What `state_dict` returned; round 0 for weights that are equal on all ranks.
         """
         self.settle()
-        self._under_way = None
+        self._in_flight = None
         self.round = state["round"]
         if self._overlap and self.round > 0:
             self._begin(self.round - 1)

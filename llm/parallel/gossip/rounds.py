@@ -1,40 +1,40 @@
-"""Who averages with whom: topologies as rounds of disjoint groups, and what they promise.
+"""Topologies of gossip as rounds of disjoint groups: convergence, and bytes on each link.
 
 Gossip replaces the mean over all ranks, which waits for the slowest link, by a mean over a small
-group in each step; the groups change from round to round, and after a period begin anew. In one
-round every rank is in exactly one group and takes the group's uniform mean, so that each round's
-matrix is symmetric and doubly stochastic, and the mean over all ranks never changes.
+group in each step. The groups change from round to round and repeat after a period. In a round
+every rank is in exactly one group and takes the group's uniform mean: the matrix of a round is
+symmetric and doubly stochastic, and the mean over all ranks never changes.
 
-Everything here is a pure function of numbers, without torch or a network.
+All functions are pure and need neither torch nor a network.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from llm.errors import ConfigError
+from llm.parallel.options import Topology
 
-Topology = Literal["complete", "exp", "ring", "alternating-exp-ring"]
 TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
 Round = tuple[tuple[int, ...], ...]
-"""Disjoint groups that cover all ranks; one that stands alone keeps its weights."""
+"""Disjoint groups that cover all ranks; a group of one rank keeps its weights."""
 
 Matrix = npt.NDArray[np.float64]
 
 
 def check_topology(topology: str, *, ranks: int, ranks_per_node: int) -> None:
-    """Refuse numbers of ranks that a topology does not allow.
+    """Refuse a number of ranks that a topology does not allow.
 
     Args:
         topology: One of `TOPOLOGIES`.
         ranks: Number of ranks that average with one another.
-        ranks_per_node: How many of them share a node; neighbours in number do.
+        ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: Names the sizes that the topology allows.
+        ConfigError: With the sizes that the topology allows.
     """
     if topology not in TOPOLOGIES:
         raise ConfigError(f"--topology {topology} is none of {', '.join(TOPOLOGIES)}.")
@@ -58,23 +58,24 @@ def check_topology(topology: str, *, ranks: int, ranks_per_node: int) -> None:
 
 
 def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[Round]:
-    """The rounds of one period.
+    """Return the rounds of one period.
 
-    - complete: all ranks. One round makes all equal.
-    - exp: j and j xor 2^i, of a power of two of ranks. log2 n rounds make all equal.
-    - ring: the neighbour on the right, then that on the left, in two rounds; of an odd number,
-      in n rounds with another rank idle in each.
-    - alternating-exp-ring: nodes pair up as ranks do in exp. In one round half of the pairs
-      average across while the others stay inside their nodes, in the next the other way round:
-      the network between nodes is used evenly. 2 log2 nodes rounds make all equal.
+    - complete: all ranks in one group. All are equal after one round.
+    - exp: pairs of j and j xor 2^i, for a power of two of ranks. All are equal after log2 n rounds.
+    - ring: pairs with the next rank, then with the previous one, in two rounds; an odd number of
+      ranks takes n rounds, in each of which another rank is idle.
+    - alternating-exp-ring: nodes form pairs as ranks do in exp. In one round half of the pairs
+      average over both nodes and the others inside each node, in the next round the other way
+      round, so that the network between nodes is used evenly. All are equal after 2 log2 nodes
+      rounds.
 
     Args:
         topology: One of `TOPOLOGIES`.
         ranks: Number of ranks that average with one another.
-        ranks_per_node: How many of them share a node.
+        ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: The topology does not allow so many.
+        ConfigError: The topology does not allow that number of ranks.
     """
     check_topology(topology, ranks=ranks, ranks_per_node=ranks_per_node)
     if topology == "alternating-exp-ring":
@@ -94,7 +95,7 @@ def _ring(ranks: int) -> list[Round]:
         even = tuple((j, j + 1) for j in range(0, ranks, 2))
         odd = tuple(_pair(j, (j + 1) % ranks) for j in range(1, ranks, 2))
         return [even, odd]
-    # With rank i idle the others pair up all the way round, and never as they did with i - 1.
+    # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
     return [
         (
             (idle,),
@@ -115,12 +116,13 @@ def _alternating(nodes: int, ranks_per_node: int) -> list[Round]:
         return [tuple(members)]
     rounds = []
     for pairs in _exp(nodes):
-        for turn in range(2):
+        for parity in range(2):
             groups: list[tuple[int, ...]] = []
             for number, (one, other) in enumerate(pairs):
-                across = number % 2 != turn
-                apart = [members[one], members[other]]
-                groups += [members[one] + members[other]] if across else apart
+                if number % 2 != parity:
+                    groups.append(members[one] + members[other])
+                else:
+                    groups += [members[one], members[other]]
             rounds.append(tuple(groups))
     return rounds
 
@@ -140,7 +142,7 @@ def _powers_around(number: int) -> str:
 
 
 def mixing_matrix(groups: Round) -> Matrix:
-    """W of a round, float64 [ranks, ranks]: `x_i <- sum_j W[i, j] x_j`."""
+    """Return W of a round, float64 [ranks, ranks]: `x_i <- sum_j W[i, j] x_j`."""
     ranks = sum(map(len, groups))
     matrix = np.zeros((ranks, ranks))
     for group in groups:
@@ -149,7 +151,7 @@ def mixing_matrix(groups: Round) -> Matrix:
 
 
 def average(values: Matrix, groups: Round) -> Matrix:
-    """One round on `values` [ranks, dimensions], without its matrix."""
+    """Apply one round to `values` [ranks, dimensions], without its matrix."""
     mixed = np.empty_like(values)
     for size in {len(group) for group in groups}:
         members = np.array([group for group in groups if len(group) == size])
@@ -158,14 +160,14 @@ def average(values: Matrix, groups: Round) -> Matrix:
 
 
 def contraction(rounds: Sequence[Round]) -> float:
-    """By which factor a period brings the ranks closer to their mean, in the long run.
+    """Return the factor by which a period shrinks the distance from the mean, in the long run.
 
-    The largest modulus of an eigenvalue of the rounds' product, that of the mean left out: 0
-    where one period makes all ranks equal, cos^2(2 pi / n) for the ring of an even n.
+    It is the largest modulus of the eigenvalues of the rounds' product, without that of the mean:
+    0 where all ranks are equal after a period, cos^2(2 pi / n) for the ring of an even n.
     """
     ranks = sum(map(len, rounds[0]))
-    # The first round leaves its groups equal among themselves: one dimension for each of them is
-    # all in which ranks can differ, and has the product's eigenvalues other than 0.
+    # After the first round ranks of one group are equal. So one dimension for each group is enough
+    # for all eigenvalues of the product other than 0, and the matrix is much smaller.
     basis = np.zeros((ranks, len(rounds[0])))
     for number, group in enumerate(rounds[0]):
         basis[list(group), number] = len(group) ** -0.5
@@ -178,19 +180,19 @@ def contraction(rounds: Sequence[Round]) -> float:
 def consensus_distance(
     rounds: Sequence[Round], *, steps: int, noise: float = 0.0, dimensions: int = 64
 ) -> Matrix:
-    """Simulate how far ranks are from their mean, after each of some steps.
+    """Simulate the distance of ranks from their mean.
 
-    Ranks begin at independent points with a deviation of 1 from their mean. Each step is a round,
-    and a random move of every rank of its own, as their gradients differ by chance.
+    Ranks start at independent random points. Each step is a round, followed by an independent
+    random move of every rank, as by gradients of different samples.
 
     Args:
         rounds: The rounds of one period.
-        steps: How many steps to simulate.
+        steps: Number of steps to simulate.
         noise: Standard deviation of a rank's move.
-        dimensions: Size of the points; the more, the less the result depends on the draw.
+        dimensions: Dimensions of the points; the result varies less with more of them.
 
     Returns:
-        Root of the mean squared distance from the mean in units of the first one, [steps + 1].
+        Root of the mean squared distance from the mean after each step, [steps + 1].
     """
     ranks = sum(map(len, rounds[0]))
     generator = np.random.default_rng(0)
@@ -209,14 +211,14 @@ def _distance(points: Matrix) -> float:
 
 
 def link_bytes(groups: Round, num_bytes: float) -> dict[tuple[int, int], float]:
-    """Bytes that each link from one rank to another carries in a round.
+    """Return the bytes that each link from one rank to another carries in a round.
 
-    A pair sends everything both ways. A larger group goes round a ring in the order of its ranks,
-    as an all-reduce does: each rank sends 2 (g - 1) / g of everything to the next one.
+    A pair sends all weights both ways. A larger group of g ranks runs a ring all-reduce, in which
+    each rank sends 2 (g - 1) / g of the weights to the next one.
 
     Args:
         groups: A round.
-        num_bytes: Size of what is averaged.
+        num_bytes: Size of the weights.
     """
     links = {}
     for group in groups:
@@ -231,21 +233,21 @@ def link_bytes(groups: Round, num_bytes: float) -> dict[tuple[int, int], float]:
 def node_link_bytes(
     groups: Round, num_bytes: float, *, ranks_per_node: int
 ) -> dict[tuple[int, int], float]:
-    """Bytes that each link between ranks carries where nodes average with nodes.
+    """Return the bytes that each link between ranks carries where nodes average with nodes.
 
-    Each rank exchanges its equal part with its counterparts on other nodes and collects the rest
-    from its own node, which has averaged its gradients before: 3 (L - 1) / L of everything, of
-    which the averaging of gradients is two thirds.
+    Each rank exchanges an equal slice with its counterparts on other nodes. Inside a node of L
+    ranks, each sends 3 (L - 1) / L of the model's size: two thirds for the all-reduce of gradients,
+    one third for the all-gather of the averaged slices.
 
     Args:
         groups: A round of nodes.
-        num_bytes: Size of what is averaged.
+        num_bytes: Size of the weights.
         ranks_per_node: L.
     """
     links = {}
     for (source, target), carried in link_bytes(groups, num_bytes / ranks_per_node).items():
-        for part in range(ranks_per_node):
-            links[source * ranks_per_node + part, target * ranks_per_node + part] = carried
+        for local in range(ranks_per_node):
+            links[source * ranks_per_node + local, target * ranks_per_node + local] = carried
     if ranks_per_node > 1:
         inside = 3 * (ranks_per_node - 1) / ranks_per_node * num_bytes
         for rank in range(sum(map(len, groups)) * ranks_per_node):
@@ -257,14 +259,14 @@ def node_link_bytes(
 def busiest_links(
     links: dict[tuple[int, int], float], *, ranks_per_node: int
 ) -> tuple[float, float, float]:
-    """The most that a link inside a node, a link between nodes, and a node's way out carry.
+    """Return the most bytes on a link inside a node, on one between nodes, and out of a node.
 
     Args:
-        links: What `link_bytes` gave.
-        ranks_per_node: How many ranks share a node.
+        links: What `link_bytes` returned.
+        ranks_per_node: Number of consecutive ranks on each node.
 
     Returns:
-        Bytes, in this order; 0 where there is no such link.
+        Bytes in this order; 0 where there is no such link.
     """
     inside, between, out_of_node = 0.0, 0.0, dict[int, float]()
     for (source, target), carried in links.items():

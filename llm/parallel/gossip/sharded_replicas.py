@@ -1,53 +1,66 @@
-"""Gossip between nodes each of which holds one replica, divided over its ranks.
+"""Gossip between nodes, each of which holds one replica, sharded over its ranks.
 
-Inside a node weights, gradients and optimizer state are divided as `llm.parallel.fsdp` does it.
-Each rank averages its part with the ranks of other nodes that hold the same part, so that weights
-are never whole on their way.
+Inside a node weights, gradients and optimizer state are sharded by `llm.parallel.fsdp`. Each rank
+averages its shard with the ranks of other nodes that hold the same shard: no weights are gathered
+to be sent.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
-from llm.parallel.fsdp import ShardedStrategy, local_tensor
+from llm.parallel.dims import ParallelDims
+from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.strategy import MakeOptimizer
+from llm.parallel.gossip.rounds import Round
+from llm.parallel.options import DecentralizedOptions
 
 
 class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
-    """Every node trains a replica of its own, of which each of its ranks holds a part.
+    """Every node trains a replica of its own, of which each of its ranks holds a shard.
 
-    The arguments are those of both strategies; `ranks_per_replica` is the layout's `shard`.
+    Args:
+        options: How replicas are averaged.
+        accelerator: The processes, devices and precision.
+        dims: `shard` is the number of ranks of a node, `replicate` the number of nodes.
+        rounds: The groups of replicas that average, round by round.
+        init_weights: As for `ShardedStrategy`.
     """
 
-    def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Divide the model (inside its loss) and make the optimizer of this rank's parts."""
+    _is_sharded = True
+
+    def __init__(
+        self,
+        options: DecentralizedOptions,
+        accelerator: Accelerator,
+        dims: ParallelDims,
+        *,
+        rounds: Sequence[Round],
+        init_weights: Callable[[PreTrainedModel], None] | None = None,
+    ) -> None:
+        ShardedStrategy.__init__(self, accelerator, dims, init_weights=init_weights)
+        self._init_replicas(options, rounds, dims.shard)
         self._whole_mesh = self.mesh["replicate", "shard"]
         if self.scaler is not None:
-            # A loss scale is a replica's own.
+            # Each replica has a loss scale of its own.
             group = self.mesh.get_group("shard")
             self.scaler = ShardedGradScaler(self.device.type, process_group=group)
-        super().prepare(loss, make_optimizer)
 
     @property
-    def _dividing_mesh(self) -> DeviceMesh:
-        return self.mesh["shard"]  # what is averaged over replicas is weights, not gradients
-
-    def _make_equal(self) -> None:
-        """Replicas are equal: each rank has drawn or read its parts by their names alone."""
-
-    def _wrap(self, loss: nn.Module) -> nn.Module:
-        return ShardedStrategy._wrap(self, loss)
+    def _fsdp_mesh(self) -> DeviceMesh:
+        return self.mesh["shard"]  # gradients stay inside a replica
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
-        """The model has the mean of all replicas' weights meanwhile; see `Strategy`."""
+        """Give the model the mean of all replicas' weights inside the context."""
+        # Weights that are still gathered would not see their shards change, at either end.
         self._reshard()
         try:
             with super().averaged() as distance:
@@ -56,30 +69,19 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
             self._reshard()
 
     def _common_state(self) -> dict[str, Any]:
-        """As parts that each replica holds alike, so that one of them is written."""
         state = super()._common_state()
-        model = {name: self._of_all(tensor) for name, tensor in state["model"].items()}
+        model = {name: self._replicated(tensor) for name, tensor in state["model"].items()}
         return {**state, "model": model}
 
     def _mean(self) -> dict[str, Tensor]:
-        means = super()._mean()
-        live: dict[str, Any] = dict(self.model.named_parameters())
+        live: dict[str, Tensor] = dict(self.model.named_parameters())
         return {
-            name: self._of_all(
-                DTensor.from_local(
-                    mean,
-                    live[name].device_mesh,
-                    live[name].placements,
-                    run_check=False,
-                    shape=live[name].shape,
-                    stride=live[name].stride(),
-                )
-            )
-            for name, mean in means.items()
+            name: self._replicated(as_dtensor(mean, like=live[name]))
+            for name, mean in super()._mean().items()
         }
 
-    def _of_all(self, tensor: Tensor) -> Tensor:
-        """A divided tensor as one that the other replicas hold too; the same memory."""
+    def _replicated(self, tensor: Tensor) -> Tensor:
+        """Return a shard as one that all replicas hold, so that one rank of them writes it."""
         if not isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(
@@ -94,7 +96,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     def _copy(self, target: Tensor, source: Tensor) -> None:
         local_tensor(target).copy_(local_tensor(source))
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The mean model's parameters and buffers on rank 0's host; every rank must call it."""
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the mean model's parameters and buffers on rank 0's host; every rank calls it."""
         with self.averaged():
             return ShardedStrategy.full_state_dict(self)

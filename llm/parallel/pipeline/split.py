@@ -1,4 +1,4 @@
-"""The modules of a model that hold its parameters, in order, and how stages share them out."""
+"""Which modules of a model hold its parameters, in order, and how they are assigned to stages."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.blocks import find_blocks
 from llm.models.configuration import one_line
 from llm.models.masking import run_model
+from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1
-"""Of a weight that is looked up, as a share of one that is multiplied with."""
+"""Cost of a weight that is looked up, relative to one in a matrix product."""
 
 
 @dataclass(frozen=True)
 class PipelineModules:
-    """The modules of a model that hold parameters, in the order in which a forward meets them.
+    """The modules of a model that hold parameters, in the order of a forward.
 
     Attributes:
         before: Before the first layer, such as the embeddings.
         layers: The layers.
         after: After the last layer, such as the last norm and the output head.
-        lengths: For each layer, how many values it returns in a tuple; 0 for a bare tensor.
+        lengths: For each layer, the length of the tuple that it returns; 0 for a bare tensor.
     """
 
     before: tuple[nn.Module, ...]
@@ -35,15 +35,15 @@ class PipelineModules:
     lengths: tuple[int, ...]
 
     def of(self, layers: range) -> list[nn.Module]:
-        """The modules of a stage that has these layers, and what lies at the model's ends."""
+        """Return the modules of a stage with these layers, and with the ends of the model."""
         before = self.before if layers.start == 0 else ()
         after = self.after if layers.stop == len(self.layers) else ()
         return [*before, *self.layers[layers.start : layers.stop], *after]
 
     def assign_layers(self, num_stages: int) -> list[range]:
-        """The layers of each stage, so that the one that takes longest takes as short as it can.
+        """Return the layers of each stage, such that the slowest stage is as fast as possible.
 
-        A weight counts as the product that it takes part in; a lookup costs next to nothing.
+        The cost of a module is its number of weights; a lookup costs next to nothing.
         """
         return assign_layers(
             [num_parameters([layer]) for layer in self.layers],
@@ -54,49 +54,49 @@ class PipelineModules:
 
 
 def num_parameters(modules: Sequence[nn.Module]) -> int:
-    """Numbers in the parameters of some modules; what they share counts once."""
+    """Return the number of parameters of some modules; shared ones count once."""
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
 def assign_layers(
     costs: Sequence[float], *, first: float, last: float, num_stages: int
 ) -> list[range]:
-    """Cut a row of layers where the dearest stage is cheapest, and the others are alike.
+    """Assign layers to stages: minimize the highest cost, then the sum of squares.
 
     Args:
-        costs: Of each layer.
-        first: What the first stage has to do besides.
-        last: What the last stage has to do besides.
+        costs: Cost of each layer.
+        first: What the first stage computes besides.
+        last: What the last stage computes besides.
         num_stages: No more than layers.
     """
-    total = [first, *itertools.accumulate(costs, initial=first)][1:]
-    total = [0.0, *total[1:]]  # the first stage begins at no cost at all
+    total = [0.0, *itertools.accumulate(costs, initial=first)]
+    del total[1]  # total[n] is the cost of all that comes before layer n: `first` is in total[1]
     total[-1] += last
     num_layers = len(costs)
-    # best[stop]: dearest stage, sum of squares and cuts of the layers before `stop`.
+    # best[stop]: highest cost, sum of squares and cuts of the stages of the layers before `stop`.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(1, num_stages + 1):
-        found = {}
+        extended = {}
         for stop in range(stage, num_layers - (num_stages - stage) + 1):
-            found[stop] = min(
-                (max(dearest, cost), squares + cost**2, (*cuts, stop))
-                for start, (dearest, squares, cuts) in best.items()
+            extended[stop] = min(
+                (max(highest, cost), squares + cost**2, (*cuts, stop))
+                for start, (highest, squares, cuts) in best.items()
                 if start < stop
                 for cost in [total[stop] - total[start]]
             )
-        best = found
+        best = extended
     return list(itertools.starmap(range, itertools.pairwise(best[num_layers][2])))
 
 
 @torch.no_grad()
 def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
-    """Find out, by one forward of a few tokens, in which order a model uses its parameters.
+    """Find the order in which a model uses its parameters, by a forward of a few tokens.
 
     Args:
-        model: A causal language model; on the meta device too.
+        model: A causal language model on any device, also the meta device.
 
     Raises:
-        ConfigError: It is not a row of layers with something before and after.
+        ConfigError: It is not a sequence of layers with modules before and after.
     """
     try:
         layers = list(find_blocks(model))
@@ -129,7 +129,7 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
 def _trace(
     model: PreTrainedModel, modules: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], dict[nn.Module, int]]:
-    """The calls of some modules in a forward, and for each how long a tuple it returns."""
+    """Return the calls of some modules in a forward, and the length of the tuple of each."""
     calls: list[nn.Module] = []
     lengths: dict[nn.Module, int] = {}
 
@@ -141,7 +141,7 @@ def _trace(
     training = model.training
     model.eval()
     try:
-        run_model(model, some_tokens(model), None, None)
+        run_model(model, sample_tokens(model), None, None)
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
     finally:
@@ -151,15 +151,15 @@ def _trace(
     return calls, lengths
 
 
-def some_tokens(model: PreTrainedModel) -> torch.Tensor:
-    """[2, 8] of ids, always the same, where the model is."""
+def sample_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Return token ids [2, 8] on the model's device, always the same."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     return torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
 
 
 def cannot_cut(model: PreTrainedModel, reason: str) -> ConfigError:
-    """The refusal of a model that is no row of layers."""
+    """Return the error for a model that cannot be cut into stages."""
     return ConfigError(
         f"--pipeline_parallel_size cannot cut {model.config.model_type} into stages "
         f"({reason.rstrip('.')}); divide it with --data_parallel_shard_size."

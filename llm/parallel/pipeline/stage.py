@@ -1,13 +1,14 @@
-"""A model cut into stages for pipeline parallelism, without a change to its code or its names.
+"""The stages of a model for pipeline parallelism, without a change to its code or its names.
 
-A stage is the whole Hugging Face model in which a stand-in takes the place of every module that
-another stage holds. Stand-ins before the stage's own layers give what the stage before has sent,
-whatever they are asked; the one right behind them keeps what goes out. So masks and positions are
-the model's own business on every stage, and a parameter is called as in the whole model.
+A stage is the whole Hugging Face model in which placeholders replace the modules of other stages.
+Placeholders before the stage's own layers return the hidden states that were received; the one
+right after them keeps the hidden states to send. So the model computes masks and positions by
+itself on every stage, and a parameter has the name that it has in the whole model.
 """
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,48 +25,48 @@ from llm.parallel.pipeline.split import (
     cannot_cut,
     find_pipeline_modules,
     num_parameters,
-    some_tokens,
+    sample_tokens,
 )
 
 
 class _StageIO:
-    """Where a stage's stand-ins find what came in and leave what goes out."""
+    """The hidden states that a stage's placeholders read and write during a forward."""
 
     received: Tensor | None = None
     sent: Tensor | None = None
 
 
 class _StagePlaceholder(nn.Module):
-    """Takes the place of a module that another stage holds.
+    """Replaces a module that another stage holds.
 
     Args:
-        original: Whose plain attributes it has too: models ask their layers for some.
-        wire: Of the stage.
-        place: Whether it comes before the stage's own layers, right behind them, or later.
-        length: How many values it returns in a tuple; 0 for a bare tensor.
+        original: The module. Its plain attributes are copied: models read some of their layers.
+        io: Of the stage.
+        place: Whether it comes before the stage's own layers, right after them, or later.
+        length: Length of the tuple that it returns; 0 for a bare tensor.
     """
 
     def __init__(
         self,
         original: nn.Module,
-        wire: _StageIO,
+        io: _StageIO,
         place: Literal["before", "next", "later"],
         length: int = 0,
     ) -> None:
         super().__init__()
-        # A divided layer has a `forward` among them, which would go on to compute the layer.
         plain = {key: value for key, value in vars(original).items() if not key.startswith("_")}
-        vars(self).update({key: value for key, value in plain.items() if key != "forward"})
-        self._wire, self._place, self._length = wire, place, length
+        plain.pop("forward", None)  # tensor parallelism sets one, which would compute the layer
+        vars(self).update(plain)
+        self._io, self._place, self._length = io, place, length
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """What came in, or else the argument."""
+        """Return the received hidden states before the stage's layers, else the argument."""
         value = args[0] if args else kwargs.get("hidden_states")
         if self._place == "before":
-            value = self._wire.received
+            value = self._io.received
         elif self._place == "next":
             assert isinstance(value, Tensor)
-            self._wire.sent = value
+            self._io.sent = value
         return (value, *[None] * (self._length - 1)) if self._length else value
 
 
@@ -73,16 +74,20 @@ class Stage(nn.Module):
     """Some layers of a model, with the embeddings if it is the first and the loss if the last.
 
     Args:
-        loss: The whole model's loss, with stand-ins in the model.
-        wire: What its stand-ins read and write.
+        loss: The whole model's loss, with placeholders in the model.
+        io: What the placeholders read and write.
         is_last: Whether it has the output head.
+
+    Attributes:
+        autocast: Returns the context of the run's precision; none by default.
     """
 
-    def __init__(self, loss: nn.Module, wire: _StageIO, *, is_last: bool) -> None:
+    def __init__(self, loss: nn.Module, io: _StageIO, *, is_last: bool) -> None:
         super().__init__()
         self.loss = loss
         self.is_last = is_last
-        self._wire = wire
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self._io = io
 
     def forward(
         self,
@@ -96,52 +101,53 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            received: [batch, length, width]: what the stage before has sent; the first stage
-                takes no notice of it.
+            received: Hidden states [batch, length, width] of the stage before; the first stage
+                ignores it.
             input_ids: As for the loss; every stage has them.
             labels: As for the loss; without them the last stage predicts.
             positions: As for the loss.
             documents: As for the loss.
 
         Returns:
-            [batch, length, width] for the next stage; of the last stage what the loss returns,
-            or its predictions.
+            Float32 [batch, length, width] for the next stage; of the last stage what the loss
+            returns, or its predictions.
         """
-        wire, loss = self._wire, self.loss
+        io, loss = self._io, self.loss
         assert isinstance(loss, LanguageModelLoss)
-        wire.received, wire.sent = received, None
+        io.received, io.sent = received, None
         try:
-            if not self.is_last:
+            with self.autocast():
+                if self.is_last and labels is not None:
+                    outputs: tuple[Tensor, Tensor] = loss(input_ids, labels, positions, documents)
+                    return outputs
+                if self.is_last:
+                    return loss.predictions(input_ids, positions, documents)
                 run_model(loss.model.base_model, input_ids, positions, documents)
-                assert wire.sent is not None
-                return wire.sent
-            if labels is None:
-                return loss.predictions(input_ids, positions, documents)
-            outputs: tuple[Tensor, Tensor] = loss(input_ids, labels, positions, documents)
-            return outputs
+            assert io.sent is not None
+            return io.sent.float().contiguous()  # as the next stage's receive buffer
         finally:
-            wire.received = wire.sent = None
+            io.received = io.sent = None
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's share of a model that was cut into stages.
+    """A rank's stages of a model.
 
     Attributes:
         stages: This rank's stages, from the first to the last.
-        part: The model with stand-ins for all that this rank does not hold: names and weights.
-        tied: Names in `part` of parameters that the first and the last stage both hold.
-        width: Of the hidden states between two stages.
-        layers: Of each stage of the pipeline.
-        parameters: How many each stage of the pipeline holds.
+        model: The model with placeholders for all that this rank does not hold: names and weights.
+        tied: Names in `model` of parameters that the first and the last stage both hold.
+        width: Width of the hidden states between two stages.
+        layers: The layers of each stage of the pipeline.
+        num_parameters: The number of parameters of each stage of the pipeline.
     """
 
     stages: list[Stage]
-    part: nn.Module
+    model: nn.Module
     tied: frozenset[str]
     width: int
     layers: list[range]
-    parameters: list[int]
+    num_parameters: list[int]
 
 
 def check_depth(num_layers: int, num_stages: int) -> None:
@@ -159,58 +165,59 @@ def check_depth(num_layers: int, num_stages: int) -> None:
 
 
 def cut_model(
-    pieces: PipelineModules, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]
+    modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]
 ) -> Cut:
-    """Cut a model into stages that take about as long as one another.
+    """Cut a model into stages of about the same cost.
 
     Args:
-        pieces: Of the model, as they were before its layers were divided.
-        loss: A model that `check_cut` lets pass, inside its loss; both stay as they are, and
-            share their modules with the stages.
-        num_stages: Of the whole pipeline.
+        modules: Those of the model; found before tensor parallelism was applied.
+        loss: A model that `check_cut` accepts, inside its loss. Both stay as they are, and share
+            their modules with the stages.
+        num_stages: Stages of the whole pipeline.
         own: The numbers of this rank's stages.
     """
     model = loss.model
-    layers = pieces.assign_layers(num_stages)
-    made = [_make_stage(loss, pieces, layers[number]) for number in own]
-    part = _replace(model, _missing([stand_ins for _, stand_ins in made]))
-    ends = [_parameters(pieces.of(layers[number])) for number in (0, -1)]
+    layers = modules.assign_layers(num_stages)
+    made = [_make_stage(loss, modules, layers[number]) for number in own]
+    view = _replace(model, _absent([placeholders for _, placeholders in made]))
+    ends = [_parameters(modules.of(layers[number])) for number in (0, -1)]
     return Cut(
         stages=[stage for stage, _ in made],
-        part=part,
-        tied=frozenset(n for n, p in part.named_parameters() if all(p in end for end in ends)),
+        model=view,
+        tied=frozenset(n for n, p in view.named_parameters() if all(p in end for end in ends)),
         width=model.config.get_text_config().hidden_size,
         layers=layers,
-        parameters=[num_parameters(pieces.of(share)) for share in layers],
+        num_parameters=[num_parameters(modules.of(of_stage)) for of_stage in layers],
     )
 
 
 @torch.no_grad()
 def check_cut(model: PreTrainedModel, num_stages: int) -> None:
-    """Refuse a model whose stages, each by itself, would not compute what the whole does.
+    """Refuse a model whose stages, each by itself, do not compute what the whole model does.
 
-    They are asked by what they do to a few tokens, from the last to the first and after other
-    tokens: what layers tell one another behind their outputs is wrong then.
+    The test runs the stages on a few tokens, from the last to the first, after a forward of other
+    tokens: the result is wrong if layers pass anything to one another besides their outputs.
 
     Args:
-        model: A causal language model with weights, which may be made up; its mode is restored.
-        num_stages: Of the whole pipeline.
+        model: A causal language model with weights, which may be dummies; its mode is restored.
+        num_stages: Stages of the whole pipeline.
 
     Raises:
-        ConfigError: They compute something else, or nothing; or the model has fewer layers.
+        ConfigError: They compute something else, or fail; or the model has fewer layers.
     """
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise cannot_cut(
             model, "with output_router_logits its loss needs the routers of all layers"
         )
-    pieces = find_pipeline_modules(model)
-    check_depth(len(pieces.layers), num_stages)
+    modules = find_pipeline_modules(model)
+    check_depth(len(modules.layers), num_stages)
     loss = LanguageModelLoss(model, chunked=False)
-    input_ids = some_tokens(model)
+    input_ids = sample_tokens(model)
     training = model.training
     model.eval()
     try:
-        stages = [_make_stage(loss, pieces, share)[0] for share in pieces.assign_layers(num_stages)]
+        layers = modules.assign_layers(num_stages)
+        stages = [_make_stage(loss, modules, of_stage)[0] for of_stage in layers]
         passed: list[Any] = [input_ids]
         for stage in stages:
             passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
@@ -227,52 +234,55 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
 
 
 def _alike(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) -> bool:
-    """Whether hidden states, or the sums of losses, are equal but for rounding."""
-    mine, theirs = (value if isinstance(value, Tensor) else value[-1] for value in (one, other))
-    return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    """Whether hidden states, or sums of losses, are equal up to rounding."""
+    a, b = (value if isinstance(value, Tensor) else value[-1] for value in (one, other))
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
-_StagePlaceholders = dict[nn.Module, nn.Module]
+_Placeholders = dict[nn.Module, nn.Module]
+"""The placeholder of each module that a stage does not hold."""
 
 
 def _make_stage(
-    loss: LanguageModelLoss, pieces: PipelineModules, share: range
-) -> tuple[Stage, _StagePlaceholders]:
-    """A stage with these layers, and what takes the place of the modules that it lacks."""
-    wire = _StageIO()
-    lengths = dict(zip(pieces.layers, pieces.lengths, strict=True))
-    own = pieces.of(share)
+    loss: LanguageModelLoss, modules: PipelineModules, layers: range
+) -> tuple[Stage, _Placeholders]:
+    io = _StageIO()
+    lengths = dict(zip(modules.layers, modules.lengths, strict=True))
+    own = modules.of(layers)
     kept = _parameters(own)
-    stand_ins: _StagePlaceholders = {}
+    placeholders: _Placeholders = {}
     place: Literal["before", "next", "later"] = "before"
-    for module in pieces.of(range(len(pieces.layers))):
+    for module in modules.of(range(len(modules.layers))):
         if module in own:
             place = "next"
             continue
-        stand_in = _StagePlaceholder(module, wire, place, lengths.get(module, 0))
+        placeholder = _StagePlaceholder(module, io, place, lengths.get(module, 0))
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in kept:  # a tied one keeps the name that it has in the whole model
-                stand_in.register_parameter(name, parameter)
-        stand_ins[module] = stand_in
+            if parameter in kept:  # a tied weight keeps both of its names
+                placeholder.register_parameter(name, parameter)
+        placeholders[module] = placeholder
         place = "later" if place == "next" else place
-    is_last = share.stop == len(pieces.layers)
-    view = _replace(loss, dict(stand_ins))
-    return Stage(view, wire, is_last=is_last), stand_ins
+    is_last = layers.stop == len(modules.layers)
+    view = _replace(loss, dict(placeholders))
+    return Stage(view, io, is_last=is_last), placeholders
 
 
-def _missing(stand_ins: Sequence[_StagePlaceholders]) -> _StagePlaceholders:
-    """What no stage of a rank holds: of its stand-ins those that have a parameter, if any."""
-    missing: _StagePlaceholders = {}
-    for module in stand_ins[0]:
-        if all(module in others for others in stand_ins):
-            candidates = [others[module] for others in stand_ins]
+def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:
+    """Return a placeholder for each module that no stage of a rank holds.
+
+    Of several stages' placeholders it is one with a (tied) parameter, if there is one.
+    """
+    absent: _Placeholders = {}
+    for module in of_stages[0]:
+        if all(module in placeholders for placeholders in of_stages):
+            candidates = [placeholders[module] for placeholders in of_stages]
             with_parameters = [c for c in candidates if any(True for _ in c.parameters())]
-            missing[module] = (with_parameters or candidates)[0]
-    return missing
+            absent[module] = (with_parameters or candidates)[0]
+    return absent
 
 
 def _replace(module: nn.Module, by: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A module with others in the place of some inside it; what is left is shared, not copied."""
+    """Return a module in which some submodules are replaced; the others are shared, not copied."""
     if module in by:
         return by[module]
     children = {name: _replace(child, by) for name, child in module.named_children()}

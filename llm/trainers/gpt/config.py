@@ -13,10 +13,8 @@ from llm.config.options import Removed, option
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
-from llm.optim.kfac.options import KFACOptions
-from llm.optim.options import OptimizerOptions
-from llm.parallel.gossip.options import DecentralizedOptions
-from llm.parallel.options import ParallelOptions, PrecisionOptions
+from llm.optim.options import KFACOptions, OptimizerOptions
+from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 
 EVALUATION = "Evaluation"
@@ -29,14 +27,14 @@ class EvaluationOptions:
 
     eval_steps: int | None = option(
         None,
-        "Evaluate every so many steps; by default at the end of each epoch. The end of training "
-        "is always evaluated.",
+        "Steps between two evaluations; by default one at the end of each epoch. The end of "
+        "training is always evaluated.",
         group=EVALUATION,
         at_least=1,
     )
     max_eval_steps: int | None = option(
         None,
-        "Evaluation batches at most, over all devices; by default the whole validation split.",
+        "Most batches of an evaluation, over all devices; by default the whole validation split.",
         group=EVALUATION,
         resume="logged",
         at_least=1,
@@ -83,9 +81,9 @@ class RunOptions:
     )
     timeout: float = option(
         600.0,
-        "Seconds that a rank may take for a step, or a batch of an evaluation, before it counts as "
-        "hung, is named, and all ranks end; three times as many for the first step, a "
-        "checkpoint and the export. 0 waits for ever.",
+        "Seconds for a step, or a batch of an evaluation, after which a rank counts as hung: the "
+        "log names it and all ranks end. The first step, a checkpoint and the export may take "
+        "three times as long. 0 waits for ever.",
         group=RUN,
         at_least=0,
     )
@@ -97,15 +95,15 @@ class RunOptions:
     )
     sample_prompt: str | None = option(
         None,
-        "Text that the trained model continues at the end of the run, for a look at what it has "
-        "learnt.",
+        "Text that the trained model continues at the end of the run.",
         group=RUN,
     )
-    sample_every: int | None = option(
+    sample_steps: int | None = option(
         None,
         "Steps between samples that the model writes into log and TensorBoard while it trains; "
-        "they continue sample_prompt, or begin a text.",
+        "they continue sample_prompt, if it is given.",
         group=RUN,
+        renamed_from="sample_every",
         at_least=1,
     )
     push_to_hub: bool = option(
@@ -142,7 +140,7 @@ class GPTConfig(
 ):
     """Options of `python -m llm.trainers.gpt`: those of every room, and its own."""
 
-    # What most runs set, in the order in which one thinks of it.
+    # The options of most runs, which `--help` lists in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (
         *("model_name_or_path", "model_size", "config_overrides", "tokenizer_name"),
         *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),

@@ -1,7 +1,7 @@
 """What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
 
-All of it runs before process groups form, so that bad input is refused by one sentence
-and no rank waits for another that has given up. Nothing is written but the data cache.
+All of it runs before process groups form, so that bad input is refused by one sentence and no rank
+waits for another that has given up. Only the data cache is written.
 """
 
 import dataclasses
@@ -14,20 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import Corpus, Samples, digest_of
-from llm.data.documents import DocumentEnds, document_ends
-from llm.data.in_memory import hold_corpus_in_memory
+from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
+from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
-from llm.models.configuration import load_config, max_positions
+from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.pipeline.passes import check_micro_batches
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
-from llm.tokenizers.load import load_tokenizer
+from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
@@ -36,26 +35,25 @@ from llm.trainers.gpt.resume import (
     choose_seed,
     find_init,
     find_resume,
-    find_weights,
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """What is read before a model is trained or evaluated.
+    """What a training and an evaluation read before they start.
 
     Attributes:
         run: The run's folder.
-        resume_from: The checkpoint to go on from or to evaluate, or None.
-        init_from: The checkpoint whose weights a fresh start takes, or None.
-        seed: The run's seed, drawn if nobody chose one.
+        resume_from: The checkpoint to resume from or to evaluate, or None.
+        init_from: The checkpoint whose weights a new run starts from, or None.
+        seed: The run's seed, drawn unless the options have one.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        ends: How to keep the documents of a sample apart; None lets samples run over them.
+        ends: How to keep the documents of a sample apart; None lets attention cross them.
         metrics: Metrics of the evaluate library by name.
         layout: How the ranks divide one model and its data.
         replicas: The models that train side by side.
@@ -78,10 +76,10 @@ class RunSetup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSetup(RunSetup):
-    """What is read besides before a model is trained.
+    """What a training reads besides.
 
     Attributes:
-        data_digest: Tells the training tokens from others.
+        data_digest: Digest of the training tokens.
         samples: The training samples.
         plan: Batch arithmetic.
         schedule: Learning rate by step.
@@ -96,18 +94,18 @@ class TrainSetup(RunSetup):
 def read_training(
     config: GPTConfig, world: World, *, config_file: Path | None = None
 ) -> TrainSetup:
-    """Read everything that a run needs, and refuse what cannot work; writes only the data cache.
+    """Read everything that a run needs, and refuse what cannot work.
 
     Args:
         config: The options.
-        world: Which rank this is.
-        config_file: The TOML file that some of them are from.
+        world: Rank and world size of this process.
+        config_file: The TOML file of `--config`.
 
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
+    resume_from = find_resume(config, run)
     check_folder(config, run, resume_from, config_file=config_file)
     setup = _read(config, world, run, resume_from)
     if not setup.corpus.train:
@@ -124,7 +122,7 @@ def read_training(
     schedule = make_schedule(
         config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
     )
-    if config.in_memory and world.local_rank == 0:  # last, since it reads the whole corpus
+    if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
         **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
@@ -138,9 +136,8 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    resume_from = find_resume(config, run) if config.resume_from_checkpoint else None
-    setup = _read(config, world, run, resume_from)
-    if not (setup.weights_from or resume_from):
+    setup = _read(config, world, run, find_resume(config, run))
+    if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
             "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
@@ -153,10 +150,10 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
 
 
 def _open_run(config: GPTConfig, world: World) -> RunFolder:
-    """Return the run's folder, after what can be refused at once."""
+    """Return the run's folder, after the checks that read nothing."""
     device = device_of(world)
     check_device(device)
-    check_precision(config.mixed_precision, device)
+    check_precision(config, device)
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
@@ -164,6 +161,7 @@ def _open_run(config: GPTConfig, world: World) -> RunFolder:
 def _read(
     config: GPTConfig, world: World, run: RunFolder, resume_from: Checkpoint | None
 ) -> RunSetup:
+    # In the order of what they cost: wrong options are refused before text is tokenised.
     replicas = plan_replicas(config, world.world_size, resume_from)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)
@@ -183,7 +181,7 @@ def _read(
         seed=choose_seed(config, resume_from),
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=find_weights(config, resume_from or init_from),
+        weights_from=None if resume_from or init_from else find_weights(config),
         block_size=block_size,
         corpus=open_corpus(
             config,
@@ -210,14 +208,12 @@ def _nothing_to_evaluate_on(option: str) -> str:
 def choose_layout(
     config: GPTConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
-    """How the ranks divide the model and its data; a ConfigError where they cannot."""
-    layout = parallel_dims(
-        world_size,
-        pipeline=config.pipeline_parallel_size,
-        shard=config.data_parallel_shard_size,
-        context=config.context_parallel_size,
-        tensor=config.tensor_parallel_size,
-    )
+    """Return how the ranks divide the model and its data.
+
+    Raises:
+        ConfigError: They cannot be divided so.
+    """
+    layout = parallel_dims(config, world_size)
     check_tensor_parallel(model_config, layout.tensor)
     if layout.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers
@@ -249,7 +245,7 @@ def _default_output_dir(config: GPTConfig) -> str:
     else:
         words = config.data_path or config.train_data_path or config.valid_data_path
         prefixes = [Path(word).name for word in words if isinstance(word, str)]
-        # A prefix may have dots of its own: only the suffix of a flat file goes.
+        # A prefix may contain dots: only the suffix of a flat file is removed.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"
         if len(prefixes) > 1:
             data += f"+{len(prefixes) - 1}"
@@ -257,7 +253,11 @@ def _default_output_dir(config: GPTConfig) -> str:
 
 
 def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
-    """Tokens of a sample; a ConfigError where the model has fewer positions."""
+    """Return the tokens of a sample.
+
+    Raises:
+        ConfigError: The model has fewer positions, or context parallelism cannot divide them.
+    """
     positions = max_positions(model_config)
     size = config.block_size or min(1024, positions or 1024)
     if positions is not None and size > positions:
@@ -279,7 +279,7 @@ def _plan(
 ) -> BatchPlan:
     saved: int | None = None
     if resume_from is not None and "global_batch_size" not in config.change_on_resume:
-        # The order of samples rests on it: on other ranks, accumulation gives way.
+        # The order of samples depends on it: on another number of ranks, accumulation changes.
         saved = int(resume_from.metadata["global_batch_size"])
         check_unchanged(
             {"global_batch_size": saved},

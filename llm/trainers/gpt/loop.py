@@ -2,91 +2,95 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any, Literal
+from typing import Literal
 
-from llm.checkpoint.format import Stateful
-from llm.checkpoint.run_folder import RunFolder
+from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
-from llm.checkpoint.state import TrainState
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
 from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
-from llm.optim.schedule import Schedule
-from llm.parallel.strategy import Strategy
-from llm.runtime.events import event
+from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
+from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import TrainSetup
+from llm.trainers.gpt.resume import fixed_options, logged_options
 
 logger = logging.getLogger("llm")
 
 Every = int | Literal["epoch"] | None
-"""How often something happens: every so many steps, at the end of each epoch, or never."""
+"""How often something happens: a number of steps, at the end of each epoch, or never."""
 
 
 class Trainer:
-    """Train a prepared model to the end of the plan.
+    """Trains a prepared model to the last step of the batch plan.
 
     Args:
-        config: The options; `seed` is the run's.
-        run: The run's folder.
-        metadata: What every checkpoint says of the run.
-        strategy: Does a step's forward, backward and update, on any layout.
-        loader: Yields the batch of each step.
-        schedule: Learning rate by step.
-        health: Is told of all progress.
+        config: The options.
+        setup: The run's folder, seed, samples, batch plan and schedule.
+        strategy: Forward, backward and optimizer step, on any layout.
+        health: Receives a heartbeat after each step and before what takes long.
+        tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
-        sample: Lets the model write something after a step; None if nobody asked.
+        sample: Logs a sample of the model after a step, or without a step at the end; all ranks
+            call it.
 
     Attributes:
-        tracker: Console, metrics file, trackers; set before `fit`.
-        state: How far training has come; counted from 0 until a checkpoint is loaded into `parts`.
-        results: The last evaluation.
+        state: Counters of the run, which a checkpoint restores through `parts`.
+        results: The last evaluation of this start.
     """
-
-    tracker: Tracker
 
     def __init__(
         self,
         config: GPTConfig,
-        run: RunFolder,
-        metadata: Mapping[str, Any],
+        setup: TrainSetup,
+        strategy: AcceleratedStrategy,
         *,
-        strategy: Strategy,
-        loader: TrainLoader,
-        schedule: Schedule,
         health: Health,
+        tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
-        sample: Callable[[int], None] | None,
+        sample: Callable[[int | None], None],
     ) -> None:
-        assert config.seed is not None
-        self.config, self.seed = config, config.seed
+        self.config, self.seed = config, setup.seed
         self.strategy = strategy
-        self.loader, self.plan = loader, loader.plan
-        self.schedule = schedule
-        self.health = health
+        self.plan, self.schedule = setup.plan, setup.schedule
+        self.loader = TrainLoader(
+            samples=setup.samples,
+            plan=setup.plan,
+            rank=strategy.data_rank,
+            device=strategy.device,
+            ends=setup.ends,
+        )
+        self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
         self.state = TrainState()
         self.meter = Meter(strategy.device, rank=strategy.rank)
         self.saver = Saver(
             config,
-            run.checkpoints,
+            setup.run.checkpoints,
             parts=self.parts,
-            metadata=metadata,
+            metadata={
+                "fixed": fixed_options(config),
+                "logged": logged_options(config),
+                "global_batch_size": setup.plan.global_batch_size,
+                "data": setup.data_digest,
+                **setup.replicas.metadata(),
+            },
             rank=strategy.rank,
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
         )
         self.profiler = StepProfiler(
             profiled_steps(config),
-            folder=run.path / "profile",
+            folder=setup.run.path / "profile",
             rank=strategy.rank,
             device=strategy.device,
         )
@@ -104,7 +108,7 @@ class Trainer:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """All that a checkpoint holds, by name."""
+        """Everything that a checkpoint holds, by name."""
         parts: dict[str, Stateful] = {
             "strategy": self.strategy,
             "train": self.state,
@@ -115,7 +119,7 @@ class Trainer:
         return parts
 
     def fit(self) -> Literal["finished", "preempted"]:
-        """Train; returns early, with everything saved, when asked to stop."""
+        """Train to the last step, or until a request to stop; then everything is saved."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
         self.last_eval_mark = state.step, state.seconds
@@ -139,68 +143,68 @@ class Trainer:
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
     def evaluate_on_resume(self) -> None:
-        """Evaluate where a stop at this very step left no time for it."""
-        self.report_skipped()  # a run that gave up does not get on by being started again
-        step = self.state.step
-        due = self.is_due(self.eval_every, or_last=True) and self.state.evaluated_at != step
-        evaluates = due and self.evaluate is not None
-        with self.tracker.paused():
-            self.tracker.resume(step, evaluates=evaluates)
-            if evaluates:
+        """Make the evaluation of the checkpoint's step, if the stop that saved it left no time."""
+        self.report_skipped()  # a run that gave up gives up again, whatever it is started with
+        due = self.is_due(self.eval_every, or_last=True)
+        if self.evaluate and due and self.state.evaluated_at != self.state.step:
+            with self.tracker.paused():
                 self.run_evaluation()
-                self.tracker.commit(step)
-                self.health.heartbeat(step=step, phase="start")
+            self.health.heartbeat(step=self.state.step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
-        """Take one optimizer step. Nothing here reads from the device, so the host runs ahead."""
+        """Take one optimizer step.
+
+        Nothing here reads from the device: the host queues the kernels of a step while the device
+        still computes the one before.
+        """
         strategy, step = self.strategy, self.state.step
-        # Dropout depends on (seed, step, rank) alone: a resumed step draws what it would have.
+        # Dropout depends on (seed, step, rank) alone, so a resumed step draws the same masks.
         seed_step(seed=self.seed, step=step, rank=strategy.rng_rank)
         learning_rate = self.schedule(step)
         strategy.set_learning_rate(learning_rate)
-        # Divided by the tokens of the whole step: micro-batches, ranks and ragged ends cannot
-        # change the mean.
+        # The loss is the sum over tokens divided by the tokens of the whole step, on all ranks:
+        # neither micro-batches nor ranks nor a short last window change the mean.
         loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
         if strategy.second_order is not None:
+            # K-FAC, before clipping: the norm is that of the preconditioned gradient.
             strategy.second_order.precondition(learning_rate=learning_rate)
-        # Skipped on all ranks if the gradient of any is not finite; neither result is read here.
+        # Skipped on all ranks if the gradient of any is not finite. Norm and flag stay on the
+        # device: reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
-        """Log, evaluate and save what is due after a step, and hear a request to stop."""
+        """Log, evaluate and save what is due after a step, and act on a request to stop."""
         config, step = self.config, self.state.step
         last = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
-        # A signal may reach one rank only, and clocks differ: all ranks act on the same answer. It
-        # comes a call later, since waiting for it would stop the step.
+        # A signal may reach one rank only, and clocks differ, so all ranks act on the same answer
+        # of an all-reduce. It arrives some calls later, since waiting for it would stall the step.
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.any_rank(asked)
         stop = stop and not last
         if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
-            overdue = False  # it was asked before that save
+            overdue = False  # the timer asked before that save
         if last or step % config.logging_steps == 0:
             self.log()
-        at_end = last and self.saves
-        saving = stop or overdue or at_end
+        saving = stop or overdue or (last and self.saves)
         saving = saving or self.is_due(config.checkpointing_steps, or_last=False)
-        # After a signal there may be seconds left: the evaluation waits for the next start.
+        # A signal may leave seconds only: its evaluation is made when the run resumes.
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
             loss = None
             if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()
-            if self.sample is not None and self.is_due(config.sample_every, or_last=False):
+            if self.is_due(config.sample_steps, or_last=False):
                 self.sample(step)
-            self.tracker.commit(step)
             if saving:
                 self.health.heartbeat(step=step, phase="save")
-                # Before the state is copied, so that any number of ranks can go on from the sums.
+                # All-reduced before the state is copied, so that any number of ranks can resume.
                 self.meter.all_reduce(self.strategy.reduce_sum)
-                self.report_skipped()  # what is saved is not reported again after a resume
+                self.report_skipped()  # a resumed run does not report the saved steps again
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
                 self.saved_at = step
@@ -208,7 +212,7 @@ class Trainer:
         return "preempted" if stop else "training"
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
-        """Whether something that happens `every` so often happens after this step."""
+        """Return whether what happens `every` so often is due after this step."""
         step = self.state.step
         if or_last and step == self.plan.total_steps:
             return True
@@ -217,14 +221,13 @@ class Trainer:
         return every is not None and step % every == 0
 
     def log(self) -> None:
-        """Read the interval's numbers from the device and report them."""
+        """Report the logging interval that ends with this step."""
         self.meter.all_reduce(self.strategy.reduce_sum)
-        values = self.meter.read()
+        values = self.meter.read()  # the one point at which the host waits for the device
         self.train_loss = values["loss"]
         state = self.state
         self.report_skipped()
-        if self.strategy.second_order is not None:
-            self.tracker.log_kfac(self.strategy.second_order.metrics(), step=state.step)
+        second_order = self.strategy.second_order
         self.tracker.log_training(
             values,
             step=state.step,
@@ -233,10 +236,11 @@ class Trainer:
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.global_batch_size,
+            kfac={} if second_order is None else second_order.metrics(),
         )
 
     def report_skipped(self) -> None:
-        """Name the samples of skipped steps, and give up where nothing else is left.
+        """Log the skipped steps with their samples, and give up after too many in a row.
 
         Raises:
             DivergedError: Too many steps in a row were skipped.
@@ -253,7 +257,7 @@ class Trainer:
                 extra=event("skip", step=step + 1, first_sample=first, last_sample=stop - 1),
             )
         if state.skipped_in_a_row >= self.config.max_skipped_steps:
-            self.saver.finish()  # the one under way is sound, and may be the one to go on from
+            self.saver.finish()  # a save under way is sound, and may be the one to resume from
             raise DivergedError(
                 f"The last {state.skipped_in_a_row} steps were skipped since loss or gradient "
                 "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "
@@ -275,7 +279,7 @@ class Trainer:
         return loss
 
     def format_train_stats(self) -> list[str]:
-        """The loss that was last logged, and the time since the last evaluation or this start."""
+        """Return the last logged loss, and the time since the last evaluation or this start."""
         words = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
         steps = self.state.step - self.last_eval_mark[0]
         seconds = self.state.seconds - self.last_eval_mark[1]

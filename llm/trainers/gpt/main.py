@@ -17,15 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.config.command_line import config_file_of, parse
+from llm.config.command_line import config_file_of, log_former_names, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
-from llm.runtime.allocator import restart_with_kept_memory
+from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.health import EXIT_PEER_LOST
-from llm.runtime.launcher import adopt_launcher
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
-from llm.runtime.threads import limit_spin_wait
-from llm.runtime.world import World, world_from_environment
+from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
@@ -36,7 +34,7 @@ logger = logging.getLogger("llm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer; returns the exit code."""
+    """Run the trainer and return the exit code."""
     world = world_from_environment()
     set_up_logging(rank=world.rank)
     watch_launcher()
@@ -45,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(words)
         if config.fast_malloc and argv is None:
             restart_with_kept_memory()
+        log_former_names(GPTConfig, words)  # after the restart, which would log it once more
         return run(config, world, config_file=config_file_of(words))
     except PeerLostError:
-        return EXIT_PEER_LOST  # the watchdog has said which rank; what is under way never ends
+        return EXIT_PEER_LOST  # the watchdog has logged which rank
     except LLMError as error:
         _refuse(error, world)
         return 2
@@ -86,7 +85,7 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
         description="Pretrain any Hugging Face causal language model on any text.",
     )
     if config.mixed_precision == "no":
-        # `accelerate launch --mixed_precision bf16` and `accelerate config` say it this way.
+        # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
         asked: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if asked in ("fp8", "fp16", "bf16"):
             config = dataclasses.replace(config, mixed_precision=asked)
@@ -95,33 +94,31 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
 
 
 def _refuse(error: LLMError, world: World) -> None:
-    """Print an error once: on rank 0, or on the rank that alone has found it."""
+    """Log an error once: on rank 0, or on the only rank that raised it."""
     if error.found_here or (world.is_main and not error.reported):
         logger.error(f"error: {error}")
     if world.world_size > 1 and not (world.is_main or error.found_here):
-        # A launcher kills all ranks as soon as one has ended.
+        # A launcher kills all ranks as soon as one has ended: rank 0 logs first.
         time.sleep(GRACE_SECONDS)
-        if not error.reported:  # no other rank has failed, so the error is this rank's alone
+        if not error.reported:  # still alive, so no other rank has failed with this error
             logger.error(f"error: {error}")
 
 
 def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
-    """Train or evaluate as configured; returns the exit code.
+    """Train or evaluate as configured and return the exit code.
 
     Args:
         config: The options.
-        world: Which rank this is.
-        config_file: The TOML file that some of them are from.
+        world: Rank and world size of this process.
+        config_file: The TOML file of `--config`.
     """
     adopt_launcher()
     limit_spin_wait()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
-    if config.eval_only:
-        from llm.trainers.gpt.evaluate import evaluate
+    from llm.trainers.gpt.train import evaluate, train
 
+    if config.eval_only:
         evaluate(config, world)
         return 0
-    from llm.trainers.gpt.train import train
-
     return train(config, world, config_file=config_file)

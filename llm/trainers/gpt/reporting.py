@@ -1,41 +1,148 @@
-"""What a run tells while it trains: its trackers, and samples of what the model writes."""
+"""What a run reports: the first and last lines of its log, its trackers, samples of the model."""
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 from accelerate.tracking import TensorBoardTracker
 from transformers import PreTrainedModel
 
-from llm.checkpoint.retention import mark_superseded
+from llm import __version__
+from llm.checkpoint.format import TrainState
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import to_toml
+from llm.data.corpus import CorpusSource
 from llm.errors import DivergedError
-from llm.metrics.hardware import device_peak_flops, memory_in_use
+from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker
-from llm.models.flops import flops_per_token
 from llm.models.sampling import sample_text
+from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.logging import event
+from llm.runtime.world import task_launcher
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup
+from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 
 SAMPLE_TOKENS = 120
 
 logger = logging.getLogger("llm")
 
 
+def log_start(
+    config: GPTConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> None:
+    """Log model, data, batch arithmetic, ranks, precision and versions."""
+    import accelerate
+    import transformers
+
+    counts = parameter_counts(model)
+    logger.info(
+        f"model: {setup.model_config.model_type}, {counts['total']:,} parameters "
+        f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
+        f"{counts['frozen']:,} frozen)"
+    )
+    _log_data("training", setup.corpus.train, setup, last_is_partial=False)
+    _log_data("validation", setup.corpus.validation, setup, last_is_partial=True)
+    total_steps = None
+    if isinstance(setup, TrainSetup):
+        plan, total_steps = setup.plan, setup.plan.total_steps
+        logger.info(
+            f"batch: {plan.micro_batch_size} samples a device x {plan.world_size} ranks x "
+            f"{plan.accumulation} micro-batches = {plan.global_batch_size} samples "
+            f"({plan.global_batch_size * setup.block_size:,} tokens) a step"
+        )
+        logger.info(
+            f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
+            f"{plan.epochs:.4g} epochs"
+        )
+        _log_sources(setup, plan.total_samples, "will serve")
+    if strategy.second_order is not None:
+        for line in strategy.second_order.describe().splitlines():
+            logger.info(line)
+    logger.info(
+        f"world: {strategy.world_size} ranks, {setup.layout.describe()}, {strategy.device.type}, "
+        f"mixed precision {config.mixed_precision}, seed {setup.seed}",
+        extra=event(
+            "start",
+            step=setup.resume_from.step if setup.resume_from else 0,
+            total_steps=total_steps,
+            architecture=setup.model_config.model_type,
+            parameters=counts["total"],
+            ranks=strategy.world_size,
+            device=strategy.device.type,
+            mixed_precision=config.mixed_precision,
+        ),
+    )
+    logger.info(
+        f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"accelerate {accelerate.__version__}"
+    )
+
+
+def _log_data(
+    name: str, sources: Sequence[CorpusSource], setup: RunSetup, *, last_is_partial: bool
+) -> None:
+    for source in sources:
+        if source.weight == 0:
+            continue
+        tokens = source.stream.num_tokens
+        windows = tokens // setup.block_size
+        if last_is_partial:
+            windows = math.ceil((tokens - 1) / setup.block_size)
+        which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
+        num_documents = source.stream.num_documents
+        documents = f"{num_documents:,} documents, " if num_documents else ""
+        logger.info(
+            f"{name} data{which}: {documents}{tokens:,} tokens, {windows:,} windows of "
+            f"{setup.block_size}"
+        )
+
+
+def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
+    """Log how many of a number of samples each source of a blend serves."""
+    if len(setup.corpus.train) == 1 or not num_samples:
+        return
+    served = setup.samples.served(num_samples)
+    for number, (source, samples) in enumerate(zip(setup.corpus.train, served, strict=True)):
+        windows = setup.samples.windows_of(number)
+        if windows:
+            logger.info(
+                f"source {source.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
+                f"{samples / windows:.4g} epochs of its own"
+            )
+
+
 def make_tracker(
     config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
-    """Open metrics.jsonl and the trackers, cut back to where training goes on."""
+    """Open the trackers of `report_to`, for the step from which training goes on."""
     accelerator = strategy.accelerator
     step = setup.resume_from.step if setup.resume_from else 0
-    if strategy.rank == 0:
-        setup.run.cut_metrics(step=step)
-        if setup.resume_from is not None:
-            mark_superseded(setup.run.checkpoints, after=step)
-    _open_trackers(config, setup, accelerator, step=step)
+    names: list[Any] = [name for name in config.report_to if name != "none"]
+    if "tensorboard" in names:
+        # TensorBoard drops the points of an earlier start from this step on, so that no step shows
+        # twice. The points of the checkpoint's own step were written before it was saved.
+        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step + 1)
+        names[names.index("tensorboard")] = board
+    accelerator.project_configuration.set_directories(str(setup.run.path))
+    accelerator.log_with = names
+    if names:
+        accelerator.init_trackers("llm")
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
+            _write_hyperparameters(tracker.writer, config)
+        else:
+            tracker.store_init_configuration(dataclasses.asdict(config))
 
     def find_peak_flops() -> float:
         if config.device_peak_tflops is not None:
@@ -45,35 +152,14 @@ def make_tracker(
     return Tracker(
         metrics_path=setup.run.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: accelerator.log(values, step=step),
+        device=strategy.device,
         total_steps=setup.plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=setup.block_size),
         find_peak_flops=find_peak_flops,
-        memory_in_use=lambda: memory_in_use(strategy.device),
     )
 
 
-def _open_trackers(
-    config: GPTConfig, setup: TrainSetup, accelerator: Accelerator, *, step: int
-) -> None:
-    names: list[Any] = [name for name in config.report_to if name != "none"]
-    if "tensorboard" in names:
-        # What an earlier start wrote after the checkpoint is taken back: one curve, no step twice.
-        # The checkpoint's own step is told again by Tracker.resume.
-        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step)
-        names[names.index("tensorboard")] = board
-    accelerator.project_configuration.set_directories(str(setup.run.path))
-    accelerator.log_with = names
-    if names:
-        accelerator.init_trackers("llm")
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
-            _tell_hyperparameters(tracker.writer, config)
-        else:
-            tracker.store_init_configuration(dataclasses.asdict(config))
-
-
-def _tell_hyperparameters(writer: Any, config: GPTConfig) -> None:
+def _write_hyperparameters(writer: Any, config: GPTConfig) -> None:
     """Fill TensorBoard's table of runs, in the same files as the curves."""
     from torch.utils.tensorboard.summary import hparams
 
@@ -82,46 +168,120 @@ def _tell_hyperparameters(writer: Any, config: GPTConfig) -> None:
         for name, value in dataclasses.asdict(config).items()
         if value not in (None, ())
     }
-    # The numbers here are never shown: the table reads the curves of these names.
+    # The table reads the curves of these names; the zeros are never shown.
     for summary in hparams(values, {"eval/loss": 0.0, "train/loss": 0.0}):
         writer.file_writer.add_summary(summary)
 
 
-def write_sample(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> str | None:
-    """What the model writes behind `sample_prompt`; None, with a warning, where it has diverged."""
-    try:
-        return sample_text(
-            model,
-            setup.tokenizer,
-            prompt=config.sample_prompt or "",
-            max_new_tokens=SAMPLE_TOKENS,
-            seed=setup.seed,
-        )
-    except DivergedError as error:
-        logger.warning(f"There is no sample. {error}")
-        return None
+def log_sample(
+    config: GPTConfig,
+    setup: TrainSetup,
+    strategy: AcceleratedStrategy,
+    model: PreTrainedModel,
+    step: int | None,
+) -> None:
+    """Let the model continue `sample_prompt` and log the text; every rank calls it.
 
-
-def make_sample(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
-) -> Callable[[int], None] | None:
-    """A function that lets the model write after a step; None if nobody asked.
-
-    All ranks call it; rank 0 writes.
+    Args:
+        config: The options.
+        setup: The run.
+        strategy: The prepared model, whose weights are averaged where the ranks' differ.
+        model: The whole model; rank 0 generates.
+        step: Steps done, while training goes on; None at the end.
     """
-    if config.sample_every is None:
-        return None
-
-    def sample(step: int) -> None:
-        with strategy.averaged():
-            if strategy.rank != 0:
-                return
-            text = write_sample(config, setup, model)
-        if text is None:
+    with strategy.averaged():
+        if strategy.rank != 0:
             return
-        logger.info(f"a sample at step {step}:\n\n{text}\n")
-        for tracker in strategy.accelerator.trackers:
-            if tracker.name == "tensorboard":
-                tracker.writer.add_text("sample", f"```\n{text}\n```", step)
+        try:
+            text = sample_text(
+                model,
+                setup.tokenizer,
+                prompt=config.sample_prompt or "",
+                max_new_tokens=SAMPLE_TOKENS,
+                seed=setup.seed,
+            )
+        except DivergedError as error:
+            logger.warning(f"There is no sample. {error}")
+            return
+    if step is None:
+        logger.info(f"a sample that the model wrote:\n\n{text}\n")
+        return
+    logger.info(f"a sample at step {step}:\n\n{text}\n")
+    for tracker in strategy.accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.writer.add_text("sample", f"```\n{text}\n```", step)
 
-    return sample
+
+def log_end(
+    config: GPTConfig, setup: TrainSetup, state: TrainState, results: dict[str, float]
+) -> None:
+    """Log the last validation loss, where the files lie, and the commands that use them."""
+    _log_sources(setup, state.samples, "served")
+    folder = setup.run.path
+    loss = results.get("loss")
+    if loss is not None:
+        logger.info(
+            f"validation loss {loss:.4f}, perplexity {results['perplexity']:.2f} after "
+            f"{state.step:,} steps, {state.tokens:,} tokens, {state.seconds:.1f} s of training"
+        )
+        if not math.isfinite(loss):
+            logger.warning("The validation loss is not finite: the run has diverged.")
+    logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
+    logger.info(f"results: {folder / 'all_results.json'}, metrics: {setup.run.metrics}")
+    if setup.run.checkpoints.is_dir():
+        logger.info(f"checkpoints: {setup.run.checkpoints}")
+    if "tensorboard" in config.report_to:
+        found = shutil.which("tensorboard") is not None
+        board = ["tensorboard"] if found else [_python(), "-m", "tensorboard.main"]
+        logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
+    world_size = setup.layout.world_size
+    again = start_command(world_size, "--config", str(folder / "config.toml"))
+    logger.info(f"again with other settings: {again} --output_dir NEW")
+    trust = ["--trust_remote_code"] if config.trust_remote_code else []
+    onward = start_command(world_size, *trust, "--model_name_or_path", str(folder))
+    logger.info(f"go on from this model: {onward} --train_file FILE")
+
+
+def generate_command(run: RunFolder) -> str:
+    """Return the command line by which the model of a run generates text."""
+    return shlex.join([_python(), "-m", "llm.generate", str(run.path)])
+
+
+def resume_command(config: GPTConfig, run: RunFolder, world_size: int) -> str:
+    """Return the command line that resumes a run on the same number of ranks."""
+    words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
+    if config.push_to_hub:  # config.toml does not record it, and it has not been done
+        words += ["--push_to_hub"]
+        words += ["--hub_model_id", config.hub_model_id] if config.hub_model_id else []
+    return start_command(world_size, *words)
+
+
+def start_command(world_size: int, *words: str) -> str:
+    """Return the command line that starts the trainer, with HOST:PORT to be filled in.
+
+    Args:
+        world_size: Number of ranks.
+        words: The trainer's arguments.
+    """
+    python = _python()
+    module = ["-m", "llm.trainers.gpt", *words]
+    if world_size == 1:
+        return shlex.join([python, *module])
+    launcher = task_launcher(os.environ)
+    if launcher is not None:
+        return shlex.join([launcher, "-n", str(world_size), python, *module])
+    torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    where = ["--standalone"]
+    if local < world_size:
+        nodes = str(world_size // local)
+        where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
+    return shlex.join([*torchrun, *where, "--nproc_per_node", str(local), *module])
+
+
+def _python() -> str:
+    """Return how the user would start this Python again."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    near = os.path.relpath(sys.executable)
+    return sys.executable if near.startswith("..") else near

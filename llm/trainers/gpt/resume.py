@@ -1,4 +1,4 @@
-"""Where a run starts from: a checkpoint of its own, the weights of another run, or a seed."""
+"""Where a run starts from: its own checkpoint, weights, or a seed; what a resume must keep."""
 
 import logging
 import os
@@ -10,12 +10,10 @@ from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
-from llm.models.configuration import has_weights
-from llm.models.options import shape_options
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
-NOT_READ = ("output_dir", "data_cache_dir")
+NOT_INPUTS = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
 LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 
@@ -23,52 +21,64 @@ logger = logging.getLogger("llm")
 
 
 def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
-    """The checkpoint that `resume_from_checkpoint` goes on from; None where there is none yet.
+    """Return the checkpoint that `resume_from_checkpoint` asks for; None if there is none yet.
 
     Raises:
-        CheckpointError: The one that is named is damaged, or a fixed option has changed.
-        ConfigError: The run has ended without a checkpoint.
+        CheckpointError: The named checkpoint, or every one in the run's folder, is damaged, or a
+            fixed option has changed.
+        ConfigError: The run has finished without a checkpoint.
     """
+    if not config.resume_from_checkpoint:
+        return None
     if isinstance(config.resume_from_checkpoint, str):
-        found = read_valid(Path(config.resume_from_checkpoint))
+        checkpoint = read_valid(Path(config.resume_from_checkpoint))
     else:
         newest = newest_valid(run.checkpoints)
         if newest is None:
-            _refuse_unreadable(run)
+            # A fresh start never replaces checkpoints, not even damaged ones.
+            damaged = checkpoint_folders(run.checkpoints)
+            if damaged:
+                raise CheckpointError(
+                    f"--resume_from_checkpoint: none of the {len(damaged)} checkpoints in "
+                    f"{run.checkpoints} can be used (the lines above say why), and a fresh start "
+                    "would replace them; name a sound one, or start in another --output_dir."
+                )
             run.check_unfinished()
             logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
             return None
-        found = newest
+        checkpoint = newest
     if config.eval_only:
-        return found  # its weights are all that is taken
-    saved = found.metadata["fixed"]
-    allowed = (*config.change_on_resume, *_lengthened(config, found))
+        return checkpoint  # only its weights are loaded
+    saved = _saved_options(checkpoint, "fixed")
+    present = options.renamed(GPTConfig)
+    named = [present.get(name, name) for name in config.change_on_resume]
+    allowed = (*named, *_lengthened(config, checkpoint))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
-    return found
+    return checkpoint
 
 
 def check_folder(
     config: GPTConfig, run: RunFolder, resume_from: Checkpoint | None, *, config_file: Path | None
 ) -> None:
-    """Refuse to write a run over another one, over other files, or over what it is made from.
+    """Refuse to write a run over another run, over other files, or over its own inputs.
 
     Args:
         config: The options.
         run: The run's folder.
-        resume_from: The checkpoint that the run goes on from.
-        config_file: The TOML file that options are from.
+        resume_from: The checkpoint that the run resumes from.
+        config_file: The TOML file of `--config`.
 
     Raises:
-        ConfigError: The folder is taken, or an input lies in it where the run would replace it.
+        ConfigError: The folder is taken, or the run would replace an input that lies in it.
     """
     own = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
     if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
         run.check(resume=True, overwrite=False)
         return
-    read = [(name, text) for name, text in options.paths(config) if name not in NOT_READ]
+    inputs = [(name, text) for name, text in options.paths(config) if name not in NOT_INPUTS]
     if config_file is not None and config.overwrite_output_dir:
-        read.append(("config", str(config_file)))
-    for name, text in read:
+        inputs.append(("config", str(config_file)))
+    for name, text in inputs:
         sources = [text, f"{text}.bin", f"{text}.idx"]  # a prefix names two files
         if name == "init_from" and not os.path.exists(text):
             sources = [str(Path(text).parent)]  # RUN/STEP
@@ -77,50 +87,39 @@ def check_folder(
                 f"--{name} {text} lies in --output_dir {run.path}, which this run would replace; "
                 "name another --output_dir, or move it."
             )
-    # A checkpoint of another run is no reason to go on with the one that this folder holds.
+    # A checkpoint of another run does not resume the run that this folder holds.
     resume = config.resume_from_checkpoint is True
     run.check(resume=resume, overwrite=config.overwrite_output_dir)
 
 
-def check_same_data(config: GPTConfig, found: Checkpoint | None, digest: str) -> None:
-    """Refuse to go on with other training data than before.
+def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: str) -> None:
+    """Refuse to resume with other training data.
 
     Raises:
         CheckpointError: The tokens have changed since the checkpoint was written.
     """
-    if found is None:
+    if checkpoint is None:
         return
-    before = found.metadata.get("data")
+    before = checkpoint.metadata.get("data")
     allowed = set(DATA) & set(config.change_on_resume)
     if before is not None and before != digest and not allowed:
         raise CheckpointError(
-            f"The training data are no longer those with which {found.path} was reached, although "
-            "the options that name them are the same; restore them, allow the change with "
+            f"The training data are no longer those with which {checkpoint.path} was reached, "
+            "although the options that name them are the same; restore them, allow the change with "
             "--change_on_resume and the option's name, or start in another --output_dir."
         )
 
 
-def _refuse_unreadable(run: RunFolder) -> None:
-    """Never start afresh over checkpoints, not even over ones that cannot be used."""
-    there = checkpoint_folders(run.checkpoints)
-    if there:
-        raise CheckpointError(
-            f"--resume_from_checkpoint: none of the {len(there)} checkpoints in {run.checkpoints} "
-            "can be used (the lines above say why), and a fresh start would replace them; name a "
-            "sound one, or start in another --output_dir."
-        )
-
-
-def _lengthened(config: GPTConfig, found: Checkpoint) -> list[str]:
-    """Options of length that may grow, since no step that was done would have been another."""
-    saved = found.metadata["fixed"]
+def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return the options of length that may grow because the learning rates so far stay."""
+    saved = checkpoint.metadata["fixed"]
     kind = saved.get("lr_scheduler_type")
     if kind == "warmup_stable_decay":
         total = saved.get("max_train_steps")
         if total is None:
             return []
         decay = saved.get("num_decay_steps")
-        if found.step > total - (max(1, total // 10) if decay is None else decay):
+        if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
             return []  # the decay has begun
     elif kind not in ("constant", "constant_with_warmup"):
         return []
@@ -132,7 +131,7 @@ def _lengthened(config: GPTConfig, found: Checkpoint) -> list[str]:
 
 
 def find_init(config: GPTConfig) -> Checkpoint | None:
-    """The checkpoint whose weights `init_from` names: a run's newest valid one, or that of a step.
+    """Return the checkpoint of `init_from`: a run's newest valid one, or that of a step.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -160,11 +159,11 @@ def find_init(config: GPTConfig) -> Checkpoint | None:
 
 
 def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The options that a resumed run must keep, as JSON has them.
+    """Return the options that a resumed run must keep, as JSON has them.
 
     Args:
         config: The options.
-        like: Fixed options of a checkpoint; a seed that nobody gives is taken from there.
+        like: Fixed options of a checkpoint, which have the seed if the options do not.
     """
     fixed = _options(config, resume="fixed")
     if like is not None and fixed["seed"] is None:
@@ -173,7 +172,7 @@ def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> d
 
 
 def logged_options(config: GPTConfig) -> dict[str, Any]:
-    """The options that a resumed run may change, and logs, as JSON has them."""
+    """Return the options that a resumed run may change, and logs, as JSON has them."""
     return _options(config, resume="logged")
 
 
@@ -186,33 +185,27 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
     return {n: list(value) if isinstance(value, tuple) else value for n, value in values.items()}
 
 
-def log_changes(config: GPTConfig, found: Checkpoint, *, ranks: int) -> None:
-    """Log the settings that differ from those before the resume, if they change its numbers."""
-    fixed, logged = found.metadata["fixed"], found.metadata.get("logged", {})
+def _saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+    """Return the fixed or the logged options of a checkpoint, which may have former names."""
+    return options.with_present_names(GPTConfig, checkpoint.metadata.get(kind, {}))
+
+
+def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
+    """Log the settings that affect the numbers and differ from those of the checkpoint."""
+    fixed, logged = _saved_options(checkpoint, "fixed"), _saved_options(checkpoint, "logged")
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
         *differences(logged, logged_options(config)),
-        *differences({"number of ranks": found.world_size}, {"number of ranks": ranks}),
+        *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
         logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
 
 
 def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
-    """The seed that was asked for, that of the run that goes on, or one drawn anew."""
+    """Return the seed of the options, of the checkpoint, or a new one."""
     if config.seed is not None:
         return config.seed
     if resume_from is not None:
         return int(resume_from.metadata["fixed"]["seed"])
     return draw_seed()
-
-
-def find_weights(config: GPTConfig, start: Checkpoint | None) -> str | None:
-    """Where pretrained weights come from; None trains from scratch or from a checkpoint."""
-    name = config.model_name_or_path
-    if name is None or config.low_cpu_mem_usage or shape_options(config) or start is not None:
-        return None
-    if has_weights(name):
-        return name
-    logger.info(f"{name} holds no weights: the model is trained from scratch.")
-    return None

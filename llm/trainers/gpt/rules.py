@@ -1,18 +1,17 @@
 """Combinations of options of several rooms that cannot work.
 
-Where an option needs another one, its declaration says so (`requires`); what options of one room
-may not do together stands beside them. All of it runs before anything heavy is imported, so that
-a command that cannot work is refused at once.
+An option that needs another declares it (`requires`); rules within a room are in the room's
+`options.py`. All rules run before torch is imported, so that a command that cannot work is refused
+at once.
 """
 
 from llm.checkpoint.options import checkpoint_problems
-from llm.config.options import fields, lacking, paths
+from llm.config.options import fields, lacking, paths, renamed
 from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
-from llm.optim.kfac.options import kfac_problems
-from llm.optim.options import optimizer_problems, schedule_problems
+from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import GPTConfig
@@ -29,7 +28,7 @@ def check(config: GPTConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
-        ConfigError: With all the complaints in one message, one sentence each.
+        ConfigError: All problems in one message, a sentence each.
     """
     problems = [
         *data_problems(config),
@@ -46,7 +45,7 @@ def check(config: GPTConfig) -> None:
 
 
 def check_planned(config: GPTConfig) -> list[str]:
-    """Complaints about a run that is only planned, which needs no data and no tokenizer."""
+    """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
         *model_problems(config),
         *batch_problems(config),
@@ -96,7 +95,7 @@ def _run_problems(config: GPTConfig) -> list[str]:
         for name, text in paths(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
-    known = {field.name for field in fields(GPTConfig)}
+    known = {field.name for field in fields(GPTConfig)} | renamed(GPTConfig).keys()
     for name in config.change_on_resume:
         if name not in known:
             problems.append(f"--change_on_resume names '{name}', which is no option.")
@@ -116,9 +115,9 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     kind = config.optimizer
     problems = []
     uses_blocks = kind == "accumadamw" or (kind is None and config.data_parallel == "gossip")
-    if config.accum_steps is not None and not uses_blocks:
+    if config.moment_update_steps is not None and not uses_blocks:
         problems.append(
-            "--accum_steps needs --optimizer accumadamw; give that too, or leave it out."
+            "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it out."
         )
     if config.kfac and kind not in (None, "adamw"):
         problems.append(
@@ -171,9 +170,9 @@ def _size_problems(config: GPTConfig) -> list[str]:
             f"--optimizer {config.optimizer} needs whole weights on every rank, which "
             f"--{sizes[0]} divides; take adamw or sgd."
         )
-    if config.sample_every is not None:
+    if config.sample_steps is not None:
         problems.append(
-            f"--sample_every needs the whole model on one rank, which --{sizes[0]} divides; leave "
+            f"--sample_steps needs the whole model on one rank, which --{sizes[0]} divides; leave "
             "one of them out."
         )
     kernel = config.attention_implementation

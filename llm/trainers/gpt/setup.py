@@ -1,7 +1,8 @@
-"""From the configuration and what was read to the objects of a run."""
+"""The objects of a run, built from its configuration and from what `inputs` has read."""
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,35 +10,33 @@ from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state
-from llm.data.loader import EvalLoader, TrainLoader
+from llm.checkpoint.retention import mark_superseded
+from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
 from llm.models.build import build_model
-from llm.models.dummy_weights import dummy_weights, without_weights
+from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
-from llm.optim.kfac.make import make_kfac
+from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.context_attention import check_divisible
+from llm.parallel.context import check_divisible
 from llm.parallel.pipeline.stage import check_cut
-from llm.parallel.strategy import Strategy
-from llm.runtime.events import event
-from llm.runtime.health import Health
+from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.evaluation import EvaluatedPart, evaluate_parts, share_batches
+from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evaluate_sources
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.reporting import make_sample
-from llm.trainers.gpt.resume import fixed_options, log_changes, logged_options
+from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")
 
 
 def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedModel:
-    """Build the model on this process' device, or without memory if it will be divided there.
+    """Build the model on this process' device, or on the meta device if ranks hold shards of it.
 
     Raises:
         ConfigError: The model has no such weights, attention kernel or checkpointing.
@@ -45,7 +44,8 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
     device = device_of(world)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    # Where ranks hold parts, each draws its own once the model is divided; read weights come whole.
+    # Ranks that hold shards draw their initial weights once the model is sharded; pretrained
+    # weights are read whole.
     later = setup.weights_from is None and not setup.layout.is_replicated
     model = build_model(
         config,
@@ -64,13 +64,13 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
 def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
     """Return the model that the log and the model card describe, before it is divided.
 
-    A pipeline stage keeps its own layers only, so it is a copy without weights there.
+    With pipeline stages it is a copy without weights, since each stage keeps its own layers only.
     """
     return without_weights(model) if setup.layout.pipeline > 1 else model
 
 
 def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:
-    """Refuse a model that would compute something else as the options use it."""
+    """Refuse a model whose results the options would change."""
     ends, layout = setup.ends, setup.layout
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
@@ -83,10 +83,8 @@ def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> No
 def make_strategy(
     config: GPTConfig, setup: RunSetup, model: PreTrainedModel, world: World
 ) -> AcceleratedStrategy:
-    """Form the process groups and hand the model and its optimizer to them."""
-    accelerator = make_accelerator(
-        config.mixed_precision, device=device_of(world), timeout=config.timeout
-    )
+    """Form the process groups, and prepare the strategy with the model and its optimizer."""
+    accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     strategy = choose_strategy(
         config, setup.replicas, setup.layout, accelerator, model, seed=setup.seed
     )
@@ -107,10 +105,10 @@ def make_strategy(
 
 
 def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
-    """Refuse to train where ranks have found different checkpoints, seeds or data.
+    """Refuse to train if ranks have read different checkpoints, seeds or data.
 
     Raises:
-        ParallelError: On all ranks, with what two of them have found.
+        ParallelError: On all ranks, with what two of them have read.
     """
     start = setup.resume_from or setup.init_from
     own = {
@@ -118,21 +116,22 @@ def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
         "seed": setup.seed,
         "windows": setup.samples.num_windows if isinstance(setup, TrainSetup) else None,
     }
-    found = strategy.gather_objects(own)
-    for rank, other in enumerate(found):
-        if other != found[0]:
+    starts = strategy.gather_objects(own)
+    for rank, other in enumerate(starts):
+        if other != starts[0]:
             raise ParallelError(
-                f"Rank 0 starts from {found[0]}, but rank {rank} from {other}: a folder is not the "
-                "same on all nodes, or shows an older state there; start again, and if that does "
-                "not help, move --output_dir and the data to a file system that all nodes share."
+                f"Rank 0 starts from {starts[0]}, but rank {rank} from {other}: a folder is not "
+                "the same on all nodes, or shows an older state there; start again, and if that "
+                "does not help, move --output_dir and the data to a file system that all nodes "
+                "share."
             )
 
 
-def load_weights(checkpoint: Checkpoint | None, strategy: Strategy) -> None:
-    """Take the weights of a checkpoint, if there is one, and nothing else.
+def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -> None:
+    """Load the weights of a checkpoint, if there is one, without its optimizer.
 
     Raises:
-        CheckpointError: They are of another model.
+        CheckpointError: The checkpoint is of another model.
     """
     if checkpoint is not None:
         load_state(checkpoint, {"strategy": _Weights(strategy)})
@@ -140,35 +139,36 @@ def load_weights(checkpoint: Checkpoint | None, strategy: Strategy) -> None:
 
 
 class _Weights:
-    """The weights of a strategy without its optimizer, to start from."""
+    """The state of a strategy without its optimizer."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: AcceleratedStrategy) -> None:
         self._strategy = strategy
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self._strategy.state_dict()["model"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: they were read into the live tensors."""
+        """Do nothing: `load_state` has read the weights into the live tensors."""
 
 
 def make_evaluate(
     config: GPTConfig,
     setup: RunSetup,
-    strategy: Strategy,
+    strategy: AcceleratedStrategy,
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
-    """A function that evaluates on all ranks, or None without validation data."""
+    """Return a function that evaluates on all ranks, or None without validation data."""
     validation = setup.corpus.validation
     if not validation:
         return None
-    shares: list[int | None] = [None] * len(validation)
+    limits: list[int | None] = [None] * len(validation)
     if config.max_eval_steps is not None:
-        shares = [*share_batches(config.max_eval_steps, [part.weight for part in validation])]
-    parts = []
-    for part, max_batches in zip(validation, shares, strict=True):
-        stream = part.stream
+        weights = [source.weight for source in validation]
+        limits = [*divide_batches(config.max_eval_steps, weights)]
+    sources = []
+    for source, max_batches in zip(validation, limits, strict=True):
+        stream = source.stream
         batches = EvalLoader(
             stream=stream,
             block_size=setup.block_size,
@@ -178,64 +178,30 @@ def make_evaluate(
             device=strategy.device,
             max_batches=max_batches,
             ends=setup.ends,
-            name="The validation text" if len(validation) == 1 else f"The source {part.name}",
+            name="The validation text" if len(validation) == 1 else f"The source {source.name}",
         )
         bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
-        parts.append(EvaluatedPart(part.name, part.weight, batches, bytes_per_token))
-
-    def evaluate() -> dict[str, float]:
-        return evaluate_parts(strategy, parts, metrics=setup.metrics, on_batch=on_batch)
-
-    return evaluate
-
-
-def make_trainer(
-    config: GPTConfig,
-    setup: TrainSetup,
-    strategy: AcceleratedStrategy,
-    model: PreTrainedModel,
-    health: Health,
-) -> Trainer:
-    """Put the trainer together, at step 0 and without its tracker."""
-    loader = TrainLoader(
-        samples=setup.samples,
-        plan=setup.plan,
-        rank=strategy.data_rank,
-        device=strategy.device,
-        ends=setup.ends,
-    )
-    metadata = {
-        "fixed": fixed_options(config),
-        "logged": logged_options(config),
-        "global_batch_size": setup.plan.global_batch_size,
-        "data": setup.data_digest,
-        **setup.replicas.metadata(),
-    }
-    return Trainer(
-        config,
-        setup.run,
-        metadata,
-        strategy=strategy,
-        loader=loader,
-        schedule=setup.schedule,
-        health=health,
-        evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
-        sample=make_sample(config, setup, strategy, model),
-    )
+        sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
+    return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
 
 
 def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
-    """Bring the trainer to the state of the checkpoint that the run goes on from, if there is one.
+    """Load the checkpoint that the run resumes from, if there is one, into the trainer.
 
     Raises:
-        CheckpointError: It is that of another model or optimizer.
+        CheckpointError: The checkpoint is of another model or optimizer.
     """
     if setup.resume_from is None:
         return
     load_checkpoint(setup.resume_from, trainer.parts)
+    if trainer.strategy.rank == 0:
+        # Else the next resume would take a later checkpoint, which this run has turned away from.
+        mark_superseded(setup.run.checkpoints, after=setup.resume_from.step)
     step = trainer.state.step
     logger.info(
         f"Resumed from {setup.resume_from.path} at step {step}.",
         extra=event("resume", step=step, checkpoint=setup.resume_from.path.name),
     )
     log_changes(config, setup.resume_from, ranks=trainer.strategy.world_size)
+    if step == setup.plan.total_steps:
+        logger.info(f"All {step:,} steps are done already: nothing is left to train.")

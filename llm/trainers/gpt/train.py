@@ -1,10 +1,12 @@
-"""The story of a training run."""
+"""The story of a training run, and that of an evaluation (`--eval_only`)."""
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,34 +14,34 @@ from transformers import PreTrainedModel
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError
 from llm.parallel.base import AcceleratedStrategy
-from llm.runtime.events import EventHandler
+from llm.runtime.files import write_whole
 from llm.runtime.health import Health
-from llm.runtime.logging import log_to_file
+from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup, read_training
+from llm.trainers.gpt.inputs import TrainSetup, read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.publish import open_repository, push
-from llm.trainers.gpt.reporting import make_tracker
-from llm.trainers.gpt.results import (
-    log_beginning,
-    log_ending,
+from llm.trainers.gpt.reporting import (
+    generate_command,
+    log_end,
     log_sample,
+    log_start,
+    make_tracker,
     resume_command,
-    write_results,
 )
+from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
     load_weights,
+    make_evaluate,
     make_model,
     make_strategy,
-    make_trainer,
     restore,
 )
 
-PEER_SECONDS = 3.0
+PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
 
 logger = logging.getLogger("llm")
@@ -50,11 +52,11 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
 
     Args:
         config: The options.
-        world: Which rank this is.
-        config_file: The TOML file that some of them are from.
+        world: Rank and world size of this process.
+        config_file: The TOML file of `--config`.
 
     Returns:
-        0, or `EXIT_PREEMPTED` where a request to stop came first.
+        0, or `EXIT_PREEMPTED` after a request to stop.
 
     Raises:
         PeerLostError: Another rank has died or hangs.
@@ -71,23 +73,28 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         repository = open_repository(config, setup.run.path)
     whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
-    model = whole  # the last reference to layers that other stages hold
+    model = whole  # drops the last reference to the layers of other stages
     check_same_start(setup, strategy)
     load_weights(setup.init_from, strategy)
     with watched(config, setup, strategy) as health:
-        log_beginning(config, setup, strategy, model)
-        trainer = make_trainer(config, setup, strategy, model, health)
+        log_start(config, setup, strategy, model)
+        tracker = make_tracker(config, setup, strategy, model)
+        trainer = Trainer(
+            config,
+            setup,
+            strategy,
+            health=health,
+            tracker=tracker,
+            evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
+            sample=partial(log_sample, config, setup, strategy, model),
+        )
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
-        trainer.tracker = make_tracker(config, setup, strategy, model)
         restore(config, setup, trainer)
-        step, total = trainer.state.step, setup.plan.total_steps
-        if step == total:
-            logger.info(f"All {step:,} steps are done already: nothing is left to train.")
         outcome = trainer.fit()
-        trainer.tracker.close()
+        tracker.close()
         if outcome == "preempted":
-            tell_preempted(config, setup, trainer)
+            log_preempted(config, setup, trainer)
         else:
             finish(config, setup, trainer, model)
     strategy.close()
@@ -98,14 +105,40 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     return 0
 
 
+def evaluate(config: GPTConfig, world: World) -> None:
+    """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
+
+    Raises:
+        LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
+    """
+    setup = read_evaluation(config, world)
+    model = make_model(config, setup, world)
+    whole = described(setup, model)
+    strategy = make_strategy(config, setup, model, world)
+    model = whole  # drops the last reference to the layers of other stages
+    check_same_start(setup, strategy)
+    log_start(config, setup, strategy, model)
+    load_weights(setup.resume_from, strategy)
+    evaluate_model = make_evaluate(config, setup, strategy)
+    assert evaluate_model is not None  # read_evaluation asks for validation data
+    results = evaluate_model()
+    logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+    if strategy.rank == 0:
+        setup.run.path.mkdir(parents=True, exist_ok=True)
+        path = setup.run.path / "eval_results.json"
+        write_whole(path, json.dumps(results, indent=1) + "\n")
+        logger.info(f"results: {path}")
+    strategy.close()
+
+
 @contextlib.contextmanager
 def watched(
     config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy
 ) -> Iterator[Health]:
-    """Open the run's folder, watch the other ranks, and keep `status.json` true whatever happens.
+    """Open the run's folder, watch the other ranks, and write `status.json` if an error ends it.
 
     Raises:
-        PeerLostError: In place of an error within, where another rank is its reason.
+        PeerLostError: In place of an error that the loss of another rank has caused.
     """
     run = setup.run
 
@@ -117,7 +150,7 @@ def watched(
         rank=strategy.rank,
         world_size=strategy.world_size,
         timeout=config.timeout,
-        share=strategy.share,
+        share=strategy.broadcast_object,
         on_loss=report,
         stacks=run.stacks,
     )
@@ -129,18 +162,18 @@ def watched(
         yield health
         health.close()
     except BaseException as error:
-        # A collective fails on all ranks when one is lost; which one is known a moment later.
+        # A lost rank makes a collective fail on all others; the watchdog names it a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
         if failure is not None:
             raise PeerLostError(failure) from error
-        with contextlib.suppress(OSError):  # the disk may be what is wrong
+        with contextlib.suppress(OSError):  # the disk may be the reason of the error
             report(f"{type(error).__name__}: {error}")
         raise
 
 
-def tell_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
-    """Say why the run stopped and how it goes on."""
+def log_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+    """Log why the run stopped and the command that resumes it."""
     step = trainer.state.step
     reason = trainer.interruption.reason or "a request to another rank"
     logger.info(
@@ -152,17 +185,20 @@ def tell_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> No
 
 
 def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel) -> None:
-    """Write the model and its results; every rank calls it."""
-    strategy = trainer.strategy
+    """Export the model and its results, and log the last lines; every rank calls it."""
     if not trainer.results and trainer.evaluate is not None:
-        # The run had ended before it was resumed.
+        # The run was finished before it was resumed, so this start has not evaluated.
         trainer.results = trainer.evaluate()
     write_results(config, setup, trainer, model)
-    with strategy.averaged():
-        if strategy.rank == 0:
-            log_sample(config, setup, model)
-    if strategy.rank == 0:
-        log_ending(config, setup, trainer)
+    if config.sample_prompt is not None and setup.layout.is_replicated:
+        trainer.sample(None)
+    elif config.sample_prompt is not None:
+        logger.info(
+            "No rank has the whole model, so --sample_prompt is left to "
+            + generate_command(setup.run)
+        )
+    if trainer.strategy.rank == 0:
+        log_end(config, setup, trainer.state, trainer.results)
         loss = trainer.results.get("loss", 0.0)
         diverged = None if math.isfinite(loss) else "the validation loss is not finite"
         setup.run.say("finished", reason=diverged, step=trainer.state.step)

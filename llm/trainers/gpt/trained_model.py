@@ -1,4 +1,4 @@
-"""The model of a run that was trained here, taken out of one of its checkpoints."""
+"""The model of a finished or running training, loaded from one of its checkpoints."""
 
 import contextlib
 import dataclasses
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def read_config(run: Path) -> GPTConfig:
-    """The configuration of a run.
+    """Return the configuration of a run.
 
     Raises:
-        CheckpointError: Its folder holds none.
+        CheckpointError: The folder has no `config.toml`.
         ConfigError: It cannot be read.
     """
     if not (run / "config.toml").is_file():
@@ -30,7 +30,7 @@ def read_config(run: Path) -> GPTConfig:
 
 
 def follow_best(folder: Path) -> tuple[Path | None, str]:
-    """Where the link `best` points to, if there is one, and what to say of it.
+    """Return the target of the link `best`, or None, and a description of it for messages.
 
     Args:
         folder: The run's `checkpoints` folder.
@@ -45,12 +45,12 @@ def follow_best(folder: Path) -> tuple[Path | None, str]:
 
 
 def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
-    """The checkpoint that a step names, every byte of it read.
+    """Return the checkpoint of a step, after its checksums were verified.
 
     Args:
         folder: The run's `checkpoints` folder.
         step: A number, `latest` or `best`.
-        option: What the user has named it by, for messages.
+        option: The option that names the step, for messages.
 
     Raises:
         CheckpointError: It is damaged, or there is none.
@@ -79,24 +79,24 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
 def load_trained(
     config: GPTConfig, chosen: Checkpoint
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """The model of a run as its training built it, with a checkpoint's weights, and its tokenizer.
+    """Load the model and the tokenizer of a run, with the weights of a checkpoint.
 
     Args:
         config: The run's configuration.
         chosen: One of its checkpoints.
 
     Returns:
-        The model, in fp32 on the CPU, its vocabulary padded if the run padded it; the tokenizer.
+        The model, in fp32 on the CPU, with the vocabulary padded as in training; the tokenizer.
 
     Raises:
-        LLMError: The model or the tokenizer cannot be had, or the checkpoint is of another one.
+        LLMError: The model or the tokenizer cannot be loaded, or the checkpoint is of another one.
     """
     import torch
     from transformers import GenerationConfig
 
     from llm.models.build import build_model
     from llm.models.configuration import has_weights, load_config
-    from llm.tokenizers.load import load_tokenizer
+    from llm.tokenizers.load_tokenizer import load_tokenizer
 
     name = config.model_name_or_path
     tokenizer = load_tokenizer(
@@ -118,7 +118,7 @@ def load_trained(
     )
     if name is not None and not config.low_cpu_mem_usage and has_weights(name):
         with contextlib.suppress(OSError):
-            # It came along with the weights that training began with.
+            # The generation settings belong to the pretrained weights that the run started from.
             model.generation_config = GenerationConfig.from_pretrained(name)
     load_model(chosen, model)
     return model, tokenizer

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from llm.errors import ConfigError
-from llm.optim.kfac.assignment import assign
 from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.distribution import assign
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
@@ -177,7 +177,7 @@ def test_four_ranks_keep_a_quarter_each_of_factors_and_bases():
 
 def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
     groups = {
-        name: [(f"{name}.A", cost), (f"{name}.G", cost)]
+        name: {f"{name}.A": cost, f"{name}.G": cost}
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
     }
 
@@ -186,7 +186,7 @@ def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
     assert found.column_of == {"a": 0, "b": 1, "c": 1, "d": 0}
     assert found.owner_of["c.G"] == 1
     # Two factors of cost 5 come first, then those of 4, 3 and 2; 28 in all.
-    assert found.turn_of == {
+    assert found.phase_of == {
         "a.A": 0,
         "a.G": 5 / 28,
         "b.A": 10 / 28,
@@ -199,7 +199,7 @@ def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
 
 
 def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
-    found = assign({"a": [("a.A", 1.0)]}, world_size=8, strategy="hybrid-opt")
+    found = assign({"a": {"a.A": 1.0}}, world_size=8, strategy="hybrid-opt")
 
     assert [found.column_ranks(column) for column in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found.row_ranks(6) == [6, 7]
@@ -207,12 +207,12 @@ def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
 
 def test_an_odd_number_of_ranks_has_no_half():
     with pytest.raises(ConfigError, match="hybrid-opt divides the ranks in two halves, and 3 is"):
-        assign({"a": [("a.A", 1.0)]}, world_size=3, strategy="hybrid-opt")
+        assign({"a": {"a.A": 1.0}}, world_size=3, strategy="hybrid-opt")
 
 
 def test_one_rank_keeps_all_by_any_strategy():
     for strategy in ("comm-opt", "hybrid-opt", "mem-opt"):
-        assert assign({"a": [("a.A", 1.0)]}, world_size=1, strategy=strategy).num_columns == 1
+        assert assign({"a": {"a.A": 1.0}}, world_size=1, strategy=strategy).num_columns == 1
 
 
 def count_failures():

@@ -90,7 +90,7 @@ def test_conv1d_is_covered_and_its_matrix_has_outputs_in_rows_and_the_bias_in_th
     assert (layer.rows, layer.columns) == (96, 33)
     torch.testing.assert_close(matrix[:, :-1], layer.weight.grad.T)
     torch.testing.assert_close(matrix[:, -1], layer.bias.grad)
-    weight, bias = layer.parts(matrix)
+    weight, bias = layer.split(matrix)
     torch.testing.assert_close(weight, layer.weight.grad)
     torch.testing.assert_close(bias, layer.bias.grad)
 

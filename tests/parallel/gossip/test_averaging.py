@@ -7,10 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llm.parallel.gossip import averaging
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
+from llm.parallel.options import DecentralizedOptions
 from tests.support.ranks import run_ranks, values
 
+OVERLAP = DecentralizedOptions()
+BLOCKING = DecentralizedOptions(gossip_order="blocking")
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 
 
@@ -30,20 +34,20 @@ def join() -> int:
 
 def mixed(cases, steps: int, bucket_bytes: int):
     """The weights of this rank after each step of each case, where nothing else moves them."""
+    averaging.BUCKET_BYTES = bucket_bytes
     rank = join()
     found = []
     for topology, ranks_per_node, overlap in cases:
         tensors = start(rank)
         rounds = make_rounds(topology, ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
-        mixer = GossipAverager(
-            tensors, rounds=rounds, rank=rank, overlap=overlap, bucket_bytes=bucket_bytes
-        )
+        options = OVERLAP if overlap else BLOCKING
+        averager = GossipAverager(options, tensors, rounds=rounds, rank=rank)
         states = []
         for _ in range(steps):
-            mixer.before_step()
-            mixer.after_step()
+            averager.before_step()
+            averager.after_step()
             states.append(flat(tensors))
-        mixer.settle()
+        averager.settle()
         found.append(np.array(states))
     dist.barrier()
     return found
@@ -77,18 +81,17 @@ def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_b
 
 def mixed_nodes(topologies):
     """Weights after one period between nodes of two ranks."""
+    averaging.BUCKET_BYTES = 100
     rank = join()
     node, nodes = rank // 2, dist.get_world_size() // 2
     found = []
     for topology in topologies:
         tensors = start(node)
         rounds = make_rounds(topology, ranks=nodes)
-        mixer = GossipAverager(
-            tensors, rounds=rounds, rank=rank, ranks_per_replica=2, bucket_bytes=100
-        )
+        averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank, ranks_per_replica=2)
         for _ in rounds:
-            mixer.after_step()
-            mixer.before_step()
+            averager.after_step()
+            averager.before_step()
         found.append(flat(tensors))
     dist.barrier()
     return found
@@ -121,8 +124,8 @@ def types_and_views():
     means = []
     for topology in ("exp", "complete"):
         rounds = make_rounds(topology, ranks=dist.get_world_size())
-        mixer = GossipAverager(tensors, rounds=rounds, rank=rank, overlap=False)
-        mixer.after_step()
+        averager = GossipAverager(BLOCKING, tensors, rounds=rounds, rank=rank)
+        averager.after_step()
         means.append([(tensor.dtype, tensor.unique().tolist()) for tensor in tensors])
     dist.barrier()
     return means
@@ -148,20 +151,20 @@ def resumed():
     runs = []
     for stop in (None, 3):
         tensors = start(rank)
-        mixer = GossipAverager(tensors, rounds=rounds, rank=rank)
+        averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank)
         for step in range(6):
-            mixer.before_step()
+            averager.before_step()
             for tensor in tensors:
                 tensor.add_(0.1 * rank)
-            mixer.after_step()
+            averager.after_step()
             if step == stop:
-                saved = [tensor.clone() for tensor in tensors], mixer.state_dict()
-                mixer.settle()
+                saved = [tensor.clone() for tensor in tensors], averager.state_dict()
+                averager.settle()
                 tensors = [torch.zeros_like(tensor) for tensor in tensors]
-                mixer = GossipAverager(tensors, rounds=rounds, rank=rank)
+                averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank)
                 torch._foreach_copy_(tensors, saved[0])
-                mixer.load_state_dict(saved[1])
-        mixer.settle()
+                averager.load_state_dict(saved[1])
+        averager.settle()
         runs.append(flat(tensors))
     dist.barrier()
     return np.array_equal(*runs)
@@ -175,14 +178,14 @@ def seconds_held_up(topology: str) -> tuple[float, float]:
     """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
     rank = join()
     rounds = make_rounds(topology, ranks=dist.get_world_size())
-    mixer = GossipAverager(start(rank), rounds=rounds, rank=rank)
+    averager = GossipAverager(OVERLAP, start(rank), rounds=rounds, rank=rank)
     dist.barrier()
     if rank == 1:
         time.sleep(1)
     began = time.perf_counter()
-    mixer.after_step()
+    averager.after_step()
     ended = time.perf_counter()
-    mixer.before_step()
+    averager.before_step()
     dist.barrier()
     return ended - began, time.perf_counter() - ended
 
@@ -196,9 +199,9 @@ def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
 
 def test_one_rank_needs_no_process_group_and_keeps_its_weights():
     tensors = start(0)
-    mixer = GossipAverager(tensors, rounds=make_rounds("exp", ranks=1), rank=0)
+    averager = GossipAverager(OVERLAP, tensors, rounds=make_rounds("exp", ranks=1), rank=0)
     for _ in range(3):
-        mixer.before_step()
-        mixer.after_step()
-    mixer.settle()
+        averager.before_step()
+        averager.after_step()
+    averager.settle()
     assert np.array_equal(flat(tensors), flat(start(0)))

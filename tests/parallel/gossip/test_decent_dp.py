@@ -7,6 +7,7 @@ import torch.distributed as dist
 from llm.optim.accum_adamw import AccumAdamW
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.rounds import make_rounds
+from llm.parallel.options import DecentralizedOptions
 from tests.support.decentralized import BATCH, Loss, step_data, trained
 from tests.support.ranks import run_ranks, values
 
@@ -54,20 +55,20 @@ def ours(topology: str) -> torch.Tensor:
     # Theirs begins with its second round and passes over its third.
     numbers = [1, *range(3, STEPS + 2)]
     rounds = [period[number % len(period)] for number in numbers]
-    mixer = None
+    averager = None
     for loss, ids, wanted in losses_and_data(rank, ranks):
-        if mixer is None:
+        if averager is None:
             weights = [p for p in loss.parameters() if p.requires_grad]
             optimizer = AccumAdamW(
                 weights, lr=0.03, betas=(0.9, 0.95), weight_decay=0.0, accum_steps=3
             )
-            mixer = GossipAverager(weights, rounds=rounds, rank=rank)
+            averager = GossipAverager(DecentralizedOptions(), weights, rounds=rounds, rank=rank)
         optimizer.zero_grad()
         (loss(ids, wanted)[0] / wanted.numel()).backward()
-        mixer.before_step()
+        averager.before_step()
         optimizer.step()
-        mixer.after_step()
-    mixer.settle()
+        averager.after_step()
+    averager.settle()
     dist.barrier()
     return trained(loss.model)
 

@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from llm.data.micro_batch import MicroBatch
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds
+from llm.parallel.options import DecentralizedOptions
 from tests.support.decentralized import (
     Case,
     finish,
@@ -22,6 +21,7 @@ from tests.support.decentralized import (
     train,
     trained,
 )
+from tests.support.layouts import cpu_accelerator
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
@@ -226,20 +226,13 @@ def test_a_rank_whose_gradient_is_not_finite_skips_alone_and_still_mixes():
 
 def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of GPT-2 in float32 or less, by SGD."""
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    common = {"accelerator": accelerator, "mixed_precision": mixed_precision}
-    rounds = make_rounds("complete", ranks=accelerator.num_processes)
-    rank = accelerator.process_index
-    strategy = (
-        AcceleratedStrategy(**common)
-        if kind == "allreduce"
-        else DecentralizedStrategy(
-            **common,
-            make_averaging=lambda tensors: GossipAverager(
-                list(tensors.values()), rounds=rounds, rank=rank, overlap=False
-            ),
-        )
-    )
+    accelerator = cpu_accelerator(mixed_precision)
+    if kind == "allreduce":
+        strategy = AcceleratedStrategy(accelerator)
+    else:
+        rounds = make_rounds("complete", ranks=accelerator.num_processes)
+        options = DecentralizedOptions(data_parallel="gossip", gossip_order="blocking")
+        strategy = DecentralizedStrategy(options, accelerator, rounds=rounds)
     disable_packing_detection()
     model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     strategy.prepare(
@@ -249,7 +242,7 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
     losses = []
     for step in range(4):
         tokens = torch.randint(320, (8, 17), generator=torch.Generator().manual_seed(step))
-        own = tokens.chunk(strategy.world_size)[rank]
+        own = tokens.chunk(strategy.world_size)[strategy.rank]
         batch = MicroBatch(own[:, :-1], own[:, 1:])
         loss = strategy.forward_backward([batch], num_tokens=8 * 16)
         losses.append(float(strategy.reduce_sum(loss)))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llm.parallel.gossip.diloco import OuterOptimizer
+from llm.parallel.options import DecentralizedOptions
 from tests.support.decentralized import (
     BATCH,
     Case,
@@ -71,9 +72,8 @@ def test_inner_and_outer_steps_are_those_of_a_simulation(ranks):
 
 def test_an_outer_rate_of_one_without_momentum_takes_the_weights_as_they_are():
     weight = torch.ones(3, dtype=torch.float64)
-    outer = OuterOptimizer(
-        {"weight": weight}, world_size=1, sync_every=2, learning_rate=1.0, momentum=0.0
-    )
+    options = DecentralizedOptions(inner_steps=2, outer_learning_rate=1.0, outer_momentum=0.0)
+    outer = OuterOptimizer(options, {"weight": weight}, world_size=1)
     for _ in range(4):
         outer.before_step()
         weight += 0.5
@@ -83,7 +83,7 @@ def test_an_outer_rate_of_one_without_momentum_takes_the_weights_as_they_are():
 
 def test_the_outer_step_starts_from_weights_that_were_loaded_after_it_was_made():
     weight = torch.zeros(2)
-    outer = OuterOptimizer({"weight": weight}, world_size=1, sync_every=1)
+    outer = OuterOptimizer(DecentralizedOptions(inner_steps=1), {"weight": weight}, world_size=1)
     weight.fill_(10.0)
     outer.before_step()
     weight -= 1.0

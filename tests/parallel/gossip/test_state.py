@@ -33,7 +33,7 @@ def averaged_weights(case: Case):
         assert exported["head.weight"].data_ptr() == exported["embedding.weight"].data_ptr()
     saved = strategy.state_dict()["model"]
     names = list(strategy._trained())
-    distance = strategy.consensus_distance()
+    distance = strategy._consensus.distance
     train(strategy, case, range(3, 6))
     finish(strategy)
     return {

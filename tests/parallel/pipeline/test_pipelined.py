@@ -3,25 +3,18 @@
 import gc
 import os
 import weakref
-from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.data.micro_batch import MicroBatch
-from llm.models.blocks import find_blocks
+from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.parallel.accelerator import make_accelerator
-from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.dims import parallel_dims
-from llm.parallel.pipeline.pipelined import PipelineStrategy
-from llm.parallel.pipeline.split import find_pipeline_modules
-from llm.parallel.pipeline.stage import cut_model
+from tests.support import layouts
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -48,19 +41,9 @@ def make_optimizer(model):
     return make_adamw(options, model)
 
 
-def make_strategy(model, sizes, schedule, virtual_stages, mixed_precision="no"):
-    accelerator = make_accelerator(mixed_precision, device=torch.device("cpu"))
-    layout = parallel_dims(int(os.environ["WORLD_SIZE"]), **sizes)
-    if layout.world_size == 1:
-        return AcceleratedStrategy(accelerator=accelerator, mixed_precision=mixed_precision)
-    return PipelineStrategy(
-        accelerator=accelerator,
-        mixed_precision=mixed_precision,
-        layout=layout,
-        blocks=find_blocks(model),
-        cut=partial(cut_model, find_pipeline_modules(model)),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
+def make_strategy(sizes, schedule, virtual_stages, mixed_precision="no"):
+    return layouts.make_strategy(
+        sizes, mixed_precision, pipeline_schedule=schedule, virtual_stages=virtual_stages
     )
 
 
@@ -75,7 +58,7 @@ def data_of(step: int):
 def train(family, layers, sizes, schedule, virtual_stages, accumulation):
     """Losses, norms, an evaluation and final weights of a few steps."""
     model = make_model(family, layers)
-    strategy = make_strategy(model, sizes, schedule, virtual_stages)
+    strategy = make_strategy(sizes, schedule, virtual_stages)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     seen = []
     for step in range(STEPS):
@@ -154,7 +137,7 @@ def train_with_documents():
     disable_packing_detection()
     model = make_model("llama", 4)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    strategy = make_strategy(model, {"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
+    strategy = make_strategy({"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     places = torch.arange(LENGTH).expand(BATCH // 2, LENGTH)
     seen = []
@@ -181,7 +164,7 @@ def train_in(precision):
     disable_packing_detection()
     model = make_model("gpt2", 2)
     sizes = {"pipeline": int(os.environ["WORLD_SIZE"])}
-    strategy = make_strategy(model, sizes, "gpipe", 1, precision)
+    strategy = make_strategy(sizes, "gpipe", 1, precision)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     seen = []
     for step in range(2):
@@ -212,7 +195,7 @@ def hold():
     disable_packing_detection()
     model = make_model("llama", 4)
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    strategy = make_strategy(model, {"pipeline": 2}, "1f1b", 1)
+    strategy = make_strategy({"pipeline": 2}, "1f1b", 1)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     del model
     gc.collect()

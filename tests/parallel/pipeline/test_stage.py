@@ -1,5 +1,7 @@
 """Models are cut into stages that compute together what the whole model does."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -7,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.dummy_weights import without_weights
+from llm.models.init import without_weights
 from llm.models.loss import LanguageModelLoss
-from llm.models.param_counts import parameter_counts
+from llm.models.sizes import parameter_counts
 from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
@@ -43,10 +45,10 @@ def test_a_stage_knows_its_parameters_by_their_names_in_the_whole_model():
     held = []
     for number in range(3):
         cut = cut_model(find_pipeline_modules(model), LanguageModelLoss(model), 3, [number])
-        part = dict(cut.part.named_parameters())
+        part = dict(cut.model.named_parameters())
         assert all(part[name] is names[name] for name in part)
         held.append(set(part))
-        assert cut.parameters[number] == sum(p.numel() for p in part.values())
+        assert cut.num_parameters[number] == sum(p.numel() for p in part.values())
         assert cut.tied == ({"transformer.wte.weight"} if number != 1 else set())
     assert held[0] | held[1] | held[2] == set(names)
     assert held[0] & held[2] == {"transformer.wte.weight"}
@@ -90,6 +92,22 @@ def test_positions_and_documents_reach_every_stage():
     assert abs(staged - together) > 1e-3
 
 
+def test_layers_of_other_stages_are_freed_with_the_last_reference_to_the_model():
+    model = tiny_model(tiny_config("llama", num_hidden_layers=4))
+    layers = [weakref.ref(layer) for layer in model.model.layers]
+    loss = LanguageModelLoss(model)
+    cut = cut_model(find_pipeline_modules(model), loss, 2, [1])
+    last_reference = model
+    del model, loss
+    gc.collect()
+    assert all(layer() for layer in layers)
+
+    del last_reference
+    gc.collect()
+
+    assert [layer() is not None for layer in layers] == [n in cut.layers[1] for n in range(4)]
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="is 3 stages, and the model has 2 layers"):
         check_cut(tiny_model(tiny_config("llama")), 3)
@@ -118,7 +136,7 @@ def test_a_model_without_weights_is_cut_alike():
     ]
     assert cuts[0].layers == cuts[1].layers
     assert cuts[0].tied == cuts[1].tied
-    assert [*cuts[0].part.state_dict()] == [*cuts[1].part.state_dict()]
+    assert [*cuts[0].model.state_dict()] == [*cuts[1].model.state_dict()]
 
 
 def test_pieces_lie_where_the_forward_meets_them():

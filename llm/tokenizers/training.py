@@ -1,4 +1,4 @@
-"""Training a tokenizer with one of two libraries: `tokenizers` and `sentencepiece`."""
+"""Train a tokenizer with one of two libraries: `tokenizers` and `sentencepiece`."""
 
 import io
 import logging
@@ -24,7 +24,7 @@ _DEFAULTS = {
     "bos_id": 1,
     "eos_id": 2,
 }
-"""SentencePiece's own, named so that the model file says what was asked for."""
+"""SentencePiece's own, passed by name so that the model file records them."""
 
 log = logging.getLogger("llm.data")
 
@@ -38,14 +38,14 @@ def train_huggingface(
     num_threads: int,
     split_digits: bool = False,
 ) -> "Tokenizer":
-    """Train on bytes in GPT-2's manner; `<|endoftext|>` is token 0.
+    """Train a byte-level tokenizer as GPT-2's; `<|endoftext|>` is token 0.
 
     Args:
         texts: Documents.
         model_type: `bpe` or `unigram`.
         vocab_size: Tokens, with the bytes and `<|endoftext|>`; fewer if the texts give no more.
         normalization: `identity`, `nfc` or `nfkc`.
-        num_threads: Threads to count words with, if the library was not used before.
+        num_threads: Threads that count words; no effect once the library has started its own.
         split_digits: Whether every digit is a token of its own.
     """
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
@@ -61,7 +61,7 @@ def train_huggingface(
     trainer: Any
     if model_type == "bpe":
         tokenizer = Tokenizer(models.BPE())
-        # What stands in the text once is no token.
+        # A pair that occurs once does not become a token.
         trainer = trainers.BpeTrainer(min_frequency=2, **flags)
     else:
         log.warning(
@@ -70,11 +70,10 @@ def train_huggingface(
         )
         tokenizer = Tokenizer(models.Unigram())
         trainer = trainers.UnigramTrainer(**flags)
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = by_bytes
+    tokenizer.pre_tokenizer = byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     if normalization != "identity":
         tokenizer.normalizer = {"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[normalization]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +93,7 @@ def train_sentencepiece(
         lines: Lines of at most 4192 bytes.
         vocab_size: Tokens, with all special ones.
         normalization: SentencePiece's rule; all but `identity` join spaces, too.
-        flags: SentencePiece's own, by its names.
+        flags: Other flags of SentencePiece's trainer.
 
     Returns:
         The model file.
@@ -122,14 +121,14 @@ def train_sentencepiece(
     except Exception as error:
         raise _explained(str(error), vocab_size) from error
     proto = model_proto(model.getvalue())
-    # The only trace of the number of threads in a model of the type bpe.
+    # Otherwise the file of the same bpe model would differ with the number of threads.
     proto.trainer_spec.ClearField("num_threads")
     data: bytes = proto.SerializeToString(deterministic=True)
     return data
 
 
 def _explained(message: str, vocab_size: int) -> ConfigError:
-    """What SentencePiece says about options that do not work, or do not fit the text."""
+    """Return SentencePiece's complaint about options, with the option and what to do."""
     if high := re.search(r"size too high \(\d+\).*<= (\d+)", message):
         return ConfigError(
             f"--vocab_size {vocab_size} is more than this text can fill: set it to {high[1]} or "

@@ -1,14 +1,13 @@
-"""In which order a pipeline's ranks take the passes of a step.
+"""The order in which a pipeline's ranks run the forward and backward passes of a step.
 
 The schedules are those of torch.distributed.pipelining: GPipe (Huang et al. 2019,
 arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -18,16 +17,14 @@ from torch.distributed.pipelining import (
 
 from llm.errors import ConfigError
 
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 
-
-def check_micro_batches(schedule: Schedule, *, ranks: int, micro_batches: int) -> None:
+def check_micro_batches(schedule: str, *, ranks: int, micro_batches: int) -> None:
     """Refuse a number of micro-batches that a schedule cannot run.
 
     Args:
-        schedule: Its name.
-        ranks: Of the pipeline; 1 is none.
-        micro_batches: Of a step, on each share of the data.
+        schedule: The value of `pipeline_schedule`.
+        ranks: Ranks of the pipeline; 1 is no pipeline.
+        micro_batches: Micro-batches of a step on one rank of the data.
 
     Raises:
         ConfigError: What the schedule needs.
@@ -47,31 +44,32 @@ def check_micro_batches(schedule: Schedule, *, ranks: int, micro_batches: int) -
 
 
 def bubble_fraction(*, ranks: int, virtual_stages: int, micro_batches: int) -> float:
-    """The part of a step in which a rank waits for others (the pipeline's bubble).
+    """Return the fraction of a step in which a rank waits for others (the pipeline bubble).
 
     Args:
-        ranks: Of the pipeline, with stages of equal cost.
+        ranks: Ranks of the pipeline, whose stages take the same time.
         virtual_stages: Stages of each rank.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
     """
     waiting = (ranks - 1) / virtual_stages
     return waiting / (micro_batches + waiting)
 
 
 def make_schedule(
-    schedule: Schedule,
+    schedule: str,
     stages: Sequence[PipelineStage],
     *,
     micro_batches: int,
     objective: Callable[[Any, Tensor], Tensor],
 ) -> Any:
-    """The schedule of a rank.
+    """Return the schedule that a rank runs in each step.
 
     Args:
-        schedule: Its name.
-        stages: Of this rank; one, unless interleaved.
-        micro_batches: Of a step.
-        objective: Of a micro-batch, from the last stage's output; gradients are summed.
+        schedule: The value of `pipeline_schedule`.
+        stages: This rank's stages; one, unless interleaved.
+        micro_batches: Micro-batches of a step.
+        objective: What to differentiate for a micro-batch, from the last stage's output; gradients
+            are summed over micro-batches.
     """
     if schedule == "interleaved-1f1b":
         return ScheduleInterleaved1F1B(
@@ -79,22 +77,3 @@ def make_schedule(
         )
     single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
     return single(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
-
-
-class Chunk(nn.Module):
-    """A stage as the schedule runs it: in the run's precision, with fp32 between stages."""
-
-    def __init__(
-        self, stage: nn.Module, precision: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
-        super().__init__()
-        self.stage = stage
-        self._precision = precision
-
-    def forward(self, received: Tensor, **arguments: Tensor) -> Any:
-        """As the stage's."""
-        with self._precision():
-            output = self.stage(received, **arguments)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            return output.float().contiguous()
-        return output

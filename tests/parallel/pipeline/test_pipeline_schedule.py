@@ -3,7 +3,7 @@
 import pytest
 
 from llm.errors import ConfigError
-from llm.parallel.pipeline.passes import bubble_fraction, check_micro_batches
+from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, check_micro_batches
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 

@@ -1,0 +1,335 @@
+"""Which tokens make which sample: pure functions of (seed, epoch, position).
+
+There is no shuffled index and no generator state. A sample number becomes a source of the blend
+and a position in that source's token stream by arithmetic alone. Starting, resuming and changing
+the number of ranks therefore cost nothing, for a thousand tokens and for a trillion.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.data.options import DataOptions
+from llm.errors import ConfigError, DataError
+
+_MASK = (1 << 64) - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Four suffice asymptotically. For sizes below ten, eight leave a bias that two million keys show,
+# twelve none.
+_ROUNDS = 12
+_WINDOW_KEY, _OFFSET_KEY = 1, 2
+_SOURCE_KEY = 1 << 63  # far from the number of any epoch
+
+_DENOMINATOR = 2**40
+_TICKS = 2**8  # of one sample; two samples of a source are at least as many ticks apart
+
+# Samples that are computed at once: a few at a time would cost thirty times as much.
+_WINDOW_BLOCK = 2**10
+_BLEND_BLOCK = 2**16
+_BLOCKS_KEPT = 4
+
+UInt64s = NDArray[np.uint64]
+Int64s = NDArray[np.int64]
+
+
+def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
+    """Map each index by a keyed permutation of range(size), without a table.
+
+    A generalised Feistel network over side * side >= size, repeated until the value falls below
+    `size`: Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), after Luby &
+    Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions" (1988). The
+    round functions are SplitMix64 streams (Steele, Lea & Flood 2014): statistically good, not
+    secret.
+
+    Args:
+        index: Numbers in range(size), of any shape.
+        size: Size of the range, from 1 to 2**62.
+        key: One key for all, or an array with a key for each index [same shape].
+
+    Returns:
+        int64, in the shape of `index`.
+    """
+    side = math.isqrt(size - 1) + 1
+    side += side % 2  # with an odd side, all keys would give permutations of one parity
+    value = np.array(index, dtype=np.uint64)
+    shape, value = value.shape, value.reshape(-1)
+    keys = np.broadcast_to(np.asarray(_as_uint64(key)), shape).reshape(-1)
+    todo = np.arange(value.size)
+    while todo.size:
+        value[todo] = _feistel(value[todo], keys[todo], np.uint64(side))
+        # Values outside the range go around again, which keeps the map one to one.
+        todo = todo[value[todo] >= size]
+    return value.astype(np.int64).reshape(shape)
+
+
+def _feistel(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
+    right, left = value // side, value % side
+    for number in range(_ROUNDS):
+        hashed = _splitmix(_splitmix(keys, number), right)
+        left, right = right, (left + hashed % side) % side
+    return right * side + left
+
+
+def _splitmix(seed: UInt64s, position: UInt64s | int) -> UInt64s:
+    """Return the output of SplitMix64 at a position of the stream of each seed; 1-D arrays."""
+    # Arrays wrap around silently, as is meant here; numpy warns where a scalar does.
+    count = np.atleast_1d(np.asarray(position, dtype=np.uint64)) + np.uint64(1)
+    state: UInt64s = seed + count * _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _as_uint64(key: int | UInt64s) -> UInt64s:
+    return np.array([key & _MASK], np.uint64) if isinstance(key, int) else key
+
+
+class _Blockwise:
+    """A function of sample numbers that is computed, and cached, in blocks of consecutive ones.
+
+    Args:
+        make: Computes a block from its number: int64 [num_values, size].
+        num_values: Values of one sample.
+        size: Samples of a block.
+    """
+
+    def __init__(self, make: Callable[[int], Int64s], *, num_values: int, size: int) -> None:
+        # A cache for each object: one on the method would keep all objects alive.
+        self._block = lru_cache(maxsize=_BLOCKS_KEPT)(make)
+        self._num_values = num_values
+        self._size = size
+
+    def __call__(self, samples: Int64s) -> Int64s:
+        """Return int64 [num_values, num_samples] for int64 [num_samples]."""
+        blocks, places = np.divmod(samples, self._size)
+        if samples.size and (blocks == blocks[0]).all():  # the usual case, in one copy
+            return self._block(int(blocks[0]))[:, places]
+        values = np.empty((self._num_values, samples.size), np.int64)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            values[:, here] = self._block(block)[:, places[here]]
+        return values
+
+
+class WindowSampler:
+    """Where each training sample starts in the token stream, read as a ring.
+
+    Epoch e visits each of the `num_windows` windows once, in an order keyed by (seed, e). The
+    first epoch's windows are cut from position 0; those of later epochs from an offset keyed by
+    (seed, e), so that epochs do not repeat the same cuts.
+
+    Args:
+        num_tokens: Tokens of the stream.
+        block_size: Tokens that a window predicts.
+        seed: Any integer.
+        source: Number of the stream in a blend; each number gives another order.
+        name: Name of the stream, for messages.
+
+    Raises:
+        DataError: The stream is too short for one window.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        block_size: int,
+        seed: int,
+        source: int = 0,
+        name: str = "The training text",
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.block_size = block_size
+        self.num_windows = num_tokens // block_size
+        if self.num_windows == 0:
+            raise DataError(
+                f"{name} has {num_tokens:,} tokens, too few for one window of "
+                f"--block_size {block_size:,}; use a smaller --block_size or more text."
+            )
+        self._seed = _as_uint64(seed)
+        if source:
+            self._seed = _splitmix(self._seed, _SOURCE_KEY + source)
+        self._starts = _Blockwise(self._make_block, num_values=1, size=_WINDOW_BLOCK)
+
+    def starts(self, samples: NDArray[Any]) -> Int64s:
+        """Return the position of each sample's first token.
+
+        Args:
+            samples: Global sample numbers, counted from 0 over all epochs, of any shape.
+
+        Returns:
+            int64 positions in range(num_tokens), in the shape of `samples`.
+        """
+        samples = np.asarray(samples, dtype=np.int64)
+        return self._starts(samples.reshape(-1)).reshape(samples.shape)
+
+    def _make_block(self, block: int) -> Int64s:
+        samples = block * _WINDOW_BLOCK + np.arange(_WINDOW_BLOCK, dtype=np.int64)
+        epoch, index = np.divmod(samples, self.num_windows)
+        epoch_seed = _splitmix(self._seed, epoch.astype(np.uint64))
+        window = permute(index, size=self.num_windows, key=_splitmix(epoch_seed, _WINDOW_KEY))
+        offset = _splitmix(epoch_seed, _OFFSET_KEY) % np.uint64(self.num_tokens)
+        offset[epoch == 0] = 0
+        position = offset.astype(np.int64) + window * self.block_size
+        return (position % self.num_tokens)[None]
+
+
+class Blend:
+    """Which source serves which sample of a weighted blend: exact, without an index.
+
+    Source j, of weight w_j, would ideally serve its i-th sample (from 0) when (2i + 1) / (2 w_j)
+    samples have been served in all. Samples are served in the order of these ideal times. At every
+    point of the order each of k sources is then within k samples of its quota: a source is within
+    half a sample of its quota at any time, and the order's clock within k / 2 samples of the count.
+
+    Times are integers, so that any position of the order can be computed directly and is the same
+    on every machine: weights have a common denominator of 2**40, and a time counts in 256ths of a
+    sample, rounded down.
+
+    Args:
+        weights: Weight of each source, finite and not negative, one of them positive; they need
+            not sum to 1. A source of weight 0 is never served.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = _integer_weights(weights)
+        self._locate = _Blockwise(self._make_block, num_values=2, size=_BLEND_BLOCK)
+
+    def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the source of each sample, and its number among the samples of that source.
+
+        Args:
+            samples: Positions in the order, counted from 0 [num_samples].
+
+        Returns:
+            (sources, numbers), each int64 [num_samples].
+        """
+        samples = np.asarray(samples, dtype=np.int64)
+        if len(self._weights) == 1:
+            return np.zeros_like(samples), samples
+        sources, numbers = self._locate(samples)
+        return sources, numbers
+
+    def served(self, num_samples: int) -> list[int]:
+        """Return how many of the first `num_samples` samples each source serves, exactly."""
+        # Binary search for the first time at which `num_samples` samples have been served.
+        low, high = -1, (num_samples + len(self._weights)) * _TICKS
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sum(self._served_until(middle)) >= num_samples:
+                high = middle
+            else:
+                low = middle
+        before, until = self._served_until(high - 1), self._served_until(high)
+        missing = num_samples - sum(before)
+        for source in range(len(before)):
+            # Of sources that are served at the same tick, the lower number comes first.
+            if missing and until[source] > before[source]:
+                before[source] += 1
+                missing -= 1
+        return before
+
+    def _served_until(self, time: int) -> list[int]:
+        """Return how many samples of each source have a time of at most `time`."""
+        # time_j(i) = (2i + 1) * D * T // (2 weight_j) <= time, solved for i.
+        unit = _DENOMINATOR * _TICKS
+        return [(((time + 1) * 2 * weight - 1) // unit + 1) // 2 for weight in self._weights]
+
+    def _make_block(self, block: int) -> Int64s:
+        """Return the sources and numbers of one block of positions, int64 [2, _BLEND_BLOCK]."""
+        first, stop = self.served(block * _BLEND_BLOCK), self.served((block + 1) * _BLEND_BLOCK)
+        origin = block * _BLEND_BLOCK * _TICKS
+        sources, numbers, times = [], [], []
+        for source, weight in enumerate(self._weights):
+            steps = np.arange(stop[source] - first[source], dtype=np.int64)
+            if steps.size == 0:
+                continue
+            # The first time in Python's integers, which do not overflow; the others relative to
+            # the block in int64: step * rest is below 2**16 * 2**41.
+            start, begun = divmod((2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight)
+            whole, rest = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
+            times.append(start - origin + steps * whole + (begun + steps * rest) // (2 * weight))
+            sources.append(np.full(steps.size, source, dtype=np.int64))
+            numbers.append(first[source] + steps)
+        # A stable sort: at equal times the lower source, which was put in first, stays first.
+        order = np.argsort(np.concatenate(times), kind="stable")
+        return np.stack([np.concatenate(sources)[order], np.concatenate(numbers)[order]])
+
+
+def _integer_weights(weights: Sequence[float]) -> list[int]:
+    """Return weights as integers that sum to the denominator, by the largest remainder."""
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact)
+    quotas = [weight * _DENOMINATOR / total for weight in exact]
+    # A source of almost no weight is served almost never, but not never.
+    rounded = [max(int(quota), int(quota > 0)) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda j: (rounded[j] - quotas[j], j))
+    missing = _DENOMINATOR - sum(rounded)
+    for source in by_remainder[: max(0, missing)]:
+        rounded[source] += 1
+    rounded[rounded.index(max(rounded))] += min(0, missing)
+    return rounded
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentEnds:
+    """How to keep the documents of a window apart.
+
+    A document ends with an end-of-text token, which belongs to it. The first document of a window
+    begins with the window, even where the file has more of it before.
+
+    Attributes:
+        eos_token_id: The token that ends a document.
+        positions: Whether positions start again with each document.
+        attention: Whether attention stops at the start of a document.
+    """
+
+    eos_token_id: int
+    positions: bool
+    attention: bool
+
+    def split(self, input_ids: NDArray[Any]) -> tuple[Int64s | None, Int64s | None]:
+        """Return positions and document numbers of windows.
+
+        Args:
+            input_ids: [num_windows, block_size].
+
+        Returns:
+            Position of each token in its document, and the number of that document in its
+            window, counted from 0; both [num_windows, block_size], None where not wanted.
+        """
+        begins = np.zeros(input_ids.shape, dtype=bool)
+        begins[:, 1:] = input_ids[:, :-1] == self.eos_token_id
+        positions = documents = None
+        if self.positions:
+            places = np.arange(input_ids.shape[1], dtype=np.int64)
+            positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        if self.attention:
+            documents = np.cumsum(begins, axis=1, dtype=np.int64)
+        return positions, documents
+
+
+def document_ends(options: DataOptions, *, eos_token_id: int | None) -> DocumentEnds | None:
+    """Return how to keep the documents of a window apart, or None where windows run over them.
+
+    Args:
+        options: Whether positions or attention begin anew with each document.
+        eos_token_id: The tokenizer's end-of-text token.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if not (options.reset_position_ids or options.reset_attention_mask):
+        return None
+    if eos_token_id is None:
+        raise ConfigError(
+            "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
+            "documents, and the tokenizer has none; use one that has."
+        )
+    return DocumentEnds(eos_token_id, options.reset_position_ids, options.reset_attention_mask)

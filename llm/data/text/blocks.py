@@ -1,0 +1,198 @@
+"""A file of text, or a chunk of one: unpacked, in blocks of bytes and in blocks of whole lines."""
+
+import bz2
+import logging
+import lzma
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from llm.errors import DataError
+
+COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
+_BLOCK = 1 << 22
+_PACKED_READ = 1 << 17  # of compressed bytes; a block can unpack to many times its size
+_BOM = b"\xef\xbb\xbf"
+
+log = logging.getLogger("llm.data")
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name ends with that of a compression that is read here."""
+    return path.suffix.lower() in COMPRESSIONS
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that tells the format of a file: `.jsonl` for `wiki.jsonl.zst`."""
+    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
+
+
+class BadRecordPolicy:
+    """What to do with records that cannot be used.
+
+    Attributes:
+        on_error: `stop` raises the first one; `skip` counts them and logs the first three.
+        skipped: Number of records that were skipped.
+
+    Args:
+        on_error: As above.
+    """
+
+    def __init__(self, on_error: Literal["stop", "skip"] = "stop") -> None:
+        self.skipped = 0
+        self.on_error = on_error
+
+    def __call__(self, error: DataError) -> None:
+        """Raise the error, or count it.
+
+        Raises:
+            DataError: The one given.
+        """
+        if self.on_error == "stop":
+            raise error
+        self.skipped += 1
+        if self.skipped <= 3:
+            log.warning(f"skipped: {error}")
+
+
+@dataclass(kw_only=True)
+class FileChunk:
+    """A file, or a range of one that is not compressed; read from front to back.
+
+    The ranges of a file of lines are in bytes. A chunk has the lines that begin in its range, so
+    that adjacent chunks together have each line once. The ranges of a Parquet file are in row
+    groups.
+
+    Attributes:
+        path: The file.
+        text_column: The field with the text; None takes `text`, else the only field of strings.
+        on_bad_record: What to do with records that cannot be used.
+        start: Where the range begins.
+        stop: Where it ends; None is the end of the file.
+        consumed: Bytes of the file on disk that were read so far.
+    """
+
+    path: Path
+    text_column: str | None = None
+    on_bad_record: BadRecordPolicy = field(default_factory=BadRecordPolicy)
+    start: int = 0
+    stop: int | None = None
+    consumed: int = 0
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the unpacked bytes of the chunk.
+
+        Raises:
+            DataError: The file cannot be read, or its compressed data are cut short or broken.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                if is_compressed(self.path):
+                    yield from self._unpacked(file)
+                    return
+                end = None if self.stop is None else _line_start(file, self.stop)
+                position = _line_start(file, self.start)
+                file.seek(position)
+                while block := file.read(_BLOCK if end is None else min(_BLOCK, end - position)):
+                    position += len(block)
+                    self.consumed += len(block)
+                    yield block
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+    def _unpacked(self, file: IO[bytes]) -> Iterator[bytes]:
+        # By the decompressors themselves: gzip.open and its like take a broken second stream for
+        # the end of the file.
+        stream = None
+        unpacked: list[bytes] = []
+        size = 0
+        while raw := file.read(_PACKED_READ):
+            self.consumed += len(raw)
+            # A file is one stream or several; zero bytes after a stream are padding.
+            while raw := raw if stream else raw.lstrip(b"\0"):
+                stream = stream or self._decompressor()
+                try:
+                    data = bytes(stream.decompress(raw))
+                except Exception as error:  # each library raises its own kind
+                    reason = str(error) or type(error).__name__
+                    raise DataError(f"{self.path} cannot be unpacked: {reason}.") from error
+                unpacked.append(data)
+                size += len(data)
+                if size >= _BLOCK:
+                    yield b"".join(unpacked)
+                    unpacked, size = [], 0
+                raw = stream.unused_data if stream.eof else b""
+                stream = None if stream.eof else stream
+        if stream is not None:
+            raise DataError(
+                f"{self.path} is cut short: its compressed data end too early; copy it anew."
+            )
+        if size:
+            yield b"".join(unpacked)
+
+    def _decompressor(self) -> Any:
+        match self.path.suffix.lower():
+            case ".gz":
+                return zlib.decompressobj(wbits=31)  # 31: data with gzip's header and checksum
+            case ".xz":
+                return lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            case ".bz2":
+                return bz2.BZ2Decompressor()
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(
+                f"{self.path} is packed with zstd, which needs a package: pip install zstandard."
+            ) from error
+        # The window of files packed with --long=31, as large corpora are.
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+    def line_blocks(self) -> Iterator[bytes]:
+        """Yield blocks of whole lines with their line feeds, which the file's last one may lack.
+
+        A byte order mark is left out. A line feed is never a byte of another UTF-8 character, so
+        every block of valid text can be decoded by itself.
+
+        Raises:
+            DataError: As `blocks`.
+        """
+        mark = _BOM if self.start == 0 else b""
+        begun: list[bytes] = []  # the line whose end has not been read yet
+        for block in self.blocks():
+            end = block.rfind(b"\n") + 1
+            if end == 0:
+                begun.append(block)
+                continue
+            yield b"".join([*begun, block[:end]]).removeprefix(mark)
+            begun, mark = [block[end:]], b""
+        if last := b"".join(begun).removeprefix(mark):
+            yield last
+
+    def error(self, line: int, message: str) -> DataError:
+        """Return an error that names a line of the file.
+
+        Args:
+            line: The line, counted from 1, the first line of the chunk.
+            message: What is wrong with it.
+        """
+        if self.start == 0:
+            return DataError(f"{self.path}, line {line}: {message}")
+        if self.on_bad_record.on_error == "skip":  # they may be many, and counting reads the file
+            line_and_byte = f"line {line} of those from byte {self.start:,} on"
+            return DataError(f"{self.path}, {line_and_byte}: {message}")
+        before = FileChunk(path=self.path, stop=self.start)
+        line += sum(block.count(b"\n") for block in before.blocks())
+        return DataError(f"{self.path}, line {line}: {message}")
+
+
+def _line_start(file: IO[bytes], position: int) -> int:
+    """Return where the first line begins that begins at a position or after it."""
+    if position == 0:
+        return 0
+    # The line that holds the byte before; if that is a line feed, it is all that is read.
+    file.seek(position - 1)
+    while (piece := file.readline(_BLOCK)) and not piece.endswith(b"\n"):
+        pass
+    return file.tell()

@@ -1,0 +1,194 @@
+"""From the options to K-FAC and its optimizer."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llm.optim.adamw import adamw_settings, make_adamw
+from llm.optim.groups import parameter_groups
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.ekfac import EKFAC
+from llm.optim.kfac.external import ExternalPreconditioner
+from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.preconditioner import Preconditioner
+from llm.optim.options import KFACOptions, OptimizerOptions, kfac_method, preconditioner_options
+
+EKFAC_UPDATE_STEPS = 50
+EKFAC_BLOCK = 2
+"""Width of ekfac's widest blocks, in widths of the model; with narrower ones the loss is higher."""
+UPDATE_STEPS = 10
+"""Steps between updates with eigen and cholesky."""
+EKFAC_STEP_DECAY = 0.99
+"""Weight of the past in ekfac's averages after one step."""
+DAMPING = 0.001
+KL_CLIP = 0.001
+MAX_DIM = 8192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KFAC:
+    """K-FAC and the optimizer of a run, as the strategy and the training loop use them.
+
+    Attributes:
+        optimizer: The optimizer that takes the steps.
+        recorder: Records the tokens of a step.
+        preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which
+            is the optimizer itself.
+        description: What is covered, kept and done, in a few lines.
+    """
+
+    optimizer: torch.optim.Optimizer
+    recorder: Curvature | ExternalPreconditioner
+    preconditioner: Preconditioner | ExternalPreconditioner | None
+    description: str
+
+    def capture_stats(
+        self, *, token_weight: float, loss_scale: Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        """Surround one step's forward and backward passes, all micro-batches of it.
+
+        Args:
+            token_weight: Factor on the loss of each token in the objective of a rank.
+            loss_scale: Factor on the objective before `backward`.
+        """
+        return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale)
+
+    def precondition(self, *, learning_rate: float) -> None:
+        """Change the gradients of the covered layers, unless the optimizer does so."""
+        if self.preconditioner is not None:
+            self.preconditioner.precondition(learning_rate=learning_rate)
+
+    def describe(self) -> str:
+        """Return a few lines for the beginning of the log."""
+        return self.description
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return numbers for the log, on the device."""
+        return (self.preconditioner or self.recorder).metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages and bases; the moments are in the optimizer's state."""
+        return (self.preconditioner or self.recorder).state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        (self.preconditioner or self.recorder).load_state_dict(state)
+
+
+def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compile: bool) -> KFAC:
+    """Make K-FAC and its optimizer; process groups must exist.
+
+    Args:
+        options: K-FAC's, and those of AdamW.
+        model: The model to train.
+        torch_compile: Whether the model is compiled; all factors are then due at the same steps.
+
+    Raises:
+        ConfigError: No layer is covered, a pattern matches none, the ranks cannot be divided
+            as the strategy asks, or a library is missing.
+    """
+    coverage = find_layers(
+        model,
+        skip_layers=options.kfac_skip_layers,
+        stacks=covers_stacks(options),
+        sample_forward=_sample_forward,
+    )
+    method, settings = kfac_method(options), _settings(options)
+    kl_clip = options.kfac_kl_clip or KL_CLIP
+    if options.kfac_library == "kfac-pytorch":
+        assert method != "ekfac"  # The library is one of the options that select eigen.
+        adamw = make_adamw(options, model)
+        external = ExternalPreconditioner(
+            coverage, _parameters(adamw), method=method, kl_clip=kl_clip, **settings
+        )
+        description = f"{external.describe()}\n{_describe_method(options)}"
+        return KFAC(
+            optimizer=adamw, recorder=external, preconditioner=external, description=description
+        )
+    curvature = Curvature(
+        coverage,
+        method=method,
+        max_dim=max_dim(options, model),
+        strategy=options.kfac_strategy or "comm-opt",
+        spread=not torch_compile,
+        compat=options.kfac_compat,
+        **settings,
+    )
+    description = f"{curvature.describe()}\n{_describe_method(options)}"
+    if method == "ekfac":
+        groups = parameter_groups(model, weight_decay=options.weight_decay)
+        ekfac = EKFAC(groups, curvature, **adamw_settings(options))
+        return KFAC(
+            optimizer=ekfac, recorder=curvature, preconditioner=None, description=description
+        )
+    adamw = make_adamw(options, model)
+    preconditioner = Preconditioner(
+        curvature,
+        _parameters(adamw),
+        damping=settings["damping"],
+        kl_clip=kl_clip,
+        graft=not options.kfac_compat,
+    )
+    return KFAC(
+        optimizer=adamw,
+        recorder=curvature,
+        preconditioner=preconditioner,
+        description=description,
+    )
+
+
+def covers_stacks(options: KFACOptions) -> bool:
+    """Return whether stacks of experts are covered: the library and its arithmetic have none."""
+    return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
+
+
+def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
+    """Return the width of a factor's widest block; by default twice the model's with ekfac."""
+    if options.kfac_max_dim is not None:
+        return options.kfac_max_dim
+    if kfac_method(options) != "ekfac":
+        return MAX_DIM
+    width: int = getattr(model.config.get_text_config(), "hidden_size", MAX_DIM)
+    return min(EKFAC_BLOCK * width, MAX_DIM)
+
+
+def _sample_forward(model: torch.nn.Module) -> None:
+    """Run the model once on a few tokens, to see which layers read the same tensor."""
+    device = next(model.parameters()).device
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(options: KFACOptions) -> dict[str, Any]:
+    """Return the settings that our K-FAC and the library share, with the method's defaults."""
+    is_ekfac = kfac_method(options) == "ekfac"
+    default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
+    factor_update_steps = options.kfac_factor_update_steps or default_steps
+    # So that ekfac forgets as much in a step, however many steps are between two updates.
+    default_decay = EKFAC_STEP_DECAY**factor_update_steps if is_ekfac else 0.95
+    return {
+        "factor_update_steps": factor_update_steps,
+        "inv_update_steps": options.kfac_inv_update_steps or default_steps,
+        "factor_decay": options.kfac_factor_decay or default_decay,
+        "damping": options.kfac_damping or DAMPING,
+    }
+
+
+def _describe_method(options: KFACOptions) -> str:
+    """Return a line for the log: the method, which options selected it, and its intervals."""
+    asked = [f"--{name}" for name in preconditioner_options(options)]
+    chosen = options.kfac_method is None and asked
+    reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
+    settings = _settings(options)
+    return (
+        f"K-FAC's method is {kfac_method(options)}{reason}; "
+        f"factor_update_steps={settings['factor_update_steps']}, "
+        f"inv_update_steps={settings['inv_update_steps']}"
+    )

@@ -1,0 +1,183 @@
+"""The model and the optimizer of one rank: shapes under tensor parallelism, parameters, state."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from llm.models.sizes import find_blocks
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.make import make_optimizer
+from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
+from llm.plan.options import PlanOptions
+
+FP32 = 4
+"""Bytes of a number."""
+
+_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads", "colwise_gather_output")
+_ROWS = ("rowwise", "conv1d_rowwise", "rowwise_split_input")
+
+
+def split_model(model: PreTrainedModel, tensor: int) -> None:
+    """Give the modules of a model on the meta device the shapes of the fullest rank.
+
+    Args:
+        model: Changed in place, by the table that the trainer divides it by.
+        tensor: Size of tensor parallelism.
+
+    Raises:
+        ConfigError: The trainer does not divide this model, or not over this many ranks.
+    """
+    if tensor == 1:
+        return
+    check_tensor_parallel(model.config, tensor)
+    plan = tensor_plan(model)
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        _split(modules[name], style, tensor)
+    for name, attribute in plan.per_rank.items():
+        setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
+    model.tie_weights()
+
+
+def _split(module: Any, style: str, tensor: int) -> None:
+    if style == "embedding_rowwise":
+        module.weight = _narrowed(module.weight, 0, tensor)
+    elif style in (*_COLUMNS, *_ROWS):
+        is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
+        module.weight = _narrowed(module.weight, int((style in _COLUMNS) == is_conv1d), tensor)
+        if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
+            module.bias = _narrowed(module.bias, 0, tensor)
+        if style in _COLUMNS and is_conv1d:
+            module.nf = module.weight.shape[1]
+
+
+def _narrowed(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
+    size = -(-parameter.shape[dim] // tensor)
+    shard = parameter.detach().narrow(dim, 0, size).clone()
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamCounts:
+    """A model's parameters.
+
+    Attributes:
+        blocks: Parameters of each block.
+        others: Parameters outside of blocks; a tied one once.
+        head: Parameters of the output head, which are in `others` too.
+        is_tied: Whether the output head has no parameters but the embedding's.
+        buffers: Bytes of buffers.
+    """
+
+    blocks: list[list[nn.Parameter]]
+    others: list[nn.Parameter]
+    head: set[nn.Parameter]
+    is_tied: bool
+    buffers: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return num_elements(itertools.chain(self.others, *self.blocks))
+
+
+def count_parameters(model: PreTrainedModel) -> ParamCounts:
+    """List the parameters of a model, which may be on the meta device."""
+    blocks = [list(block.parameters()) for block in find_blocks(model)]
+    inside = set(itertools.chain(*blocks))
+    output = model.get_output_embeddings()
+    head = set() if output is None else set(output.parameters())
+    return ParamCounts(
+        blocks=blocks,
+        others=[p for p in model.parameters() if p not in inside],
+        head=head,
+        is_tied=head.issubset(model.get_input_embeddings().parameters()),
+        buffers=sum(b.nbytes for b in model.buffers()),
+    )
+
+
+def num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the elements of some parameters."""
+    return sum(p.numel() for p in parameters)
+
+
+def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, int]:
+    """Return the elements on rank 0, if ranks divide rows as `fully_shard` does.
+
+    Returns:
+        Elements of all parameters, and of those that are trained.
+    """
+    own = trained = 0
+    for parameter in parameters:
+        rows, *columns = parameter.shape or (1,)
+        size = math.ceil(rows / ranks) * math.prod(columns)
+        own += size
+        trained += size * parameter.requires_grad
+    return own, trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes of an optimizer.
+
+    Attributes:
+        per_element: Bytes of optimizer state for each trained element.
+        kfac: Bytes of K-FAC's factors and bases on one rank.
+        kfac_recording: Bytes that K-FAC takes in a step whose statistics it captures.
+        kfac_step: Bytes that K-FAC takes in the optimizer's step.
+    """
+
+    per_element: float
+    kfac: int = 0
+    kfac_recording: int = 0
+    kfac_step: int = 0
+
+
+def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
+    """Make the optimizer on the meta device as the trainer does, and count its state."""
+    if not options.kfac:
+        uses_blocks = options.optimizer == "accumadamw"
+        accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
+        optimizer = make_optimizer(options, model, accum_steps=accum_steps)
+        return OptimizerMemory(per_element=_per_element(optimizer, model))
+    with fake_ranks(options.nodes * options.gpus_per_node):
+        kfac = make_kfac(options, model, torch_compile=options.torch_compile)
+    curvature = kfac.recorder
+    assert isinstance(curvature, Curvature)  # `check` refuses the library
+    # In a step in which all factors are due, as in the first.
+    sums = FP32 * sum(width**2 for factor in curvature.factors for width in factor.widths)
+    return OptimizerMemory(
+        per_element=_per_element(kfac.optimizer, model),
+        kfac=curvature.num_bytes(),
+        kfac_recording=sums,
+        kfac_step=sums + FP32 * curvature.coverage.num_covered,
+    )
+
+
+def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
+    """Return the bytes of optimizer state for each trained element."""
+    trained = num_elements(p for p in model.parameters() if p.requires_grad)
+    leaves = tree_leaves(list(optimizer.state.values()))
+    tensors = {leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors) / trained
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Form a process group of `world_size` ranks whose collectives return at once, as rank 0."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

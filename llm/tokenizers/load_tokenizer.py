@@ -1,0 +1,247 @@
+"""Load any tokenizer by name, folder or files; a fingerprint of the ids that it gives."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llm.errors import ConfigError
+from llm.tokenizers.options import TokenizerOptions
+from llm.tokenizers.sentencepiece import convert_sentencepiece
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""The library's own name for the warning that it gives once."""
+_PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
+"""A text that shows case, accents, spaces, digits, wide letters and rare characters."""
+_ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """Where a tokenizer is, and what reads it.
+
+    Attributes:
+        kind: `pair` for GPT-2's two files; `file` for a `tokenizer.json` and `model` for a
+            SentencePiece model that no other file describes; `named` for a Hub name, or a folder
+            whose files say what class reads them.
+        name: Path of the file or folder, or the Hub name; of a pair, the `vocab.json`.
+        merges_file: Of a pair, the `merges.txt`.
+    """
+
+    kind: Literal["pair", "file", "model", "named"]
+    name: str
+    merges_file: str = ""
+
+
+def locate_tokenizer(
+    options: TokenizerOptions, *, model_name_or_path: str | None = None
+) -> TokenizerFiles:
+    """Find what the options name, without opening it.
+
+    Args:
+        options: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file, or in
+            its place GPT-2's two files.
+        model_name_or_path: A model's Hub name or folder, whose tokenizer is meant where the
+            options name none.
+
+    Raises:
+        ConfigError: Nothing was named, or what is named on this machine is not there.
+    """
+    if options.vocab_file is not None or options.merges_file is not None:
+        return _pair(options.vocab_file, options.merges_file)
+    name = options.tokenizer_name or model_name_or_path
+    if name is None:
+        raise ConfigError(
+            "No tokenizer is named: set --tokenizer_name to a Hub name, a folder, a "
+            "tokenizer.json or a .model file, or give --vocab_file and --merges_file."
+        )
+    path = Path(name)
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.is_file():
+        return TokenizerFiles(kind="named", name=name)
+    if path.suffix == ".model":
+        return TokenizerFiles(kind="model", name=str(path))
+    if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+        return TokenizerFiles(kind="named", name=str(path.parent))
+    return TokenizerFiles(kind="file", name=str(path))
+
+
+def _in_folder(folder: Path) -> TokenizerFiles:
+    models = sorted(folder.glob("*.model"))
+    if not models and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"The folder {folder} holds no tokenizer (tokenizer.json, tokenizer_config.json, a "
+            "SentencePiece .model, or vocab.json with merges.txt): set --tokenizer_name to one "
+            "that does."
+        )
+    if not any((folder / file).is_file() for file in ("tokenizer_config.json", "config.json")):
+        # Nothing says what class reads the files, so their kind decides.
+        if (folder / "tokenizer.json").is_file():
+            return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
+        if (folder / "merges.txt").is_file():
+            return _pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        if len(models) == 1:
+            return TokenizerFiles(kind="model", name=str(models[0]))
+    return TokenizerFiles(kind="named", name=str(folder))
+
+
+def _pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
+    if vocab_file is None or merges_file is None:
+        given, missing = ("--vocab_file", "--merges_file")
+        if vocab_file is None:
+            given, missing = missing, given
+        raise ConfigError(f"{given} is given without {missing}: GPT-2's tokenizer needs both.")
+    for option, file in (("--vocab_file", vocab_file), ("--merges_file", merges_file)):
+        if not Path(file).is_file():
+            raise ConfigError(f"{option} {file} does not exist.")
+    # Through Path, as all paths here, so that messages name them in one way.
+    return TokenizerFiles(
+        kind="pair", name=str(Path(vocab_file)), merges_file=str(Path(merges_file))
+    )
+
+
+def load_tokenizer(
+    options: TokenizerOptions,
+    *,
+    model_name_or_path: str | None = None,
+    trust_remote_code: bool = False,
+) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer.
+
+    Args:
+        options: Which one, as for `locate_tokenizer`.
+        model_name_or_path: A model's Hub name or folder, whose tokenizer is taken where the
+            options name none.
+        trust_remote_code: Run the Python code that comes with a tokenizer.
+
+    Returns:
+        The tokenizer, which encodes texts of any length without a warning.
+
+    Raises:
+        ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
+    """
+    files = locate_tokenizer(options, model_name_or_path=model_name_or_path)
+    # Imported late: the fast path of `fast.load_text_tokenizer` does without.
+    import transformers
+
+    tokenizer: PreTrainedTokenizerBase
+    if files.kind == "model":
+        model = convert_sentencepiece(Path(files.name))
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=model.backend, **model.special_tokens
+        )
+    else:
+        try:
+            if files.kind == "pair":
+                tokenizer = transformers.GPT2Tokenizer(vocab=files.name, merges=files.merges_file)
+            elif files.kind == "file":
+                tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=files.name)
+                tokenizer.eos_token = end_of_text(tokenizer.get_added_vocab())
+            else:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    files.name,
+                    use_fast=not options.use_slow_tokenizer,
+                    trust_remote_code=trust_remote_code,
+                )
+        except Exception as error:  # the libraries raise many kinds
+            raise ConfigError(_explain(files, error)) from error
+    # Documents are encoded whole, whatever the model's length, and without padding.
+    tokenizer.deprecation_warnings[_TOO_LONG] = True
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return tokenizer
+
+
+def _explain(files: TokenizerFiles, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    name = files.name
+    if files.kind == "pair":
+        return (
+            f"--vocab_file {name} and --merges_file {files.merges_file} are not GPT-2's "
+            f"vocab.json and merges.txt: {reason}"
+        )
+    if files.kind == "file":
+        return f"--tokenizer_name {name} is not a tokenizer.json file: {reason}"
+    if "trust_remote_code" in str(error):
+        return (
+            f"The tokenizer {name} brings its own Python code: pass --trust_remote_code "
+            "if you trust its authors."
+        )
+    if Path(name).is_dir():
+        return f"The tokenizer in the folder {name} cannot be read: {reason}"
+    return (
+        f"The tokenizer {name} is no local folder, and the Hugging Face Hub does not hand it "
+        f"out or cannot be reached: check the name and the network, or set --tokenizer_name "
+        f"to a local folder ({reason})"
+    )
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return sixteen hex digits, equal for tokenizers that give every text the same ids.
+
+    The ids are those of encoding without special tokens, and the ids of the tokens that begin
+    and end a text. Sidecars hold the digits: a change here makes all token files look foreign.
+    """
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend_fingerprint(backend, bos_token_id=ends[0], eos_token_id=ends[1])
+    state = {
+        "class": type(tokenizer).__name__,
+        "vocab": tokenizer.get_vocab(),
+        "special": sorted(tokenizer.all_special_tokens),
+        # The settings of Python code are unknown; their effect shows in a text.
+        "probe": tokenizer.encode(_PROBE, add_special_tokens=False),
+        "ends": ends,
+    }
+    return _digest([json.dumps(state, sort_keys=True).encode()])
+
+
+def backend_fingerprint(
+    backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
+) -> str:
+    """Return the `fingerprint` of a tokenizer written in Rust.
+
+    Template, decoder, truncation and padding are left out: they do not change these ids.
+    """
+    added = [
+        [id, *(getattr(token, name) for name in _ADDED_FIELDS)]
+        for id, token in sorted(backend.get_added_tokens_decoder().items())
+    ]
+    # Each writes itself as JSON, with the vocabulary in the order of the ids.
+    components = (backend.model, backend.normalizer, backend.pre_tokenizer)
+    states = [b"" if component is None else component.__getstate__() for component in components]
+    return _digest([*states, json.dumps([added, bos_token_id, eos_token_id]).encode()])
+
+
+def _digest(states: list[bytes]) -> str:
+    digest = hashlib.sha256()
+    for state in states:
+        digest.update(len(state).to_bytes(8, "little"))
+        digest.update(state)
+    return digest.hexdigest()[:16]
+
+
+def end_of_text(added_tokens: dict[str, int]) -> str | None:
+    """Return the token that ends a text, for a `tokenizer.json` that does not name it.
+
+    Args:
+        added_tokens: The tokens beside the vocabulary; a few names have no other meaning.
+    """
+    return next((token for token in _END_OF_TEXT if token in added_tokens), None)

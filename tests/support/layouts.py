@@ -1,0 +1,43 @@
+"""The strategy of any layout, over the ranks of a test."""
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.dims import ParallelDims
+from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.options import ParallelOptions, PrecisionOptions
+from llm.parallel.pipeline.pipelined import PipelineStrategy
+
+
+def cpu_accelerator(mixed_precision: str = "no") -> Any:
+    options = PrecisionOptions(mixed_precision=mixed_precision)
+    return make_accelerator(options, device=torch.device("cpu"))
+
+
+def dims_of(**sizes: int) -> ParallelDims:
+    """The dims with these sizes, such as shard=2; the ranks that are left replicate."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    return ParallelDims(replicate=ranks // math.prod(sizes.values()), **sizes)
+
+
+def make_strategy(
+    sizes: dict[str, int], mixed_precision: str = "no", **options: Any
+) -> AcceleratedStrategy:
+    """A strategy on the ranks that there are, without a model yet.
+
+    Args:
+        sizes: As for `dims_of`.
+        mixed_precision: Of `PrecisionOptions`.
+        options: Of `ParallelOptions`, for a pipeline.
+    """
+    accelerator, dims = cpu_accelerator(mixed_precision), dims_of(**sizes)
+    if dims.pipeline > 1:
+        return PipelineStrategy(ParallelOptions(**options), accelerator, dims)
+    if dims.world_size > 1:
+        return ShardedStrategy(accelerator, dims)
+    return AcceleratedStrategy(accelerator)
