@@ -126,7 +126,7 @@ class PipelineStrategy(ShardedStrategy):
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
         schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
-        return self._from_last_stage(torch.stack(self._loss_sums or [self._no_loss()]).sum())
+        return self._sum_of_losses(self._loss_sums)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
         # With shapes given, the stages need no forward of their own to find them out.
@@ -162,8 +162,10 @@ class PipelineStrategy(ShardedStrategy):
         self._loss_sums.append(loss_sum.detach())
         return self._scale(objective * self._token_weight)
 
-    def _no_loss(self) -> Tensor:
-        return torch.zeros((), device=self.device)
+    def _sum_of_losses(self, loss_sums: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the last stage's token losses on all stages; the others have none."""
+        no_loss = torch.zeros((), device=self.device)
+        return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum())
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
@@ -191,8 +193,7 @@ class PipelineStrategy(ShardedStrategy):
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
         losses = [loss_sum for _, loss_sum in self._forward(_arguments(micro_batch))]
-        loss_sum = self._from_last_stage(torch.stack(losses or [self._no_loss()]).sum())
-        return loss_sum, (micro_batch.labels != -100).sum()
+        return self._sum_of_losses(losses), (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> Tensor:
