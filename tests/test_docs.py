@@ -43,6 +43,7 @@ GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
 
 # What other programs on the pages are told.
 FOREIGN = {
+    "torchfrtrace": {"prefix"},
     "torchrun": {
         "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
         "rdzv_endpoint", "rdzv_conf", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
