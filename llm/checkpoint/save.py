@@ -177,18 +177,19 @@ class Saver:
         temporary = self._folder / f".{final.name}.tmp"
         self._check_finite(snapshot)
         files: dict[str, Any] = {}
-        # Each of the three ends with a gather, which is a barrier too: no rank writes before the
-        # folder is there, and rank 0 renames it only when the files of all ranks are on the disk.
+        # Each of the three ends with an all-gather, which is a barrier too: no rank writes before
+        # the folder exists, rank 0 renames it only when the files of all ranks are on the disk, and
+        # no rank returns before the rename.
         return (
-            self._agree(lambda: self._make_folder(temporary))
-            or self._agree(lambda: files.update(self._write_tensors(snapshot, temporary)))
-            or self._agree(lambda: self._commit(snapshot, files, temporary, final))
+            self._on_all_ranks(lambda: self._make_folder(temporary))
+            or self._on_all_ranks(lambda: files.update(self._write_tensors(snapshot, temporary)))
+            or self._on_all_ranks(lambda: self._commit(snapshot, files, temporary, final))
         )
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         tensors = snapshot.tensors.items()
         own = next((name for name, tensor in tensors if not is_finite(tensor)), None)
-        bad = [name for name in self._gather(own) if name is not None]
+        bad = [name for name in self._all_gather(own) if name is not None]
         if bad:
             raise NotFiniteError(
                 f"The state of step {snapshot.step} is not saved, since {bad[0]} is not finite; "
@@ -208,7 +209,9 @@ class Saver:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         # One rank plans for all of them, but knows the files of its own tensors only.
-        file_of = {name: n for files in self._gather(snapshot.file_of) for name, n in files.items()}
+        file_of = {
+            name: n for files in self._all_gather(snapshot.file_of) for name, n in files.items()
+        }
         writer = HuggingFaceStorageWriter(
             str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
         )
@@ -228,7 +231,7 @@ class Saver:
         temporary: Path,
         final: Path,
     ) -> None:
-        ranks = self._gather(files)
+        ranks = self._all_gather(files)
         if self._rank != 0:
             return
         (temporary / PLAIN).write_text(snapshot.plain, encoding="utf-8")
@@ -254,8 +257,8 @@ class Saver:
         except OSError as error:
             logger.warning(f"Old checkpoints in {self._folder} stay: {error.strerror}.")
 
-    def _agree(self, action: Callable[[], None]) -> str | None:
-        """Act on every rank; return the error of the first rank that failed, never empty."""
+    def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
+        """Run an action on every rank; return the error of the first that failed, never empty."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         problem = None
@@ -263,9 +266,9 @@ class Saver:
             action()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = cause(error)
-        return next((other for other in self._gather(problem) if other is not None), None)
+        return next((other for other in self._all_gather(problem) if other is not None), None)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
         if self._group is None:
             return [value]

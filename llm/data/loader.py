@@ -18,7 +18,7 @@ from llm.data.order import DocumentEnds
 from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
-_STEPS_AHEAD = 2
+_PREFETCH_STEPS = 2
 
 
 class MicroBatch(NamedTuple):
@@ -85,14 +85,14 @@ class TrainLoader:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending: deque[Future[StepBatch]] = deque()
         try:
-            todo = iter(range(start, self.plan.total_steps))
-            for step in itertools.islice(todo, _STEPS_AHEAD):
+            remaining = iter(range(start, self.plan.total_steps))
+            for step in itertools.islice(remaining, _PREFETCH_STEPS):
                 pending.append(pool.submit(self._read, step))
             while pending:
                 # Waited for before the next step is submitted: the thread would compete for the
                 # interpreter lock with the training step that waits here.
                 batch = pending.popleft().result()
-                for step in itertools.islice(todo, 1):
+                for step in itertools.islice(remaining, 1):
                     pending.append(pool.submit(self._read, step))
                 # Copied here and not by the thread, so that the copies are queued on the CUDA
                 # stream that uses them.
@@ -103,21 +103,22 @@ class TrainLoader:
 
     def _read(self, step: int) -> StepBatch:
         first, stop = self.plan.step_samples(step)
-        samples = self.plan.rank_samples(step, self.rank)
-        present = samples >= 0
+        samples = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
+        is_real = samples >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        windows = self.samples.read(np.where(present, samples, first).reshape(-1))
+        windows = self.samples.read(np.where(is_real, samples, first).reshape(-1))
+        # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, block_size + 1)
         pin = self.device.type == "cuda"
         return StepBatch(
             micro_batches=[
-                _micro_batch(window, counts, self.ends, pin)
-                for window, counts in zip(windows, present, strict=True)
+                _micro_batch(window, label_mask, self.ends, pin)
+                for window, label_mask in zip(windows, is_real, strict=True)
             ],
             num_samples=stop - first,
             num_tokens=(stop - first) * block_size,
-            samples=samples[present],
+            samples=samples[is_real],
         )
 
 
@@ -127,7 +128,7 @@ class EvalLoader:
 
     Windows lie side by side and the stream is no ring here. The last window is filled up with
     ignored labels, and every rank yields the same number of batches, where need be with ignored
-    labels only. Iterating again gives the same batches.
+    labels only: else some ranks would wait in a collective that others have left. Iterating again gives the same batches.
 
     Attributes:
         stream: The tokens.
@@ -186,18 +187,18 @@ class EvalLoader:
             starts = (first + np.arange(size, dtype=np.int64)) * self.block_size
             # Windows past the end wrap around; their labels do not count.
             tokens = self.stream.windows(starts, self.block_size + 1)
-            counts = starts[:, None] + np.arange(self.block_size) < self.num_tokens
-            yield _to_device(_micro_batch(tokens, counts, self.ends, pin), self.device)
+            label_mask = starts[:, None] + np.arange(self.block_size) < self.num_tokens
+            yield _to_device(_micro_batch(tokens, label_mask, self.ends, pin), self.device)
 
 
 def _micro_batch(
-    windows: NDArray[Any], counts: NDArray[np.bool_], ends: DocumentEnds | None, pin: bool
+    windows: NDArray[Any], label_mask: NDArray[np.bool_], ends: DocumentEnds | None, pin: bool
 ) -> MicroBatch:
     """Make a micro-batch of windows [num_windows, block_size + 1].
 
     Args:
         windows: Token ids.
-        counts: Which labels count, of each window or of each token.
+        label_mask: Which labels count, of each window or of each token.
         ends: How to keep the documents of a window apart.
         pin: Whether to make the tensors in pinned memory, from which copies are asynchronous.
     """
@@ -209,8 +210,8 @@ def _micro_batch(
         return result
 
     labels = tensor(windows[:, 1:])
-    if not counts.all():
-        labels.numpy()[~counts] = IGNORED
+    if not label_mask.all():
+        labels.numpy()[~label_mask] = IGNORED
     positions, documents = (None, None) if ends is None else ends.split(windows[:, :-1])
     return MicroBatch(
         tensor(windows[:, :-1]),

@@ -98,7 +98,7 @@ class Trainer:
             after=None if config.exit_after is None else 60 * config.exit_after
         )
         minutes = config.checkpointing_minutes
-        self.saves = config.checkpointing_steps is not None or minutes is not None
+        self.saves_checkpoints = config.checkpointing_steps is not None or minutes is not None
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
         self.saved_at: int | None = None
         self.eval_every: Every = "epoch" if config.eval_steps is None else config.eval_steps
@@ -126,6 +126,7 @@ class Trainer:
         if state.step:
             self.evaluate_on_resume()
         waiting_since = time.perf_counter()
+        # Closed also if a step raises, which ends the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
@@ -180,16 +181,10 @@ class Trainer:
         config, step = self.config, self.state.step
         last = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
-        # A signal may reach one rank only, and clocks differ, so all ranks act on the same answer
-        # of an all-reduce. It arrives some calls later, since waiting for it would stall the step.
-        asked = [self.interruption.reason is not None, self.save_timer.is_due()]
-        stop, overdue = self.strategy.any_rank(asked)
-        stop = stop and not last
-        if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
-            overdue = False  # the timer asked before that save
+        stop, overdue = self.check_requests()
         if last or step % config.logging_steps == 0:
             self.log()
-        saving = stop or overdue or (last and self.saves)
+        saving = stop or overdue or (last and self.saves_checkpoints)
         saving = saving or self.is_due(config.checkpointing_steps, or_last=False)
         # A signal may leave seconds only: its evaluation is made when the run resumes.
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
@@ -210,6 +205,17 @@ class Trainer:
                 self.saved_at = step
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if stop else "training"
+
+    def check_requests(self) -> tuple[bool, bool]:
+        """Return whether to stop and whether the save timer is due, the same on all ranks."""
+        # A signal may reach one rank only, and clocks differ, so all ranks act on the same answer
+        # of an all-reduce. It arrives some calls later, since waiting for it would stall the step.
+        asked = [self.interruption.reason is not None, self.save_timer.is_due()]
+        stop, overdue = self.strategy.any_rank(asked)
+        step = self.state.step
+        if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
+            overdue = False  # the timer asked before that save
+        return stop and step < self.plan.total_steps, overdue
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
         """Return whether what happens `every` so often is due after this step."""
