@@ -128,7 +128,8 @@ class EvalLoader:
 
     Windows lie side by side and the stream is no ring here. The last window is filled up with
     ignored labels, and every rank yields the same number of batches, where need be with ignored
-    labels only: else some ranks would wait in a collective that others have left. Iterating again gives the same batches.
+    labels only: else some ranks would wait in a collective that others have left.
+    Iterating again gives the same batches.
 
     Attributes:
         stream: The tokens.
