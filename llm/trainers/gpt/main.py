@@ -116,7 +116,8 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     limit_spin_wait()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
-    from llm.trainers.gpt.train import evaluate, train
+    from llm.trainers.gpt.evaluate import evaluate
+    from llm.trainers.gpt.train import train
 
     if config.eval_only:
         evaluate(config, world)

@@ -1,8 +1,7 @@
-"""The story of a training run, and that of an evaluation (`--eval_only`)."""
+"""The story of a training run."""
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -14,13 +13,12 @@ from transformers import PreTrainedModel
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError
 from llm.parallel.base import AcceleratedStrategy
-from llm.runtime.files import write_whole
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup, read_evaluation, read_training
+from llm.trainers.gpt.inputs import TrainSetup, read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import (
     generate_command,
@@ -103,32 +101,6 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     if repository is not None:
         push(setup.run.path, repository)
     return 0
-
-
-def evaluate(config: GPTConfig, world: World) -> None:
-    """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
-
-    Raises:
-        LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
-    """
-    setup = read_evaluation(config, world)
-    model = make_model(config, setup, world)
-    whole = described(setup, model)
-    strategy = make_strategy(config, setup, model, world)
-    model = whole  # drops the last reference to the layers of other stages
-    check_same_start(setup, strategy)
-    log_start(config, setup, strategy, model)
-    load_weights(setup.resume_from, strategy)
-    evaluate_model = make_evaluate(config, setup, strategy)
-    assert evaluate_model is not None  # read_evaluation asks for validation data
-    results = evaluate_model()
-    logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
-    if strategy.rank == 0:
-        setup.run.path.mkdir(parents=True, exist_ok=True)
-        path = setup.run.path / "eval_results.json"
-        write_whole(path, json.dumps(results, indent=1) + "\n")
-        logger.info(f"results: {path}")
-    strategy.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,46 @@
+"""The story of an evaluation (`--eval_only`)."""
+
+import json
+import logging
+
+from llm.runtime.files import write_whole
+from llm.runtime.world import World
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import read_evaluation
+from llm.trainers.gpt.reporting import log_start
+from llm.trainers.gpt.setup import (
+    check_same_start,
+    described,
+    load_weights,
+    make_evaluate,
+    make_model,
+    make_strategy,
+)
+
+logger = logging.getLogger("llm")
+
+
+def evaluate(config: GPTConfig, world: World) -> None:
+    """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
+
+    Raises:
+        LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
+    """
+    setup = read_evaluation(config, world)
+    model = make_model(config, setup, world)
+    whole = described(setup, model)
+    strategy = make_strategy(config, setup, model, world)
+    model = whole  # drops the last reference to the layers of other stages
+    check_same_start(setup, strategy)
+    log_start(config, setup, strategy, model)
+    load_weights(setup.resume_from, strategy)
+    evaluate_model = make_evaluate(config, setup, strategy)
+    assert evaluate_model is not None  # read_evaluation asks for validation data
+    results = evaluate_model()
+    logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+    if strategy.rank == 0:
+        setup.run.path.mkdir(parents=True, exist_ok=True)
+        path = setup.run.path / "eval_results.json"
+        write_whole(path, json.dumps(results, indent=1) + "\n")
+        logger.info(f"results: {path}")
+    strategy.close()
