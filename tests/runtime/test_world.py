@@ -5,7 +5,16 @@ import os
 import pytest
 
 from llm.errors import ParallelError
-from llm.runtime.world import adopt_launcher, expand, hosts_of, ranks_of, ranks_per_node
+from llm.runtime.world import (
+    World,
+    adopt_launcher,
+    expand,
+    hosts_of,
+    launch_id,
+    ranks_of,
+    ranks_per_node,
+    world_from_environment,
+)
 
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "41",
@@ -180,3 +189,14 @@ def test_slurms_short_form_of_hosts_is_written_out(short, names):
 )
 def test_how_many_ranks_share_a_node(variables, expected):
     assert ranks_per_node(variables, 8) == expected
+
+
+def test_a_task_of_srun_knows_its_place_without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert world_from_environment() == World(rank=0, local_rank=0, world_size=1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert world_from_environment() == World(rank=5, local_rank=1, world_size=8)
+    assert launch_id() is not None
