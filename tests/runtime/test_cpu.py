@@ -13,9 +13,7 @@ def no_spin_count(monkeypatch):
     os.environ.pop("GOMP_SPINCOUNT", None)
 
 
-def test_waiting_threads_sleep_soon_where_another_process_wants_the_cores(
-    no_spin_count, monkeypatch
-):
+def test_the_spin_wait_is_limited_when_another_process_runs(no_spin_count, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(Path, "read_text", lambda self: "0.00 0.00 0.00 2/80 1234")
 
@@ -24,7 +22,7 @@ def test_waiting_threads_sleep_soon_where_another_process_wants_the_cores(
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
 
-def test_waiting_threads_sleep_soon_where_ranks_share_the_machine(no_spin_count, monkeypatch):
+def test_the_spin_wait_is_limited_when_ranks_share_the_machine(no_spin_count, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(Path, "read_text", lambda self: "0.00 0.00 0.00 1/80 1234")
 
@@ -33,7 +31,7 @@ def test_waiting_threads_sleep_soon_where_ranks_share_the_machine(no_spin_count,
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
 
-def test_alone_on_the_machine_they_spin_as_by_default(no_spin_count, monkeypatch):
+def test_the_spin_wait_is_unchanged_when_alone_on_the_machine(no_spin_count, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: "1.90 1.00 0.50 1/80 1234")
 
     limit_spin_wait()
@@ -41,7 +39,7 @@ def test_alone_on_the_machine_they_spin_as_by_default(no_spin_count, monkeypatch
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
-def test_what_the_user_says_of_threads_holds(monkeypatch):
+def test_the_spin_wait_set_by_the_user_is_kept(monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
 
     limit_spin_wait()

@@ -9,7 +9,7 @@ def draw(**key) -> list[float]:
     return torch.rand(4).tolist()
 
 
-def test_the_draws_of_a_step_depend_on_seed_step_and_rank_alone():
+def test_random_numbers_depend_on_seed_step_and_rank_only():
     first = draw(seed=1, step=5, rank=0)
     torch.rand(100)
     assert draw(seed=1, step=5, rank=0) == first
@@ -18,7 +18,7 @@ def test_the_draws_of_a_step_depend_on_seed_step_and_rank_alone():
     assert draw(seed=1, step=5, rank=1) != first
 
 
-def test_processes_of_one_launch_draw_the_same_seed(monkeypatch):
+def test_processes_of_one_launch_choose_the_same_seed(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", "1234")
     seeds = set()
@@ -30,7 +30,7 @@ def test_processes_of_one_launch_draw_the_same_seed(monkeypatch):
     assert draw_seed() not in seeds
 
 
-def test_a_process_alone_draws_another_seed_each_time(monkeypatch):
+def test_a_single_process_chooses_another_seed_each_time(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert launch_id() is None
     assert len({draw_seed() for _ in range(5)}) == 5

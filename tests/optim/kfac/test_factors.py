@@ -8,13 +8,13 @@ from tests.optim.kfac.toy import forward_backward, toy_batch, toy_ekfac, toy_mod
 
 
 @pytest.mark.parametrize("size", [1, 256, 257, 300, 1030])
-def test_half_of_a_symmetric_product_is_all_of_it(size):
+def test_the_gram_matrix_from_one_triangle_equals_the_full_product(size):
     rows = torch.randn(40, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(gram(rows), rows.T @ rows)
     assert gram(rows).equal(gram(rows).T)
 
 
-def test_the_parts_of_an_update_add_up_and_updates_are_averaged():
+def test_times_within_an_update_are_summed_and_updates_are_averaged():
     times = UpdateTimes()
     for seconds in (0.02, 0.04):
         for _ in range(2):
@@ -28,7 +28,7 @@ def test_the_parts_of_an_update_add_up_and_updates_are_averaged():
     assert times.take() == {}
 
 
-def test_a_curvature_tells_its_times_and_does_not_save_them():
+def test_update_times_are_metrics_and_not_saved():
     model = toy_model()
     optimizer = toy_ekfac(model)
     forward_backward(model, optimizer.curvature, *toy_batch(0))
@@ -42,7 +42,7 @@ def test_a_curvature_tells_its_times_and_does_not_save_them():
 
 
 @pytest.mark.parametrize("slow", ["record", "commit"])
-def test_recording_and_averaging_are_both_a_part_of_the_factors_update(slow, monkeypatch):
+def test_factor_update_time_includes_recording_and_averaging(slow, monkeypatch):
     model = toy_model()
     optimizer = toy_ekfac(model)
     factor = optimizer.curvature.factors[0]
