@@ -145,3 +145,13 @@ def test_what_several_test_modules_use_lies_in_tests_support():
     for path in (ROOT / "tests").rglob("*.py"):
         imported = re.findall(r"^from tests\.(\S+) import", path.read_text(), re.MULTILINE)
         assert not any(name.rpartition(".")[2].startswith("test_") for name in imported), path
+
+
+def test_names_of_tests_have_at_most_70_characters():
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > 70] == []

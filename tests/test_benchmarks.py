@@ -84,7 +84,7 @@ def test_a_folder_is_empty_before_every_run(tmp_path):
     assert run(case).reported == run(case).reported == {"files": 1}  # its own log
 
 
-def test_a_program_that_fails_says_its_last_words(tmp_path):
+def test_the_last_output_of_a_failed_program_is_shown(tmp_path):
     with pytest.raises(CaseFailed, match=r"exit code 3: \.\.\.no such token"):
         run(program(tmp_path, "import sys; print('no such token'); sys.exit(3)"))
 
@@ -141,7 +141,7 @@ def test_a_corpus_does_not_depend_on_where_its_files_lie(tmp_path):
     assert digests[0] == digests[1]
 
 
-def test_a_short_corpus_is_repeated_without_the_lines_that_spell_out_the_special_token(tmp_path):
+def test_a_repeated_short_corpus_omits_lines_with_the_special_token(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "abc"}\n{"text": "<|endoftext|>"}\n\n{"text": "def"}')
     piece = cut(corpus, tmp_path / "cut.jsonl", 50e-6)
@@ -177,7 +177,7 @@ def test_help_loads_no_heavy_library():
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
+def test_invalid_options_are_refused_in_one_sentence(arguments, complaint):
     done = data_benchmark(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {complaint}")
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, complaint):
 
 
 @pytest.mark.benchmarks
-def test_our_side_prepares_a_toy_corpus_the_same_with_one_worker_and_with_two(tmp_path):
+def test_our_program_prepares_a_toy_corpus_with_one_and_two_workers(tmp_path):
     tiny_tokenizer().backend_tokenizer.model.save(str(tmp_path))
     text = "the quick brown fox jumps over the lazy dog. " * 20
     corpus = tmp_path / "corpus.jsonl"
@@ -206,7 +206,7 @@ def test_our_side_prepares_a_toy_corpus_the_same_with_one_worker_and_with_two(tm
 
 
 @pytest.mark.benchmarks
-def test_our_side_reads_toy_batches_and_a_sample_far_away():
+def test_our_program_reads_toy_batches_and_a_distant_sample():
     done = data_benchmark(
         *("--only", "assembly", "far", "waiting", "--tokens", "100000", "--batches", "4"),
         *("--repeats", "1"),
@@ -221,7 +221,7 @@ def test_our_side_reads_toy_batches_and_a_sample_far_away():
 
 
 @pytest.mark.benchmarks
-def test_a_checkout_is_measured_beside_an_earlier_one_which_here_is_the_same():
+def test_two_checkouts_are_measured_side_by_side():
     command = [sys.executable, "-m", "benchmarks.before", "--earlier", str(ROOT)]
     done = subprocess.run(
         [*command, "--only", "start", "--shapes", "toy", "--repeats", "1"],
@@ -386,7 +386,7 @@ def test_a_curve_is_a_straight_line_between_two_evaluations():
     assert share_of_steps(found, "other") == 0.5
 
 
-def test_the_shortest_training_that_ends_at_adamws_loss_is_the_one_that_counts():
+def test_the_shortest_training_that_reaches_adamws_loss_counts():
     def ends_at(*losses: float) -> list[dict[str, list[list[float]]]]:
         return [{"curve": [[10, 9.0], [20, loss]]} for loss in losses]
 
@@ -473,7 +473,7 @@ def test_the_kfac_benchmark_refuses_before_it_trains(arguments, complaint):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_checkout_that_is_none_is_refused():
+def test_a_folder_that_is_no_checkout_is_refused():
     command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

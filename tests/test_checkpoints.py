@@ -68,7 +68,7 @@ def test_the_run_may_be_named_by_its_folder_or_that_of_its_checkpoints(run, caps
     assert list(rows(capsys.readouterr().out)) == ["10", "20", "30"]
 
 
-def test_what_is_not_valid_says_why_and_is_not_the_newest(run, capsys):
+def test_an_invalid_checkpoint_is_listed_with_its_fault_and_not_newest(run, capsys):
     folder = run / "checkpoints"
     shutil.copytree(folder / "step_00000030", folder / "step_00000040")
     for step in (50, 60, 70):
@@ -91,7 +91,7 @@ def test_what_is_not_valid_says_why_and_is_not_the_newest(run, capsys):
     assert "the next save clears it away" in output
 
 
-def test_verify_finds_what_sizes_do_not_show_and_exits_with_1(run, capsys):
+def test_verify_detects_damage_of_unchanged_size_and_exits_with_1(run, capsys):
     shard = run / "checkpoints" / "step_00000030" / SHARD
     assert main([str(run), "--verify"]) == 0
     assert "Every byte was read: no damage." in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_verify_finds_what_sizes_do_not_show_and_exits_with_1(run, capsys):
     assert "Every byte was read: 1 of 3 damaged." in output
 
 
-def test_a_best_that_is_gone_is_said(run, capsys):
+def test_a_missing_best_checkpoint_is_reported(run, capsys):
     shutil.rmtree(run / "checkpoints" / "step_00000020")
     assert main([str(run)]) == 0
     assert "a link to step_00000020, which is not there" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
         (["{}/run", "--verfy"], "There is no option --verfy; did you mean verify?"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(run, capsys, words, said):
+def test_invalid_options_are_refused_in_one_sentence(run, capsys, words, said):
     folder = run.parent
     assert main([word.format(folder) for word in words]) == 2
     error = capsys.readouterr().err
@@ -167,7 +167,7 @@ def trained(tmp_path_factory):
     ).folder
 
 
-def test_an_export_is_what_the_end_of_training_leaves(trained, tmp_path, capsys):
+def test_an_export_equals_the_one_at_the_end_of_training(trained, tmp_path, capsys):
     assert main([str(trained), "--export", "latest", str(tmp_path / "out")]) == 0
 
     assert "step_00000004 is exported" in capsys.readouterr().out
@@ -207,9 +207,7 @@ def test_any_step_can_be_exported(trained, tmp_path):
         assert torch.equal(parameter, end.get_parameter(name))
 
 
-def test_a_run_that_began_with_weights_is_exported_with_their_generation_settings(
-    trained, tmp_path
-):
+def test_a_run_from_pretrained_weights_exports_their_generation_settings(trained, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(trained, base, ignore=shutil.ignore_patterns("checkpoints", ".*"))
     settings = json.loads((base / "generation_config.json").read_text())
@@ -243,7 +241,7 @@ def damaged(trained, tmp_path):
         ("newest", "there are 2, 4, latest and best."),
     ],
 )
-def test_a_damaged_or_missing_checkpoint_is_refused_before_anything_is_written(
+def test_a_damaged_or_missing_checkpoint_is_refused_before_any_write(
     damaged, tmp_path, capsys, step, said
 ):
     assert main([str(damaged), "--export", step, str(tmp_path / "out")]) == 2
@@ -253,7 +251,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_newest_valid_one_is_exported_as_latest_and_the_damaged_one_named(
+def test_latest_exports_the_newest_valid_checkpoint_and_names_damaged_ones(
     damaged, tmp_path, capsys
 ):
     assert main([str(damaged), "--export", "latest", str(tmp_path / "out")]) == 0
@@ -262,9 +260,7 @@ def test_the_newest_valid_one_is_exported_as_latest_and_the_damaged_one_named(
     assert "step_00000002 is exported" in said.out
 
 
-def test_a_checkpoint_of_another_model_than_the_configuration_says_is_refused(
-    damaged, tmp_path, capsys
-):
+def test_a_checkpoint_that_does_not_match_the_configuration_is_refused(damaged, tmp_path, capsys):
     config = damaged / "config.toml"
     text = config.read_text()
     assert "# config_overrides is not set" in text

@@ -262,7 +262,7 @@ def test_every_other_command_that_a_page_shows_parses(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_job_that_a_page_orders_is_written(page, capsys):
+def test_every_job_command_that_a_page_shows_writes_a_script(page, capsys):
     for program, words in commands_of(page):
         if program == "jobs":
             if "--output" in words:  # a test writes nothing
@@ -272,7 +272,7 @@ def test_every_job_that_a_page_orders_is_written(page, capsys):
 
 
 @pytest.mark.parametrize("guide", ["slurm", "polaris"])
-def test_the_guides_to_clusters_order_a_job_and_show_the_preflight(guide):
+def test_the_cluster_guides_show_a_job_command_and_the_preflight(guide):
     shown = {program for program, _ in commands_of(ROOT / f"docs/guides/{guide}.md")}
     assert {"jobs", "preflight"} <= shown
 
@@ -385,23 +385,23 @@ def test_what_a_page_gives_to_make_train_parses(page):
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=name_of_page
 )
-def test_the_guides_command_is_the_ancestors_word_for_word(page):
+def test_the_command_of_the_guide_is_the_original_programs_word_for_word(page):
     launches = [command.split() for command in trainer_commands(page)]
     assert ANCESTORS_LAUNCHER.replace("{options}", ANCESTORS_OPTIONS).split() in launches
 
 
-def test_the_guide_shows_the_ancestors_launcher_as_it_was():
+def test_the_guide_shows_the_launcher_of_the_original_program():
     assert ANCESTORS_LAUNCHER in trainer_commands(ROOT / "docs/guides/gpt.md")
 
 
-def test_the_job_script_has_the_ancestors_options():
+def test_the_job_script_has_the_options_of_the_original_program():
     script = next(block for block in blocks(ROOT / "docs/guides/gpt.md") if "#PBS" in block)
     options = re.sub(r"#.*", "", script.split("OPTIONS=(")[1].split("\n)")[0])
     assert options.split() == ANCESTORS_OPTIONS.split()
     assert parse_args(options.split())
 
 
-def test_every_section_of_the_ancestors_guide_has_its_counterpart():
+def test_every_section_of_the_original_guide_has_its_counterpart():
     headings = re.findall(r"^##+ (.*)", read(ROOT / "docs/guides/gpt.md"), flags=re.MULTILINE)
     for section in ("Installation", "Running", "Model", "Data set", "Checkpointing", "Limitations"):
         assert section in headings
@@ -486,7 +486,7 @@ def test_every_page_of_the_site_is_in_its_menu():
     assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in SITE)
 
 
-def test_the_tests_that_the_readme_calls_as_witnesses_exist():
+def test_the_test_files_that_the_readme_names_exist():
     witnesses = re.findall(r"`(tests/\S+\.py)`", read(ROOT / "README.md"))
     assert witnesses
     assert all((ROOT / witness).exists() for witness in witnesses)
@@ -502,6 +502,6 @@ def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
     assert f"learning rate: {peak * 24 / warmup:.6E}" in text
 
 
-def test_a_page_with_an_option_that_does_not_exist_would_be_seen():
+def test_a_page_with_an_unknown_option_is_detected():
     with pytest.raises(ConfigError, match="no option --learning_rat"):
         parse_args(["--learning_rat", "1"])

@@ -111,7 +111,7 @@ def test_the_second_sample_is_the_first_of_the_next_seed(trained, capsys):
     )
 
 
-def test_a_drawn_seed_is_told_and_writes_the_text_again(trained, capsys):
+def test_a_random_seed_is_printed_and_reproduces_the_text(trained, capsys):
     assert main([str(trained), "--max_new_tokens", "10"]) == 0
     captured = capsys.readouterr()
     seed = captured.err.split("--seed ")[1].split()[0]
@@ -171,7 +171,7 @@ def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, cap
         (["{}", "--promt", "x"], "did you mean prompt?"),
     ],
 )
-def test_what_cannot_work_is_said_in_a_sentence(trained, capsys, words, said):
+def test_invalid_options_are_refused_in_one_sentence(trained, capsys, words, said):
     assert main([word.format(trained) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -179,7 +179,7 @@ def test_what_cannot_work_is_said_in_a_sentence(trained, capsys, words, said):
     assert captured.err.startswith("error: ")
 
 
-def test_damaged_weights_of_an_export_are_said(trained, tmp_path, capsys):
+def test_damaged_weights_of_an_export_are_reported(trained, tmp_path, capsys):
     folder = tmp_path / "damaged"
     shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoints", ".*"))
     (folder / "model.safetensors").write_bytes(b"no weights")
@@ -206,9 +206,7 @@ def overwrite_weights(run, value: float) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--temperature", "0"]], ids=["drawn", "likeliest"])
-def test_a_model_that_is_not_finite_names_the_step_and_a_checkpoint_of_before(
-    diverged, capsys, words
-):
+def test_non_finite_weights_name_the_step_and_an_earlier_checkpoint(diverged, capsys, words):
     overwrite_weights(diverged, math.nan)
     assert main([str(diverged), "--prompt", "The king", "--seed", "1", *words]) == 2
     captured = capsys.readouterr()
@@ -226,7 +224,7 @@ def test_a_model_that_is_not_finite_names_the_step_and_a_checkpoint_of_before(
     assert "there is no earlier checkpoint, so train again" in capsys.readouterr().err
 
 
-def test_finite_weights_may_have_logits_that_are_not(diverged, capsys):
+def test_finite_weights_with_non_finite_logits_are_reported(diverged, capsys):
     overwrite_weights(diverged, 1e30)
     (diverged / "metrics.jsonl").unlink()
     assert main([str(diverged), "--temperature", "0"]) == 2

@@ -133,7 +133,7 @@ def test_shellcheck_finds_nothing_in_what_is_shipped():
     assert done.stdout == ""
 
 
-def test_what_is_asked_for_stands_in_the_directives(capsys):
+def test_requested_resources_appear_in_the_directives(capsys):
     script = write(
         capsys, "slurm", "--nodes", "4", "--gpus_per_node", "8", "--time", "1-12:00:00",
         "--account", "m1234", "--queue", "gpu", "--name", "wiki", "--venv", "/home/me/venv",
@@ -155,7 +155,7 @@ def test_what_is_asked_for_stands_in_the_directives(capsys):
     assert "__" not in re.sub(r"__\[A-Z_\]\*__", "", script)
 
 
-def test_options_that_the_script_computes_are_taken_out_however_they_are_written(capsys):
+def test_options_that_the_script_computes_are_removed_in_any_spelling(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
     assert "\nVALUES=(1 2)  # one for each job of the array\n" in script
@@ -168,7 +168,7 @@ def test_options_that_the_script_computes_are_taken_out_however_they_are_written
     ]
 
 
-def test_every_site_of_sites_toml_can_be_asked_for():
+def test_every_site_of_sites_toml_can_be_chosen():
     assert typing.get_args(typing.get_type_hints(JobOptions)["site"]) == tuple(SITES)
 
 
@@ -187,7 +187,7 @@ def test_one_task_for_each_gpu_has_that_many_tasks(capsys):
     assert "torchrun" not in script
 
 
-def test_polaris_gets_what_it_demands(capsys):
+def test_a_polaris_script_has_the_required_directives(capsys):
     script = write(
         capsys, "pbs", "--site", "polaris", "--nodes", "16", "--time", "3:00:00", "--account", "A"
     )
@@ -210,13 +210,13 @@ def test_polaris_gets_what_it_demands(capsys):
      ("24", "3:00:00", "prod"), ("99", "6:00:00", "prod"), ("100", "24:00:00", "prod"),
      ("9", "24:00:00", "preemptable"), ("4", "168:00:00", "capacity")],
 )  # fmt: skip
-def test_polaris_queue_goes_by_the_size_of_the_job(nodes, time, queue, capsys):
+def test_the_polaris_queue_depends_on_the_size_of_the_job(nodes, time, queue, capsys):
     script = write(capsys, "--site", "polaris", "--nodes", nodes, "--time", time)
     assert f"\n#PBS -q {queue}\n" in script
     assert ("#PBS -r y" in script) == (queue == "preemptable")
 
 
-def test_aurora_frontier_and_perlmutter_get_what_they_demand(capsys):
+def test_aurora_frontier_and_perlmutter_scripts_have_required_directives(capsys):
     aurora = write(capsys, "--site", "aurora", "--nodes", "2")
     assert "-l filesystems=home:flare" in aurora
     assert "module load frameworks" in aurora
@@ -262,7 +262,7 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--nods", "3"], "There is no option --nods"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(argv, sentence, capsys):
+def test_invalid_options_are_refused_in_one_sentence(argv, sentence, capsys):
     error = refuse(capsys, *argv)
     assert error.startswith("error: ")
     assert sentence in error
@@ -348,7 +348,7 @@ def test_what_the_script_adds_is_checked_with_the_trainers_options(capsys):
     assert "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it" in error
 
 
-def test_cores_are_bound_as_many_as_asked_for(capsys):
+def test_the_requested_number_of_cores_is_bound(capsys):
     asked = ("--site", "polaris", "--cpus_per_gpu", "16", "--launcher", "task_per_gpu")
     script = write(capsys, *asked, "--time", "1:00:00")
     assert "--cpu-bind depth --depth 16" in script

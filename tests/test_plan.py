@@ -76,7 +76,7 @@ def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_ranks_share_is_what_fully_shard_gives_it_on_64_ranks(family: str) -> None:
+def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family: str) -> None:
     model = job_of(model_type=family).outline()
     param_counts = count_parameters(model)
     counted = sum(
@@ -94,7 +94,7 @@ def test_a_ranks_share_is_what_fully_shard_gives_it_on_64_ranks(family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "qwen3"])
-def test_a_tensor_parallel_rank_holds_its_part_of_every_matrix_of_a_block(family: str) -> None:
+def test_a_tensor_parallel_rank_holds_its_shard_of_every_block_matrix(family: str) -> None:
     job = job_of(model_type=family)
     whole, part = job.outline(), job.outline()
     split_model(part, 4)
@@ -109,7 +109,7 @@ def test_a_tensor_parallel_rank_holds_its_part_of_every_matrix_of_a_block(family
     assert job.trace(4, 1).block_flops == job.trace(1, 1).block_flops / 4
 
 
-def test_a_part_of_a_sample_attends_to_the_keys_of_all_parts() -> None:
+def test_a_sequence_shard_attends_to_the_keys_of_all_shards() -> None:
     job = job_of()
     whole, half = job.trace(1, 1), job.trace(1, 2)
 
@@ -131,7 +131,7 @@ def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
     assert traces[0] == traces[1]
 
 
-def test_the_meter_counts_what_is_alive_and_the_most_that_was() -> None:
+def test_the_memory_meter_counts_live_and_peak_bytes() -> None:
     known = torch.zeros(256)
     meter = MemoryMeter([known])
     with meter:
@@ -221,7 +221,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
     assert in_flight("interleaved-1f1b", stage=0, virtual=2, **sizes) == 5.5
 
 
-def test_a_ring_leaves_its_node_once_and_the_ranks_there_share_that() -> None:
+def test_a_ring_crosses_each_node_boundary_once() -> None:
     job = job_of(nodes=2, gpus_per_node=2)
     (sent,) = transfers(job, ParallelDims(replicate=4))
 
@@ -240,7 +240,7 @@ def test_tensor_parallel_ranks_stay_in_their_node() -> None:
     assert by_axis["shard"].in_node == 0
 
 
-def test_weights_gradients_and_moments_shrink_with_the_ranks_that_share_them() -> None:
+def test_weights_gradients_and_moments_shrink_with_the_shard_size() -> None:
     whole = plan_of(gpus_per_node=4).memory
     quarter = plan_of(gpus_per_node=4, data_parallel_shard_size=4).memory
 
@@ -248,7 +248,7 @@ def test_weights_gradients_and_moments_shrink_with_the_ranks_that_share_them() -
         assert getattr(quarter, kind) == pytest.approx(getattr(whole, kind) / 4, rel=0.01)
 
 
-def test_a_later_stage_of_the_pipeline_holds_fewer_activations_and_no_embedding() -> None:
+def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding() -> None:
     job = job_of(gpus_per_node=4, global_batch_size=16, chunked_loss=False)
     plans = {p: estimate(job, ParallelDims(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
 
@@ -303,7 +303,7 @@ def test_a_toml_file_comes_first_and_options_override_it(tmp_path: Path, capsys:
     assert plan["node_hours"] == pytest.approx(plan["days"] * 24)
 
 
-def test_a_plan_that_does_not_fit_says_so_and_ends_with_1(capsys: Any) -> None:
+def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys: Any) -> None:
     assert main([*WORDS, "--memory_gib", "0.001"]) == 1
     assert "no layout of these devices does" in capsys.readouterr().out
 
@@ -338,7 +338,9 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ("--model_type bloom --num_layers none --tensor_parallel_size 2", "bloom"),
     ],
 )
-def test_what_cannot_be_is_one_sentence_and_code_2(words: str, says: str, capsys: Any) -> None:
+def test_impossible_plans_end_with_one_sentence_and_exit_code_2(
+    words: str, says: str, capsys: Any
+) -> None:
     given = [] if words.startswith("--nodes") else [*WORDS, "--gpus_per_node", "2"]
     if "tensor_parallel_size 8" in words:
         given += ["--gpus_per_node", "8"]

@@ -80,7 +80,7 @@ def fail_on_rank_1():
     return main([*COMMAND, "--timeout", "30"])
 
 
-def test_a_rank_that_fails_ends_the_waiting_at_once_and_says_why():
+def test_a_failing_rank_ends_the_wait_at_once_with_its_reason():
     began = time.monotonic()
     outcomes = run_ranks(fail_on_rank_1, 2)
     assert [outcome.value for outcome in outcomes] == [1, 1]
@@ -116,7 +116,7 @@ def test_two_ranks_on_one_gpu_are_named():
     assert found == "Ranks 0 and 1 share one device of a."
 
 
-def test_a_rank_whose_device_does_not_work_says_so(capsys, monkeypatch):
+def test_a_rank_with_a_broken_device_is_reported(capsys, monkeypatch):
     def fail(world):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nMore lines.")
 
@@ -134,7 +134,7 @@ def test_a_process_alone_reports_itself(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[1] == "preflight: one process, alone."
 
 
-def test_ranks_that_are_not_told_where_rank_0_is_ask_for_it(capsys, monkeypatch):
+def test_ranks_without_the_address_of_rank_0_ask_for_it(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main([]) == 2

@@ -159,7 +159,7 @@ def test_the_summary_says_how_the_run_stands(run):
     assert "Validation loss, best 7.1000 step 40" in text
 
 
-def test_the_reason_of_a_failed_run_is_told(tmp_path):
+def test_the_summary_shows_why_a_run_failed(tmp_path):
     run = write_run(tmp_path / "a", [report(1)], status="failed", reason="DataError: <no> text")
     assert "a failed: DataError: <no> text" in Reader(page_of(run)).text
 
@@ -170,7 +170,7 @@ def test_a_run_that_has_been_silent_for_hours_may_be_dead(run):
     assert "it may have been killed" in Reader(page_of(run)).text
 
 
-def test_a_half_written_last_line_is_passed_over(run):
+def test_a_half_written_last_line_is_ignored(run):
     (whole,) = read_runs([run])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 70, "loss": 7')
@@ -193,7 +193,7 @@ def test_lines_of_a_step_are_read_together(run):
     assert read_runs([run]) == [joined]
 
 
-def test_a_line_that_is_broken_in_the_middle_is_told(run):
+def test_a_broken_line_in_the_middle_is_reported(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[1:3] = ['{"step": null, "loss": 1.0}', '{"step": 30, "lo']
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -236,7 +236,7 @@ def test_a_number_that_is_not_finite_breaks_the_curve(tmp_path):
     assert math.isnan(losses[1])
 
 
-def test_shares_are_shown_in_percent_and_bytes_in_gib(tmp_path):
+def test_fractions_are_shown_in_percent_and_bytes_in_gib(tmp_path):
     run = write_run(tmp_path / "a", [report(1, mfu=0.4, peak_memory=3 * 2**30)])
     panels = panels_of(run)
     assert panels["data_wait"].curves[0].points["y"] == [25.0]
@@ -253,7 +253,7 @@ def test_metrics_without_a_panel_of_their_own_are_shown_all_the_same(tmp_path):
     assert titles[-1] == "weight norm"
 
 
-def test_what_never_changes_has_no_panel(run, tmp_path):
+def test_a_constant_metric_has_no_panel(run, tmp_path):
     assert not {"loss_scale", "skipped_steps"} & panels_of(run).keys()
     records = [report(1, loss_scale=2.0, skipped_steps=1)]
     assert {"loss_scale", "skipped_steps"} <= panels_of(write_run(tmp_path / "a", records)).keys()
@@ -288,7 +288,7 @@ def test_long_runs_are_thinned_to_means_with_the_range_beside_them(tmp_path):
     assert "more than 2,000 reports, a point is the mean of several" in Reader(page_of(run)).text
 
 
-def test_what_a_resume_took_back_is_told_and_not_marked_on_the_curves(run):
+def test_events_undone_by_a_resume_are_listed_but_not_marked_on_the_curves(run):
     (read,) = read_runs([run])
     assert [(event.kind, event.step, event.kept) for event in read.events] == [
         ("start", 0, True),
@@ -312,7 +312,7 @@ def test_what_a_resume_took_back_is_told_and_not_marked_on_the_curves(run):
     assert "✕ step skipped" not in text
 
 
-def test_the_end_of_a_finished_run_is_no_mark_and_that_of_a_failed_one_may_have_no_step(tmp_path):
+def test_a_finished_run_has_no_stop_mark_and_a_failed_one_needs_no_step(tmp_path):
     events = [
         {"event": "stop", "step": None, "status": "failed", "reason": "DataError: no text"},
         {"event": "stop", "step": 10, "status": "finished", "reason": None},
@@ -421,7 +421,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
         (["{}", "--x", "loss"], "--x"),
     ],
 )
-def test_what_cannot_work_is_said_in_a_sentence(run, capsys, words, said):
+def test_invalid_options_are_refused_in_one_sentence(run, capsys, words, said):
     assert main([word.format(run) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -35,7 +35,7 @@ def test_steps_are_ordered_as_numbers_also_beyond_eight_digits(tmp_path):
     assert newest_valid(tmp_path).step == 100_000_000
 
 
-def test_half_written_checkpoint_is_never_chosen(tmp_path):
+def test_a_half_written_checkpoint_is_never_chosen(tmp_path):
     save(tmp_path, 1)
     half = save(tmp_path, 2)
     (half / MANIFEST).unlink()
@@ -44,11 +44,11 @@ def test_half_written_checkpoint_is_never_chosen(tmp_path):
     assert newest_valid(tmp_path).step == 1
 
 
-def test_no_checkpoint_is_none(tmp_path):
+def test_an_empty_folder_has_no_newest_checkpoint(tmp_path):
     assert newest_valid(tmp_path / "missing") is None
 
 
-def test_a_checkpoint_says_when_and_by_how_many_ranks_it_was_written(tmp_path):
+def test_a_checkpoint_records_its_time_and_world_size(tmp_path):
     found = read_manifest(save(tmp_path, 1, eval_loss=2.5))
 
     assert found.world_size == 1
@@ -68,7 +68,7 @@ def harmed(content: bytes, harm: str, draw: random.Random, other: bytes) -> byte
     return {"empty": b"", "remove": None, "swap": other}[harm]
 
 
-def test_two_hundred_damages_are_all_found_before_a_tensor_is_read(tmp_path, monkeypatch, caplog):
+def test_200_kinds_of_damage_are_detected_before_a_tensor_is_read(tmp_path, monkeypatch, caplog):
     # A file for each tensor.
     monkeypatch.setattr(snapshot, "_FILE_BYTES", 8)
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
@@ -100,7 +100,7 @@ def test_two_hundred_damages_are_all_found_before_a_tensor_is_read(tmp_path, mon
     assert newest_valid(tmp_path).step == 2
 
 
-def test_every_bit_of_a_manifest_is_watched_over(tmp_path):
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path):
     path = save(tmp_path, 1, eval_loss=2.5) / MANIFEST
     content = path.read_bytes()
     silent = []
@@ -117,7 +117,7 @@ def test_every_bit_of_a_manifest_is_watched_over(tmp_path):
     assert silent == []
 
 
-def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
+def test_a_valid_checkpoint_named_after_another_step_is_skipped(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / "step_00000003")
 
@@ -126,13 +126,13 @@ def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_pa
         read_valid(tmp_path / "step_00000003")
 
 
-def test_a_checkpoint_may_be_copied_to_a_name_of_ones_own(tmp_path):
+def test_a_checkpoint_copied_to_any_other_name_can_be_loaded(tmp_path):
     shutil.copytree(save(tmp_path, 2), tmp_path / "before_the_spike")
 
     assert read_valid(tmp_path / "before_the_spike").step == 2
 
 
-def test_a_tensor_file_too_many_is_damage_since_it_would_be_read(tmp_path):
+def test_an_extra_tensor_file_makes_a_checkpoint_invalid(tmp_path):
     path = save(tmp_path, 1)
     shutil.copy(path / SHARD, path / "shard-00002-model-00001-of-00001.safetensors")
 
@@ -140,7 +140,7 @@ def test_a_tensor_file_too_many_is_damage_since_it_would_be_read(tmp_path):
         read_valid(path)
 
 
-def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+def test_an_unreadable_file_makes_a_checkpoint_invalid(tmp_path, monkeypatch):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
         load_state(newest_valid(tmp_path), {"part": smaller})
 
 
-def test_a_part_may_ask_for_some_of_its_state(tmp_path):
+def test_a_component_may_load_a_subset_of_its_state(tmp_path):
     save(tmp_path, 4)
     part = Part({"optimizer": {"layer.weight": {"exp_avg": torch.zeros(2)}}})
 
@@ -203,13 +203,13 @@ def test_a_part_may_ask_for_some_of_its_state(tmp_path):
     assert torch.equal(moments["exp_avg"], torch.full((2,), 4.0))
 
 
-def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path):
+def test_a_component_that_the_checkpoint_lacks_is_named(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="holds no meter"):
         load_state(newest_valid(tmp_path), {"meter": filled(0.0)})
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_unpickles(tmp_path, monkeypatch):
+def test_checkpoints_hold_no_pickle_and_loading_never_unpickles(tmp_path, monkeypatch):
     path = save(tmp_path, 3)
 
     def refuse(*args, **kwargs):
@@ -236,7 +236,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert os.listdir(tmp_path) == ["step_00000005"]
 
 
-def test_the_one_that_was_to_be_replaced_counts_until_the_new_one_stands(tmp_path):
+def test_the_old_checkpoint_stays_valid_until_the_new_one_is_renamed(tmp_path):
     # What a kill leaves behind between the two renames.
     save(tmp_path, 5, fill=1.0).rename(tmp_path / f"step_00000005{REPLACED}")
     assert is_filled(load(newest_valid(tmp_path)), 1.0)
@@ -251,14 +251,14 @@ def test_the_one_that_was_to_be_replaced_counts_until_the_new_one_stands(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["step_00000005", "step_00000006"]
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
     prune(tmp_path, saved=5, keep_newest=2, keep_best=0)
     assert steps(tmp_path) == [4, 5]
 
 
-def test_the_best_are_kept_besides_the_newest_and_linked(tmp_path):
+def test_the_best_checkpoints_are_kept_and_linked(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
         save(tmp_path, step, eval_loss=loss)
     prune(tmp_path, saved=5, keep_newest=1, keep_best=2)
@@ -266,7 +266,7 @@ def test_the_best_are_kept_besides_the_newest_and_linked(tmp_path):
     assert os.readlink(tmp_path / "best") == "step_00000002"
 
 
-def test_a_loss_that_is_no_number_is_never_the_best_and_zero_is(tmp_path):
+def test_nan_is_never_the_best_loss_and_zero_may_be(tmp_path):
     for step, loss in ((1, math.nan), (2, 0.0), (3, 1.0), (4, None)):
         save(tmp_path, step, eval_loss=loss)
     prune(tmp_path, saved=4, keep_newest=1, keep_best=1)
@@ -274,21 +274,21 @@ def test_a_loss_that_is_no_number_is_never_the_best_and_zero_is(tmp_path):
     assert os.readlink(tmp_path / "best") == "step_00000002"
 
 
-def test_the_newest_is_kept_when_only_the_best_are_asked_for(tmp_path):
+def test_the_newest_is_kept_even_if_only_the_best_are_to_be_kept(tmp_path):
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
         save(tmp_path, step, eval_loss=loss)
     prune(tmp_path, saved=3, keep_newest=None, keep_best=1)
     assert steps(tmp_path) == [1, 3]
 
 
-def test_everything_is_kept_unless_asked(tmp_path):
+def test_all_checkpoints_are_kept_by_default(tmp_path):
     for step in range(1, 4):
         save(tmp_path, step)
     prune(tmp_path, saved=3, keep_newest=None, keep_best=0)
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_there(tmp_path):
+def test_a_new_checkpoint_is_kept_beside_a_damaged_later_one(tmp_path):
     save(tmp_path, 3)
     shard = save(tmp_path, 10) / SHARD
     content = shard.read_bytes()
@@ -301,7 +301,7 @@ def test_the_checkpoint_just_written_is_kept_although_a_damaged_later_one_is_the
     assert newest_valid(tmp_path).step == 5
 
 
-def test_a_branch_that_was_left_is_set_aside(tmp_path):
+def test_checkpoints_after_the_resumed_step_are_marked_superseded(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
 

@@ -10,13 +10,13 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.errors import CheckpointError, ConfigError
 
 
-def test_an_empty_or_missing_folder_is_free(tmp_path):
+def test_an_empty_or_missing_folder_can_be_used(tmp_path):
     RunFolder(tmp_path).check(resume=False, overwrite=False)
     RunFolder(tmp_path / "a" / "b").check(resume=False, overwrite=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_holds_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
+def test_a_folder_of_another_run_is_refused_without_resume_or_overwrite(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     RunFolder(tmp_path).say("running")
     with pytest.raises(ConfigError, match=r"holds a run already \(status.json, metrics.jsonl\)"):
@@ -33,7 +33,7 @@ def test_a_folder_that_holds_another_run_is_refused_unless_resumed_or_overwritte
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
-def test_files_that_no_run_has_written_are_never_replaced(tmp_path, name, how):
+def test_files_not_written_by_a_run_are_never_replaced(tmp_path, name, how):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError) as caught:
@@ -41,7 +41,7 @@ def test_files_that_no_run_has_written_are_never_replaced(tmp_path, name, how):
     assert f"holds no run, but files that this one would replace ({name})" in str(caught.value)
 
 
-def test_a_folder_with_files_of_the_users_own_is_free(tmp_path):
+def test_a_folder_with_the_users_own_files_can_be_used(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     names = ("notes.txt", "model-old.safetensors", "train.py", "checkpoints/mine.txt")
     for name in names:
@@ -52,7 +52,7 @@ def test_a_folder_with_files_of_the_users_own_is_free(tmp_path):
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
 
-def test_checkpoints_that_were_moved_to_another_folder_are_a_run(tmp_path):
+def test_a_folder_with_moved_checkpoints_counts_as_a_run(tmp_path):
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
     RunFolder(tmp_path).check(resume=True, overwrite=False)
@@ -60,7 +60,7 @@ def test_checkpoints_that_were_moved_to_another_folder_are_a_run(tmp_path):
         RunFolder(tmp_path).check(resume=False, overwrite=False)
 
 
-def test_a_name_that_was_made_up_and_is_too_long_is_refused(tmp_path):
+def test_a_default_folder_name_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has too long a name; give an --output_dir"):
         RunFolder(tmp_path / ("a" * 300)).check(resume=False, overwrite=False)
 
@@ -71,7 +71,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         RunFolder(tmp_path / "file").check(resume=False, overwrite=False)
 
 
-def test_overwriting_removes_what_a_run_has_written_and_nothing_else(tmp_path):
+def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
     run = RunFolder(tmp_path)
     written = (
         "metrics.jsonl", ".metrics.jsonl.12.tmp", "tensorboard/events.out.tfevents.1.host.2.0",
@@ -96,7 +96,7 @@ def test_overwriting_removes_what_a_run_has_written_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "running"
 
 
-def test_overwriting_removes_nothing_through_a_link(tmp_path):
+def test_overwriting_does_not_follow_links(tmp_path):
     run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
     (elsewhere / "step_00000001").mkdir(parents=True)
     run.path.mkdir()
@@ -132,12 +132,12 @@ def finished(tmp_path) -> RunFolder:
         "linked/checkpoints/step_00000001", "run/../run/model.safetensors", "text.txt",
     ],
 )  # fmt: skip
-def test_what_a_run_would_replace_is_no_input_of_it_not_through_links_either(finished, source):
+def test_an_input_that_the_run_would_overwrite_is_refused_also_by_link(finished, source):
     assert finished.endangers(finished.path.parent / source)
     assert RunFolder(finished.path.parent / "linked").endangers(finished.path.parent / source)
 
 
-def test_what_lies_beside_the_files_of_a_run_is_safe_from_it(tmp_path):
+def test_inputs_beside_the_files_of_a_run_are_accepted(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.say("finished")
@@ -146,7 +146,7 @@ def test_what_lies_beside_the_files_of_a_run_is_safe_from_it(tmp_path):
     assert not any(run.endangers(path) for path in (tmp_path, tmp_path / "link.txt"))
 
 
-def test_an_input_with_a_link_to_itself_is_looked_at_like_any_other(tmp_path):
+def test_an_input_with_a_link_to_itself_is_checked_like_any_other(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "loop").symlink_to("loop")
     assert not RunFolder(tmp_path / "run").endangers(tmp_path / "data")
@@ -176,7 +176,7 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path):
     RunFolder(tmp_path / "run").lock()
 
 
-def test_status_says_what_happened_and_why(tmp_path):
+def test_the_status_file_records_the_state_and_its_reason(tmp_path):
     run = RunFolder(tmp_path)
     run.say("preempted", reason="SIGTERM", step=12)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -191,5 +191,5 @@ def test_every_changed_setting_is_listed_in_one_error():
     assert "--change_on_resume" in str(caught.value)
 
 
-def test_a_change_that_is_allowed_is_no_error():
+def test_an_allowed_change_of_a_setting_is_accepted():
     check_unchanged({"seed": 1}, {"seed": 2}, allowed=("seed",))

@@ -112,7 +112,7 @@ def join() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
+def test_a_checkpoint_loads_bit_for_bit_under_another_world_size(tmp_path):
     total = sum(t.nbytes for t in split_state(every_kind(1).state)[0].values())
     largest = 4000  # bytes of the tensor that cannot be split
     folders = [tmp_path / str(ranks) for ranks in (1, 2, 4)]
@@ -130,7 +130,7 @@ def test_what_any_number_of_ranks_writes_any_number_reads_bit_for_bit(tmp_path):
     assert values(run_ranks(read_on_ranks, 2, folders)) == [[True] * 3] * 2
 
 
-def test_large_tensors_are_shared_out_evenly_and_spread_over_files(monkeypatch):
+def test_large_tensors_are_spread_evenly_over_ranks_and_files(monkeypatch):
     monkeypatch.setattr(snapshot, "_FILE_BYTES", 4000)
     part = Part({f"layer.{i}": torch.full((1000 + i,), float(i)) for i in range(40)})
     state, _ = split_state({"part": part.state})
@@ -171,9 +171,7 @@ class Held:
         monkeypatch.setattr(Saver, "_check_finite", wait_and_check)
 
 
-def test_training_goes_on_and_changes_its_tensors_while_a_checkpoint_is_written(
-    tmp_path, monkeypatch
-):
+def test_training_may_change_tensors_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     held = Held(monkeypatch)
     part = filled(1.0)
     saver = saver_of(tmp_path, part, async_checkpoint=True)
@@ -233,7 +231,7 @@ def no_pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("call", range(4))  # twice the tensors, state.json, the manifest
-def test_a_save_that_fails_once_is_tried_again(tmp_path, monkeypatch, caplog, no_pauses, call):
+def test_a_failed_save_is_retried(tmp_path, monkeypatch, caplog, no_pauses, call):
     monkeypatch.setattr(os, "fsync", FailsAt(call))
     saver_of(tmp_path, filled(1.0)).save(step=1, eval_loss=None)
 
@@ -243,7 +241,7 @@ def test_a_save_that_fails_once_is_tried_again(tmp_path, monkeypatch, caplog, no
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_failed_save_is_reported_and_training_goes_on(
+def test_a_failed_save_is_reported_and_training_continues(
     tmp_path, monkeypatch, caplog, no_pauses, background
 ):
     save(tmp_path, 1)
@@ -316,7 +314,7 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
     assert os.listdir(tmp_path) == ["step_00000001"]
 
 
-def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_only_after_the_new_one_is_valid(tmp_path, monkeypatch):
     save(tmp_path, 1)
     there = []
     rmtree = shutil.rmtree
@@ -334,7 +332,7 @@ def test_old_checkpoints_go_only_once_the_new_one_is_valid(tmp_path, monkeypatch
     assert steps(tmp_path) == [3]
 
 
-def test_a_save_clears_what_others_left_behind_and_nothing_of_the_users(tmp_path):
+def test_a_save_removes_leftovers_of_other_saves_but_no_files_of_the_user(tmp_path):
     for name in (".step_00000001.tmp", ".mine.tmp", "mine"):
         (tmp_path / name).mkdir()
     save(tmp_path, 2)
@@ -342,7 +340,7 @@ def test_a_save_clears_what_others_left_behind_and_nothing_of_the_users(tmp_path
     assert left == [".mine.tmp", "mine", "step_00000002"]
 
 
-def test_the_best_is_kept_and_its_link_moves_by_a_rename(tmp_path, monkeypatch):
+def test_the_best_is_kept_and_its_link_is_replaced_atomically(tmp_path, monkeypatch):
     targets = []
     replace = Path.replace
 
@@ -362,9 +360,7 @@ def test_the_best_is_kept_and_its_link_moves_by_a_rename(tmp_path, monkeypatch):
     assert targets[1:] == [(True, "step_00000002")] * 3
 
 
-def test_all_is_on_the_disk_before_it_has_its_name_and_so_is_the_name_thereafter(
-    tmp_path, monkeypatch
-):
+def test_files_are_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     synced = []
     fsync, rename = os.fsync, Path.rename
 
@@ -466,7 +462,7 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("step", [4, 3])
-def test_killed_at_any_moment_of_a_save_no_partial_state_counts_and_none_is_lost(tmp_path, step):
+def test_a_kill_during_a_save_never_leaves_a_partial_or_lost_checkpoint(tmp_path, step):
     # Step 4 is a new one, upon which step 1 is removed; step 3 is saved a second time.
     [(moments, wrong)] = values(run_ranks(kill_at_every_moment, 1, tmp_path, step))
     assert wrong == []
@@ -523,7 +519,7 @@ def refuse_on_one_rank(folder: Path) -> list[str]:
     return said
 
 
-def test_what_one_rank_cannot_write_all_ranks_report_and_survive(tmp_path):
+def test_a_write_error_of_one_rank_is_reported_by_all_and_survived(tmp_path):
     both = values(run_ranks(refuse_on_one_rank, 2, tmp_path))
 
     for said in both:
@@ -565,7 +561,7 @@ def lose_a_rank(folder: Path) -> str:
     return "saved"
 
 
-def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoint(tmp_path):
+def test_a_rank_that_dies_during_a_save_leaves_the_older_checkpoint(tmp_path):
     save(tmp_path, 1)
 
     outcomes = run_ranks(lose_a_rank, 2, tmp_path, timeout=60)

@@ -40,7 +40,7 @@ def test_aurora_one_process_for_each_tile(submission, pbs_hosts):
     assert "torchrun" not in done.stdout
 
 
-def test_a_chain_of_jobs_goes_on_until_the_training_is_finished(submission, pbs_hosts):
+def test_a_chain_of_jobs_continues_until_training_has_finished(submission, pbs_hosts):
     script = submission.fill_in("pbs/chain.pbs", run="chain", checkpointing_steps=None)
     text = script.read_text()
     assert "--exit_after 165" in (

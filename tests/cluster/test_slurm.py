@@ -62,7 +62,7 @@ def test_gpt2_small_in_both_modes(slurm, submission, mode):
     assert ("consensus_distance: " in text) == (mode != "")
 
 
-def test_layers_and_stages_whose_sizes_come_from_outside(slurm, submission):
+def test_parallel_sizes_can_come_from_the_environment(slurm, submission):
     script = submission.fill_in(
         "slurm/tensor_pipeline.sh", run="stages", max_train_steps=20, gradient_accumulation_steps=2
     )
@@ -81,7 +81,7 @@ def test_one_task_for_each_gpu_without_torchrun(slurm, submission):
     assert "module load rocm rccl-net-plugin" in text
 
 
-def test_in_containers_the_image_is_handed_to_pyxis(slurm, submission):
+def test_the_container_image_is_passed_to_pyxis(slurm, submission):
     script = submission.fill_in("slurm/container.sh", run="container", max_train_steps=20)
     # The image's PATH and packages, and an srun with pyxis before the plain one.
     setting = f"source {submission.folder}/venv/bin/activate\nPATH={HERE}/pyxis:$PATH\n"
@@ -101,9 +101,7 @@ def test_an_array_trains_one_run_for_each_value(slurm, submission):
         assert run.metrics[-2]["learning_rate"] == float(rate)
 
 
-def test_a_job_that_is_signalled_before_its_limit_requeues_and_ends_with_the_same_weights(
-    slurm, submission
-):
+def test_a_job_signalled_before_its_limit_requeues_to_the_same_weights(slurm, submission):
     if submission.status("straight") != "finished":
         job = slurm.submit(submission.fill_in("slurm/multi_node.sh", run="straight"), *TWO_NODES)
         assert slurm.wait(job) == "COMPLETED"
@@ -143,7 +141,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_requeue(slurm, submission):
     assert slurm.restarts(job) == 0
 
 
-def test_a_job_at_its_time_limit_saves_in_the_seconds_that_are_left(slurm, submission):
+def test_a_job_at_its_time_limit_saves_in_the_remaining_seconds(slurm, submission):
     script = submission.fill_in("slurm/single_node.sh", run="late", max_train_steps=100_000)
     job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=1")
     assert slurm.wait(job) == "TIMEOUT", log(submission, job)
@@ -182,7 +180,7 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     assert log(submission, job) == "Fill in __ALLOCATION__ __VENV__ at the top of this script.\n"
 
 
-def test_a_python_of_the_batch_script_is_alone_and_those_of_a_step_are_ranks(slurm, submission):
+def test_python_in_a_batch_script_is_one_process_and_in_a_step_a_rank(slurm, submission):
     ask = "from llm.runtime.world import world_from_environment as w; print(w())"
     script = submission.folder / "ranks.sh"
     script.write_text(

@@ -36,7 +36,7 @@ def read(*argv: str) -> Settings:
     return parse(Settings, argv, prog="program", description="A program.")
 
 
-def test_defaults_hold_when_nothing_is_given():
+def test_defaults_apply_when_nothing_is_given():
     assert read() == Settings()
 
 
@@ -65,7 +65,7 @@ def test_a_switch_can_be_turned_on_and_off_under_each_of_its_names():
 
 
 @pytest.mark.parametrize("flag", ["--stop", "--halt"])
-def test_a_former_name_is_read_as_a_flag_and_its_opposite(flag):
+def test_a_former_name_is_read_as_a_flag_and_as_its_negation(flag):
     assert read(flag).halt is True
     assert read(flag, flag.replace("--", "--no-")).halt is False
     assert read("--top", "3").limit == read("--top=3").limit == read("--limit", "3").limit == 3
@@ -124,14 +124,14 @@ def test_saved_values_are_read_by_their_present_names():
     assert with_present_names(Settings, {"top": 3, "limit": 4}) == {"limit": 4}
 
 
-def test_an_option_that_takes_a_path_or_nothing_stands_alone_or_with_its_path():
+def test_an_option_with_an_optional_path_may_stand_alone():
     assert read("--resume").resume is True
     assert read("--resume", "runs/a").resume == "runs/a"
     assert read("--resume", "runs/a", "--no_resume").resume is False
     assert read().resume is False
 
 
-def test_a_number_or_a_word_is_read_as_what_it_is():
+def test_an_option_of_two_types_reads_a_number_or_a_word():
     assert read("--save_every", "100").save_every == 100
     assert read("--save_every", "epoch").save_every == "epoch"
 
@@ -188,7 +188,7 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_is_expected(tmp_path, tex
         assert word in str(caught.value)
 
 
-def test_what_is_written_as_toml_reads_back_as_the_same_settings(tmp_path: Path):
+def test_settings_written_as_toml_read_back_the_same(tmp_path: Path):
     name = 'a "quoted" \\ name\n\x7f of a \N{FOX FACE}'
     settings = Settings(name=name, betas=(0.5,), save_every="epoch", resume=True)
     file = tmp_path / "run.toml"
@@ -196,7 +196,7 @@ def test_what_is_written_as_toml_reads_back_as_the_same_settings(tmp_path: Path)
     assert read("--config", str(file)) == settings
 
 
-def test_an_order_for_one_start_is_not_recorded_and_the_page_says_so():
+def test_an_option_for_one_start_is_not_recorded_and_the_page_says_so():
     assert "remove" not in to_toml(Settings(remove=True))
     assert "| `remove` | `false` | Remove. *Not recorded.* |" in to_markdown(Settings)
 
@@ -240,7 +240,7 @@ def test_the_markdown_page_has_a_row_for_every_option():
     assert "| `limit` |  | Limit. Formerly `top`, which is still read. |" in page
 
 
-def test_an_option_without_what_it_requires_is_refused_in_a_sentence():
+def test_an_option_without_the_option_it_requires_is_refused():
     without = "--corners needs --shape square or --name; give that too, or leave it out."
     assert lacking(Settings(corners=5)) == [without]
     assert lacking(Settings(corners=5, shape="square")) == []
@@ -248,7 +248,7 @@ def test_an_option_without_what_it_requires_is_refused_in_a_sentence():
     assert lacking(Settings()) == lacking(Settings(corners=4)) == []
 
 
-def test_the_markdown_page_says_what_an_option_requires_unless_its_help_does():
+def test_the_markdown_page_names_required_options_unless_the_help_does():
     page = to_markdown(Settings)
     assert "| Corners. Needs `shape square` or `name`. *Fixed on resume.* |" in page
     told = dataclasses.make_dataclass(
@@ -261,7 +261,7 @@ def test_the_markdown_page_says_what_an_option_requires_unless_its_help_does():
     assert "| Level of what is on. |" in to_markdown(told)
 
 
-def test_the_name_of_one_option_can_be_left_out():
+def test_the_flag_of_the_positional_option_can_be_left_out():
     def named(*argv: str) -> str | None:
         return parse(Settings, argv, prog="program", description="", positional="name").name
 

@@ -40,14 +40,14 @@ def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **optio
         ({"global_batch_size": 8, "world_size": 4}, 8, 4, 30),
     ],
 )
-def test_steps_samples_and_batch_follow_from_the_options(changes, batch, steps, samples):
+def test_steps_samples_and_batch_size_follow_from_the_options(changes, batch, steps, samples):
     made = plan(**changes)
     assert made.global_batch_size == batch
     assert made.total_steps == steps
     assert made.total_samples == samples
 
 
-def test_a_global_batch_that_cannot_be_shared_out_is_refused():
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"--global_batch_size 10 .* times 2 ranks = 4"):
         plan(global_batch_size=10, world_size=2)
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_its_global_batch():
         plan_batches(options, num_windows=10, world_size=1, global_batch_size=5)
 
 
-def test_an_epoch_ends_with_the_step_that_uses_up_its_samples():
+def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
     made = plan(num_windows=10, per_device_train_batch_size=4, num_train_epochs=2)
     # 20 samples: steps end at 4, 8, 12 (past 10), 16, 20.
     assert [made.ends_epoch(step) for step in range(1, 6)] == [False, False, True, False, True]
@@ -89,7 +89,9 @@ def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, 
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 3)]
 )
-def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, micro_batch_size):
+def test_a_step_has_the_same_samples_for_any_world_size_and_accumulation(
+    world_size, micro_batch_size
+):
     made = plan(
         max_train_samples=70,
         global_batch_size=24,
@@ -103,7 +105,7 @@ def test_a_step_has_the_same_samples_for_any_ranks_and_accumulation(world_size, 
     assert order.tolist() == [*range(48, 70), -1, -1]
 
 
-def test_two_ranks_take_turns_by_micro_batch():
+def test_two_ranks_read_alternating_micro_batches():
     made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
     assert made.rank_samples(0, 0).tolist() == [[0, 1], [4, 5]]
     assert made.rank_samples(0, 1).tolist() == [[2, 3], [6, 7]]

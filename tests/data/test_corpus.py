@@ -18,7 +18,7 @@ def stream(folder, *, start, stop, num_tokens=20):
     return TokenStream(token_file(folder, rows=num_tokens), start=start, stop=stop)
 
 
-def test_windows_are_read_from_a_ring(tmp_path):
+def test_windows_wrap_around_the_end_of_the_stream(tmp_path):
     ring = stream(tmp_path, start=10, stop=15)
 
     windows = ring.windows(np.array([0, 3, 2, 4, 8]), 3)
@@ -33,7 +33,7 @@ def test_windows_are_read_from_a_ring(tmp_path):
     assert windows.dtype == np.uint16
 
 
-def test_windows_may_go_around_more_than_once(tmp_path):
+def test_windows_may_wrap_around_more_than_once(tmp_path):
     ring = stream(tmp_path, start=10, stop=13)
 
     assert ring.windows(np.array([1]), 7).tolist() == [[11, 12, 10, 11, 12, 10, 11]]
@@ -48,7 +48,7 @@ def test_windows_equal_positions_modulo_the_length(tmp_path):
         assert (ring.windows(starts, length) == expected).all()
 
 
-def test_no_windows_are_an_empty_array(tmp_path):
+def test_zero_windows_give_an_empty_array(tmp_path):
     assert stream(tmp_path, start=0, stop=5).windows(np.array([], dtype=int), 3).shape == (0, 3)
 
 

@@ -59,7 +59,7 @@ def check(found, lists):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("end", [(0,), ()])
-def test_ids_are_those_of_the_tokenizers_library_with_an_end_after_each_text(fast, threads, end):
+def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads, end):
     made = make(fast=fast, threads=threads, end_token=end[0] if end else None)
 
     assert isinstance(made, FastEncoder if fast else ReferenceEncoder)
@@ -69,14 +69,14 @@ def test_ids_are_those_of_the_tokenizers_library_with_an_end_after_each_text(fas
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_long_and_short_texts_go_different_ways_to_the_same_ids(monkeypatch, many):
+def test_long_and_short_texts_take_different_paths_to_the_same_ids(monkeypatch, many):
     monkeypatch.setattr(encoder, "_FEW_TEXTS", 0 if many else 10**9)
 
     check(make().encode(TEXTS), expected(TEXTS))
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_forked_process_encodes_though_the_first_has_used_threads(fast):
+def test_a_forked_process_encodes_after_its_parent_used_threads(fast):
     """Those of the first do not survive the fork; to wait for them is to wait for ever."""
     texts = TEXTS * (3000 if fast else 300)  # of less, the fast library makes one thread's work
     made = make(fast=fast, threads=2)
@@ -114,7 +114,7 @@ def test_ids_are_those_of_a_tokenizer_that_splits_as_gpt2_does():
     check(make().encode(TEXTS), expected(TEXTS))
 
 
-def test_a_slow_tokenizer_encodes_too_with_a_note_on_its_cost(caplog):
+def test_a_slow_tokenizer_encodes_and_the_log_notes_its_cost(caplog):
     check(make(byte_tokenizer()).encode(["ab", "", "c"]), [[98, 99, 0], [], [100, 0]])
 
     assert "the tokenizer is a slow one, in Python" in caplog.text
@@ -144,7 +144,7 @@ def test_the_name_of_a_special_token_is_text(kind):
 
 
 @pytest.mark.parametrize("kind", ["fast", "reference"])
-def test_the_name_of_a_special_token_is_that_token_if_it_may_be(kind):
+def test_the_name_of_a_special_token_is_that_token_where_allowed(kind):
     tokenizer, made = special(kind, allow=True)
     text = f"a{tokenizer.eos_token}{tokenizer.eos_token} b"
 
@@ -173,7 +173,7 @@ def tokenizer_of_words() -> TextTokenizer:
     )
 
 
-def test_a_tokenizer_that_the_fast_library_does_not_read_goes_the_slow_way_with_a_note(caplog):
+def test_a_tokenizer_that_the_fast_library_cannot_read_encodes_slowly(caplog):
     caplog.set_level(logging.INFO, "llm.data")
 
     made = make(tokenizer_of_words(), end_token=None)
@@ -182,7 +182,7 @@ def test_a_tokenizer_that_the_fast_library_does_not_read_goes_the_slow_way_with_
     assert "encoding with the tokenizers library, which is slower" in caplog.text
 
 
-def test_a_missing_library_goes_the_slow_way_with_the_pip_line(monkeypatch, caplog):
+def test_without_the_library_the_slow_path_is_used_and_pip_is_suggested(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
 
@@ -228,7 +228,7 @@ def panics(ids):
         (panics, r"gigatoken failed (called `Option::unwrap()` on a `None` value); encoding with"),
     ],
 )
-def test_a_library_that_is_wrong_from_the_start_is_not_used(monkeypatch, caplog, encode, note):
+def test_a_library_with_wrong_ids_from_the_start_is_not_used(monkeypatch, caplog, encode, note):
     caplog.set_level(logging.INFO, "llm.data")
     replace_library(monkeypatch, encode)
 
@@ -247,7 +247,7 @@ def test_a_library_that_panics_over_the_tokenizer_is_not_used(monkeypatch, caplo
 
 
 @pytest.mark.parametrize(("encode", "note"), [(wrong, "gives other ids"), (panics, "failed")])
-def test_a_library_that_turns_out_wrong_later_is_found_out(monkeypatch, encode, note):
+def test_a_library_with_wrong_ids_later_on_is_detected(monkeypatch, encode, note):
     broken = []
     replace_library(monkeypatch, lambda ids: encode(ids) if broken else ids)
     made = make()
@@ -263,7 +263,7 @@ def test_a_library_that_turns_out_wrong_later_is_found_out(monkeypatch, encode, 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interruption_is_not_taken_for_a_fault_of_the_library(monkeypatch, error):
+def test_an_interruption_does_not_count_as_a_library_error(monkeypatch, error):
     started = []
 
     def interrupted(ids):

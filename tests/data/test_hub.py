@@ -54,7 +54,7 @@ def test_a_folder_of_files_has_splits_whose_records_are_documents(folder, stream
     assert not found["train"].one_document
 
 
-def test_a_saved_data_set_is_read_and_its_configuration_not_asked_for(folder, tmp_path):
+def test_a_saved_data_set_is_read_and_its_configuration_ignored(folder, tmp_path):
     datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
 
     found = splits(tmp_path / "saved", "wikitext-2-raw-v1")
@@ -71,7 +71,7 @@ def test_a_saved_single_split_is_the_training_text(folder, tmp_path):
     assert not found["validation"].exists()
 
 
-def test_a_saved_data_set_is_read_from_the_disk_though_streaming_is_asked_for(folder, tmp_path):
+def test_a_saved_data_set_is_read_from_disk_despite_streaming(folder, tmp_path):
     datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
 
     (part,) = splits(tmp_path / "saved", streaming=True)["train"].split(1)
@@ -79,7 +79,7 @@ def test_a_saved_data_set_is_read_from_the_disk_though_streaming_is_asked_for(fo
     assert texts_of(part) == ["one", "", "two"]
 
 
-def test_a_folder_without_configurations_stands_in_for_one_that_has(folder, caplog):
+def test_a_local_folder_without_configurations_ignores_the_name_of_one(folder, caplog):
     found = splits(folder, "wikitext-2-raw-v1")
 
     assert len(texts_of(found["train"])) == 3
@@ -93,7 +93,7 @@ def test_a_configuration_may_be_a_folder_of_its_own(folder, tmp_path):
     assert len(texts_of(splits(tmp_path / "set", "small")["train"])) == 3
 
 
-def test_a_missing_configuration_is_refused_with_a_list_of_those_there_are(tmp_path):
+def test_a_missing_configuration_is_refused_with_a_list_of_the_others(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "train.txt", "x\n")
@@ -105,7 +105,7 @@ def test_a_missing_configuration_is_refused_with_a_list_of_those_there_are(tmp_p
             splits(tmp_path, config)["train"].exists()
 
 
-def test_a_data_set_without_a_train_split_is_refused_with_a_list_of_its_splits(tmp_path):
+def test_a_data_set_without_a_train_split_is_refused_with_its_splits(tmp_path):
     write(tmp_path / "test.jsonl", '{"text": "x"}\n')
 
     for streaming in (False, True):
@@ -120,7 +120,7 @@ def test_a_missing_column_of_a_data_set_is_refused_with_a_list(folder, streaming
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_without_text_gives_its_only_column_of_strings(tmp_path, streaming):
+def test_a_data_set_without_a_text_column_gives_its_only_string_column(tmp_path, streaming):
     write(tmp_path / "train.jsonl", '{"id": 1, "body": "one"}\n')
     write(tmp_path / "validation.jsonl", '{"id": 2, "body": "two"}\n')
     assert texts_of(splits(tmp_path, streaming=streaming)["train"]) == ["one"]
@@ -141,7 +141,7 @@ def test_a_broken_or_empty_folder_is_refused_in_one_sentence(tmp_path):
         texts_of(splits(tmp_path, streaming=True)["train"])
 
 
-def test_a_name_that_the_hub_does_not_answer_to_is_refused_with_the_way_out(monkeypatch):
+def test_a_name_that_the_hub_does_not_know_is_refused_with_a_remedy(monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'wikitext' on the Hub\nand more")
 
@@ -155,7 +155,7 @@ def test_a_name_that_the_hub_does_not_answer_to_is_refused_with_the_way_out(monk
         splits("wikitext", "wikitext-2-raw-v1")["train"].exists()
 
 
-def test_a_stream_that_breaks_off_is_one_sentence(monkeypatch):
+def test_a_stream_that_breaks_off_is_reported_in_one_sentence(monkeypatch):
     def rows():
         yield {"text": "one"}
         raise ConnectionError("the network is gone")
@@ -177,7 +177,7 @@ def test_a_path_without_a_folder_does_not_ask_the_hub(tmp_path):
         splits(tmp_path / "a.txt")
 
 
-def test_a_data_set_is_told_without_the_library(folder, monkeypatch):
+def test_the_identity_of_a_data_set_needs_no_library(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it now fails
 
     before = splits(folder)["train"].identity()
@@ -190,7 +190,7 @@ def test_a_data_set_is_told_without_the_library(folder, monkeypatch):
     assert splits(folder)["train"].identity() != before
 
 
-def test_a_data_set_is_told_by_the_time_of_its_files_too(folder):
+def test_the_identity_of_a_data_set_includes_the_times_of_its_files(folder):
     found = splits(folder)["train"]
     before = found.identity()
     check_unchanged([found])
@@ -211,7 +211,7 @@ def test_a_broken_link_in_a_folder_is_refused(folder):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 10, 100])
-def test_the_parts_of_a_data_set_are_its_rows_in_their_order(shards, monkeypatch, rows):
+def test_the_chunks_of_a_data_set_are_its_rows_in_order(shards, monkeypatch, rows):
     monkeypatch.setattr("llm.data.text.hub._CHUNK_ROWS", rows)
 
     parts = splits(shards)["train"].split(1)
@@ -220,7 +220,7 @@ def test_the_parts_of_a_data_set_are_its_rows_in_their_order(shards, monkeypatch
     assert [text for part in parts for text in texts_of(part)] == SHARD_TEXTS
 
 
-def test_the_parts_of_a_stream_are_its_files_in_their_order(shards):
+def test_the_chunks_of_a_stream_are_its_files_in_order(shards):
     parts = splits(shards, streaming=True)["train"].split(1)
 
     assert [texts_of(part) for part in parts] == [SHARD_TEXTS[i : i + 10] for i in (0, 10, 20)]
@@ -244,7 +244,7 @@ def test_a_wrong_row_of_a_stream_is_named_with_its_shard(shards):
         texts_of(parts[2])
 
 
-def test_the_progress_bars_of_the_library_are_given_back(folder):
+def test_the_progress_bars_of_the_library_are_restored(folder):
     datasets.enable_progress_bars()
 
     splits(folder)["train"].exists()

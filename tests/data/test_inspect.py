@@ -78,7 +78,7 @@ def test_a_pair_is_described_and_its_first_documents_shown(tmp_path, capsys):
     ]
 
 
-def test_documents_without_a_common_last_token_are_said_to_be_so(tmp_path, capsys):
+def test_documents_that_end_with_different_tokens_are_reported(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [[5, 6], [], [8, 7]])
 
     lines = shown(capsys, prefix)
@@ -131,7 +131,7 @@ def test_the_sidecar_names_the_tokenizer_and_its_text_is_shown(tmp_path, capsys)
     assert lines[-1] == "'dog<|endoftext|>'"
 
 
-def test_another_tokenizer_than_the_one_that_made_the_file_is_remarked_on(tmp_path, capsys):
+def test_a_tokenizer_other_than_the_files_own_gets_a_warning(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [[1, 0]])
     folder = save_tiny_tokenizer(tmp_path / "tokenizer")
     described(prefix, tokenizer=folder, tokenizer_fingerprint="0123456789abcdef")
@@ -139,7 +139,7 @@ def test_another_tokenizer_than_the_one_that_made_the_file_is_remarked_on(tmp_pa
     assert "were made with (0123456789abcdef): the text may be wrong." in shown(capsys, prefix)[-1]
 
 
-def test_a_vocabulary_and_merges_that_made_the_file_show_its_text(tmp_path, capsys):
+def test_a_vocabulary_and_merges_pair_decodes_the_file(tmp_path, capsys):
     tokenizer = tiny_tokenizer().backend_tokenizer
     vocab_file, merges_file = tokenizer.model.save(str(tmp_path))
     prefix = write_pair(tmp_path / "text", [tokenizer.encode("the fox").ids])
@@ -152,7 +152,7 @@ def test_a_vocabulary_and_merges_that_made_the_file_show_its_text(tmp_path, caps
     assert shown(capsys, prefix)[-1] == remark
 
 
-def test_a_tokenizer_folder_with_a_comma_in_its_name_is_no_pair(tmp_path, capsys):
+def test_a_folder_with_a_comma_is_no_vocabulary_and_merges_pair(tmp_path, capsys):
     folder = save_tiny_tokenizer(tmp_path / "first, second")
     tokenizer = tiny_tokenizer()
     prefix = write_pair(tmp_path / "text", [tokenizer("the fox")["input_ids"]])
@@ -161,7 +161,7 @@ def test_a_tokenizer_folder_with_a_comma_in_its_name_is_no_pair(tmp_path, capsys
     assert shown(capsys, prefix)[-1] == "'the fox'"
 
 
-def test_a_tokenizer_that_is_gone_leaves_the_ids(tmp_path, capsys):
+def test_ids_are_shown_if_the_tokenizer_is_missing(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [[1, 0]])
     described(prefix, tokenizer=f"{tmp_path}/gone.json", tokenizer_fingerprint="0")
 
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_is_gone_leaves_the_ids(tmp_path, capsys):
     assert lines[-1].startswith("Not shown as text: ")
 
 
-def test_a_tokenizer_can_be_named_and_ids_beyond_it_stay_numbers(tmp_path, capsys):
+def test_ids_beyond_a_named_tokenizer_are_shown_as_numbers(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [tiny_tokenizer().encode("dog"), [400]])
     folder = save_tiny_tokenizer(tmp_path / "tokenizer")
 
@@ -181,7 +181,7 @@ def test_a_tokenizer_can_be_named_and_ids_beyond_it_stay_numbers(tmp_path, capsy
     assert lines[-2:] == ["400", "(ids beyond the tokenizer's 300)"]
 
 
-def test_verify_says_that_all_is_well_or_what_is_not(tmp_path, capsys):
+def test_verify_reports_success_or_each_fault(tmp_path, capsys):
     prefix = write_pair(tmp_path / "text", [[5, 6, 0], [5, 0]])
     assert shown(capsys, "--verify", prefix) == ["all checks passed"]
 
@@ -223,7 +223,7 @@ def test_the_path_needs_no_option_before_it(tmp_path, capsys, argv):
         (["text", "--vocab_file", "vocab.json"], "--vocab_file is given without --merges_file"),
     ],
 )
-def test_what_cannot_be_shown_is_one_sentence_and_exit_code_2(
+def test_unreadable_files_end_with_one_sentence_and_exit_code_2(
     tmp_path, monkeypatch, capsys, argv, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -253,7 +253,7 @@ def test_help_loads_no_library(tmp_path):
     assert done.stderr.strip() == "set()"
 
 
-def test_a_reader_that_leaves_early_ends_the_program_without_a_word(tmp_path):
+def test_a_closed_output_pipe_ends_the_program_silently(tmp_path):
     prefix = write_pair(tmp_path / "text", [[5] * 50_000])
     command = f"{sys.executable} -m llm.data.inspect {prefix} --tokens 50000 | head -n 1"
 

@@ -36,7 +36,7 @@ def test_lines_may_end_as_on_windows_and_blank_ones_hold_no_record(tmp_path):
     assert texts_of(source(path)) == ["one", "two"]
 
 
-def test_what_only_pythons_parser_reads_is_read_too(tmp_path):
+def test_json_that_only_pythons_parser_reads_is_read(tmp_path):
     lines = [
         '{"text": "one", "score": NaN}',
         '{"score": -Infinity, "text": "two"}',
@@ -48,7 +48,7 @@ def test_what_only_pythons_parser_reads_is_read_too(tmp_path):
     assert texts_of(source(path)) == ["one", "two", "\U0001f600", "three"]
 
 
-def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path):
+def test_the_last_of_two_equal_keys_counts(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one", "text": "two"}\n')
 
     assert texts_of(source(path)) == ["two"]
@@ -56,7 +56,7 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 17, 40, 1000])
 @pytest.mark.parametrize("block", [3, 25, 1000])
-def test_records_are_the_same_in_any_parts_and_blocks(tmp_path, monkeypatch, num_bytes, block):
+def test_records_do_not_depend_on_chunk_and_block_sizes(tmp_path, monkeypatch, num_bytes, block):
     monkeypatch.setattr(blocks, "_BLOCK", block)
     texts = ["one", "", "thr\u00e9e\n", "four" * 20]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
@@ -82,7 +82,7 @@ def test_records_are_the_same_in_any_parts_and_blocks(tmp_path, monkeypatch, num
         (b'{"text": "\xe9"}', "byte 11 of the line is not UTF-8"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_line_of_the_file(tmp_path, num_bytes, line, message):
+def test_an_error_names_the_line_of_the_file(tmp_path, num_bytes, line, message):
     raw = line if isinstance(line, bytes) else line.encode()
     path = write(
         tmp_path / "a.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n' + raw + b'\n{"text": "c"}'
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said_with_the_line_of_the_file(tmp_path, num_bytes, li
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 60, 1000])
-def test_all_parts_of_a_file_take_the_only_column_of_text(tmp_path, num_bytes, caplog):
+def test_all_chunks_of_a_file_use_the_same_only_text_column(tmp_path, num_bytes, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     lines = ['{"id": 1, "body": "one"}', '{"body": "two", "id": 2}'] * 5
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
@@ -121,7 +121,7 @@ def test_a_file_with_two_columns_of_text_is_refused_with_its_keys(tmp_path, name
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_first_record_without_text_does_not_decide_on_the_column_of_all(tmp_path, name):
+def test_a_first_record_without_text_does_not_choose_the_column(tmp_path, name):
     records = ['{"id": "x1"}', '{"id": "x2", "text": "one"}']
     content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"
     path = write(tmp_path / name, content)
@@ -131,7 +131,7 @@ def test_a_first_record_without_text_does_not_decide_on_the_column_of_all(tmp_pa
     assert texts_of(source(path), BadRecordPolicy("skip")) == ["one"]
 
 
-def test_a_part_that_begins_with_another_kind_of_record_does_not_take_another_column(tmp_path):
+def test_a_chunk_that_begins_with_another_kind_of_record_keeps_the_column(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"body": "two"}\n')
 
     for num_bytes in (16, 1000):
@@ -156,7 +156,7 @@ def test_a_file_with_many_odd_lines_is_read_once(tmp_path, monkeypatch, column):
     assert len(opened) <= 2  # for the lines, and for the column of the first record
 
 
-def test_an_array_is_read_however_it_is_laid_out(tmp_path):
+def test_an_array_is_read_in_any_whitespace_layout(tmp_path):
     records = [{"text": "one", "id": 1}, {"id": 2, "text": "two\n"}, {"text": None}]
 
     for name, indent in (("a.json", None), ("b.json", 2)):

@@ -86,7 +86,7 @@ def test_labels_are_the_tokens_that_follow(stream):
         assert torch.equal(labels, (inputs + 1) % 42)
 
 
-def test_samples_are_those_of_the_sampler_in_its_order(stream):
+def test_samples_are_in_the_order_of_the_sampler(stream):
     loader = train_loader(stream)
     sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
 
@@ -109,7 +109,7 @@ def test_the_smaller_last_step_is_filled_with_ignored_labels(stream):
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 8), (2, 1), (2, 4), (4, 2)])
-def test_any_ranks_and_accumulation_read_the_same_samples_in_the_same_order(
+def test_sample_order_does_not_depend_on_world_size_or_accumulation(
     stream, world_size, micro_batch_size
 ):
     expected = list(train_loader(stream).steps(0))
@@ -148,7 +148,7 @@ def test_two_ranks_never_see_the_same_window(stream):
     assert samples[0] | samples[1] == set(range(21))
 
 
-def test_resuming_reads_nothing_of_what_lies_before(stream):
+def test_resuming_reads_no_skipped_data(stream):
     whole = list(train_loader(stream).steps(0))
     stream.read = []
 
@@ -161,7 +161,7 @@ def test_resuming_reads_nothing_of_what_lies_before(stream):
     assert list(train_loader(stream).steps(3)) == []
 
 
-def test_an_error_of_the_thread_is_raised_by_the_iterator(stream):
+def test_an_error_in_the_loader_thread_is_raised_by_the_iterator(stream):
     class Broken(RecordingStream):
         def windows(self, starts, length):
             if len(getattr(self, "read", [])) >= 8:
@@ -177,7 +177,7 @@ def test_an_error_of_the_thread_is_raised_by_the_iterator(stream):
     assert loader_threads() == []
 
 
-def test_closing_early_ends_the_thread_and_reads_little_ahead(stream):
+def test_closing_early_stops_the_thread_and_little_is_prefetched(stream):
     steps = train_loader(stream, samples=8000).steps(0)
 
     next(steps)
@@ -211,7 +211,7 @@ def test_evaluation_predicts_each_token_but_the_first_once(
     assert {tuple(micro.input_ids.shape) for micro in pairs} == {(micro_batch_size, BLOCK_SIZE)}
 
 
-def test_evaluating_twice_gives_the_same(stream):
+def test_evaluating_twice_gives_the_same_batches(stream):
     loader = eval_loader(stream)
 
     first, second = list(loader), list(loader)
@@ -238,7 +238,7 @@ def test_a_validation_text_of_one_token_is_refused(tmp_path):
         eval_loader(make_stream(tmp_path, 1))
 
 
-def test_without_options_a_batch_has_neither_positions_nor_documents(stream):
+def test_by_default_a_batch_has_neither_positions_nor_document_numbers(stream):
     micro = next(train_loader(stream).steps(0)).micro_batches[0]
     evaluated = next(iter(eval_loader(stream)))
 
@@ -246,7 +246,7 @@ def test_without_options_a_batch_has_neither_positions_nor_documents(stream):
     assert evaluated.positions is evaluated.documents is None
 
 
-def test_training_and_evaluation_tell_the_documents_of_a_window_apart(stream):
+def test_training_and_evaluation_batches_number_the_documents_of_a_window(stream):
     """Token 9 ends a document: the window 8 9 10 11 begins another one with its third token."""
     ends = DocumentEnds(9, positions=True, attention=True)
 

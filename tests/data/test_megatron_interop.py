@@ -54,7 +54,7 @@ def random_documents(seed, largest):
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(np.uint16, 65535), (np.int32, 2**31 - 1)])
-def test_both_write_the_same_bytes(megatron, tmp_path, dtype, largest):
+def test_megatron_and_our_writer_write_the_same_bytes(megatron, tmp_path, dtype, largest):
     for documents in (DOCUMENTS, random_documents(1, largest), random_documents(2, largest)):
         write_ours(tmp_path / "ours", documents, dtype)
         write_theirs(megatron, tmp_path / "theirs", documents, dtype)
@@ -81,7 +81,7 @@ def test_megatron_reads_our_files(megatron, tmp_path, dtype, mmap):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("multimodal", [False, True])
-def test_we_read_megatrons_files(megatron, tmp_path, dtype, multimodal):
+def test_our_reader_reads_megatrons_files(megatron, tmp_path, dtype, multimodal):
     prefix = write_theirs(megatron, tmp_path / "text", DOCUMENTS, dtype, multimodal=multimodal)
 
     file = TokenFile(prefix)
@@ -92,7 +92,7 @@ def test_we_read_megatrons_files(megatron, tmp_path, dtype, multimodal):
     assert file.index_faults(sample=False) == []
 
 
-def test_we_read_files_that_megatron_has_merged(megatron, tmp_path):
+def test_our_reader_reads_files_that_megatron_merged(megatron, tmp_path):
     for name in ("one", "two"):
         write_theirs(megatron, tmp_path / name, DOCUMENTS, np.uint16)
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "both.bin"), dtype=np.uint16)
@@ -108,5 +108,5 @@ def test_we_read_files_that_megatron_has_merged(megatron, tmp_path):
 
 
 @pytest.mark.parametrize("vocab_size", [256, 65499, 65500, 65536, 100_000])
-def test_both_choose_the_same_dtype_for_a_vocabulary(megatron, vocab_size):
+def test_megatron_and_our_writer_choose_the_same_dtype(megatron, vocab_size):
     assert token_dtype(vocab_size) == megatron.DType.optimal_dtype(vocab_size)

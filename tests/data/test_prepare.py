@@ -59,7 +59,7 @@ def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("part_bytes", [97, 1000, 1 << 26])
 @pytest.mark.parametrize("library", ["gigatoken", "tokenizers"])
-def test_the_bytes_are_the_same_for_any_workers_parts_and_encoder(
+def test_the_bytes_do_not_depend_on_workers_shards_or_encoder(
     tmp_path, monkeypatch, workers, part_bytes, library
 ):
     monkeypatch.setattr(preparation, "SHARD_BYTES", part_bytes)
@@ -131,7 +131,7 @@ def test_folders_patterns_and_columns_can_be_named(tmp_path):
     ("unit", "documents"),
     [("line", ["the fox", "and", "dog"]), ("paragraph", ["the fox\nand", "dog"])],
 )
-def test_a_text_file_is_cut_into_lines_or_paragraphs(tmp_path, unit, documents):
+def test_a_text_file_is_split_into_lines_or_paragraphs(tmp_path, unit, documents):
     write(tmp_path / "a.txt", "the fox\nand\n\ndog\n")
 
     argv = ["--input", "a.txt", "--text_unit", unit, "--workers", 1]
@@ -140,7 +140,7 @@ def test_a_text_file_is_cut_into_lines_or_paragraphs(tmp_path, unit, documents):
     assert pair("wiki_text_document") == expected_pair(tmp_path / "e", documents)
 
 
-def test_a_text_file_is_one_document_if_nothing_else_is_asked(tmp_path):
+def test_a_text_file_is_one_document_by_default(tmp_path):
     write(tmp_path / "a.txt", "the fox\n\ndog\n")
     write(tmp_path / "b.txt", "the end")
 
@@ -153,7 +153,7 @@ def test_a_text_file_is_one_document_if_nothing_else_is_asked(tmp_path):
     )
 
 
-def test_special_tokens_in_the_text_count_as_such_only_when_asked_for(tmp_path):
+def test_special_tokens_in_the_text_are_text_unless_an_option_allows_them(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(["fox<|endoftext|>dog"]))
     argv = ["--input", "a.jsonl", "--no_append_eod", "--output_prefix"]
 
@@ -166,7 +166,7 @@ def test_special_tokens_in_the_text_count_as_such_only_when_asked_for(tmp_path):
     assert tiny_tokenizer().decode(tokens) == "fox<|endoftext|>dog"
 
 
-def test_what_cannot_be_used_stops_the_work_or_is_counted(tmp_path, monkeypatch, capsys):
+def test_a_bad_record_stops_the_preparation_or_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preparation, "SHARD_BYTES", 60)
     lines = (
         json_lines(["one", "two"])
@@ -202,7 +202,7 @@ def test_each_input_may_have_an_output_of_its_own(tmp_path):
     assert len(names("out")) == 6
 
 
-def test_two_inputs_with_one_name_cannot_have_outputs_of_their_own(tmp_path, capsys):
+def test_two_inputs_of_one_name_cannot_have_an_output_each(tmp_path, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "x.jsonl", json_lines(["one"]))
@@ -250,7 +250,7 @@ def tokenizer_of(num_tokens):
 
 
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
-def test_the_ids_take_two_bytes_up_to_a_vocabulary_of_65499(tmp_path, num_tokens, dtype):
+def test_ids_take_two_bytes_up_to_a_vocabulary_of_65499(tmp_path, num_tokens, dtype):
     write(tmp_path / "a.jsonl", json_lines([f"w{num_tokens - 1} w1"]))
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
 
@@ -262,7 +262,7 @@ def test_the_ids_take_two_bytes_up_to_a_vocabulary_of_65499(tmp_path, num_tokens
     assert read_sidecar(tmp_path / "wiki_text_document").largest_token == num_tokens - 1
 
 
-def test_ids_with_gaps_take_the_bytes_that_the_largest_needs(tmp_path):
+def test_ids_with_gaps_take_the_bytes_of_the_largest_id(tmp_path):
     backend = Tokenizer(models.WordLevel({"the": 0, "fox": 1, "far": 70_000}, "the"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.save("words.json")
@@ -299,7 +299,7 @@ def test_vocabulary_and_merges_make_a_tokenizer(tmp_path):
     assert pair("wiki_text_document") == expected_pair(tmp_path / "e", ["the fox", "the dog"])
 
 
-def test_a_slow_tokenizer_does_the_same_work_with_a_note(tmp_path, capsys):
+def test_a_slow_tokenizer_writes_the_same_files_and_logs_a_note(tmp_path, capsys):
     tokenizer = ByT5Tokenizer()
     tokenizer.save_pretrained("slow")
     write(tmp_path / "a.jsonl", json_lines(["fox</s>", "dog"]))
@@ -312,7 +312,7 @@ def test_a_slow_tokenizer_does_the_same_work_with_a_note(tmp_path, capsys):
     assert "the tokenizer is a slow one, in Python" in capsys.readouterr().out
 
 
-def test_progress_is_logged_as_often_as_asked_for(tmp_path, monkeypatch, capsys):
+def test_progress_is_logged_at_the_given_interval(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]

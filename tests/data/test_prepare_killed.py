@@ -108,18 +108,18 @@ def check_killed(tmp_path, kills, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_goes_on_to_the_same_bytes_and_repeats_nothing(tmp_path, workers):
+def test_a_killed_preparation_resumes_to_the_same_bytes_without_rework(tmp_path, workers):
     check_killed(tmp_path, [3], workers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_run_killed_many_times_goes_on_to_the_same_bytes(tmp_path, workers):
+def test_a_preparation_killed_many_times_resumes_to_the_same_bytes(tmp_path, workers):
     check_killed(tmp_path, [1, 1, 1, 1], workers)
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_time_goes_on_to_the_same_bytes(tmp_path):
+def test_a_preparation_killed_at_any_time_resumes_to_the_same_bytes(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     draw = random.Random(0)
     kills = 0
@@ -143,7 +143,7 @@ def test_a_run_killed_at_any_time_goes_on_to_the_same_bytes(tmp_path):
     assert verify(Path("out_text_document")) == []
 
 
-def test_a_killed_worker_is_one_sentence_and_no_other_goes_on(tmp_path):
+def test_a_killed_worker_is_one_sentence_and_stops_the_others(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     process = start_slow("--workers", 2, seconds=0.5)
     wait_until(lambda: len({pid for pid, _ in begun()}) == 2)

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
         ([*GOOD, "--input", "blank.jsonl"], "blank.jsonl holds no text."),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_one_sentence_and_exit_code_2(tmp_path, capsys, argv, message):
+def test_invalid_options_end_with_one_sentence_and_exit_code_2(tmp_path, capsys, argv, message):
     write(tmp_path / "a.jsonl", '{"id": "1", "text": "one"}\n')
     write(tmp_path / "a.txt", "one\n")
     write(tmp_path / "a.pdf", "one\n")

@@ -39,7 +39,7 @@ def test_without_line_breaks_blank_lines_are_empty_texts(tmp_path):
     assert texts(path, keep_linebreaks=False) == ["one", "", "two", ""]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
     assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n")) == ["one\n"]
     assert texts(write(tmp_path / "a.csv", b"\xef\xbb\xbftext\none\n")) == ["one"]
 
@@ -67,7 +67,7 @@ def test_parquet_records_are_texts(tmp_path):
     assert texts(tmp_path / "a.parquet") == ["one", "two\n", ""]
 
 
-def test_the_column_is_the_one_asked_for_else_text_else_the_only_one(tmp_path, caplog):
+def test_the_column_is_the_named_one_or_text_or_the_only_one(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     both = write(tmp_path / "a.csv", "body,text\nb,t\n")
     neither = write(tmp_path / "b.csv", "body\nb\n")
@@ -82,7 +82,7 @@ def test_the_column_is_the_one_asked_for_else_text_else_the_only_one(tmp_path, c
         texts(unclear)
 
 
-def test_a_parquet_file_without_text_gives_its_only_column_of_strings(tmp_path, caplog):
+def test_a_parquet_file_without_a_text_column_gives_its_only_string_column(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     path = tmp_path / "a.parquet"
     columns = {"id": [1], "body": ["one"]}
@@ -103,14 +103,14 @@ def test_columns_of_the_same_name_are_refused(tmp_path):
             texts(path)
 
 
-def test_a_field_may_be_longer_than_the_csv_module_likes(tmp_path):
+def test_a_field_may_be_longer_than_the_default_limit_of_the_csv_module(tmp_path):
     with open(tmp_path / "a.csv", "w") as file:
         csv.writer(file).writerows([["text"], ["x" * 300_000]])
 
     assert texts(tmp_path / "a.csv") == ["x" * 300_000]
 
 
-def test_a_missing_column_is_refused_with_a_list_of_those_there_are(tmp_path):
+def test_a_missing_column_is_refused_with_a_list_of_the_others(tmp_path):
     table = pa.table({"id": [1], "body": ["one"]})
     pq.write_table(table, tmp_path / "a.parquet")
     write(tmp_path / "a.csv", "id,body\n1,one\n")
@@ -154,7 +154,7 @@ def test_a_key_that_goes_missing_later_is_refused_with_its_line(tmp_path):
         ("a.parquet", "not parquet", r"a\.parquet cannot be read as Parquet"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_and_line(tmp_path, name, content, message):
+def test_an_error_names_the_file_and_the_line(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
 
     with pytest.raises(DataError, match=message):
@@ -168,7 +168,7 @@ def test_parquet_values_that_are_no_strings_are_refused_with_their_row(tmp_path)
         texts(tmp_path / "a.parquet")
 
 
-def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path):
+def test_a_folder_without_read_permission_is_one_sentence(tmp_path):
     source = file_source(write(tmp_path / "a.txt", "one\n"), text_column=None, keep_linebreaks=True)
     (tmp_path / "a.txt").unlink()
 
@@ -187,7 +187,7 @@ def test_records_are_streamed(tmp_path, monkeypatch):
         next(stream)
 
 
-def test_the_documents_of_a_text_file_are_its_lines_its_paragraphs_or_the_file(tmp_path):
+def test_a_document_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path):
     path = write(tmp_path / "a.txt", "one\ntwo\n\n\n \t\nthree\r\n\r\nfour")
 
     assert texts(path, text_unit="line") == ["one", "two", "", "", "", "three", "", "four"]
@@ -204,7 +204,7 @@ def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
     assert texts(path, text_unit="paragraph") == [("some line\n" * 9)[:-1], "other"]
 
 
-def test_skipping_passes_over_lines_that_are_not_utf8_and_counts_them(tmp_path, caplog):
+def test_lines_that_are_not_utf8_can_be_skipped_and_are_counted(tmp_path, caplog):
     path = write(tmp_path / "a.txt", b"one\n\xff\n\ntwo\nthr\xe9e")
 
     faults = BadRecordPolicy("skip")
@@ -215,7 +215,7 @@ def test_skipping_passes_over_lines_that_are_not_utf8_and_counts_them(tmp_path, 
     assert "line 5: byte 4" in caplog.messages[1]
 
 
-def test_only_the_first_three_that_are_skipped_are_shown(tmp_path, caplog):
+def test_only_the_first_three_skipped_records_are_shown(tmp_path, caplog):
     path = write(tmp_path / "a.txt", b"\xff\n" * 10)
 
     faults = BadRecordPolicy("skip")
@@ -225,7 +225,7 @@ def test_only_the_first_three_that_are_skipped_are_shown(tmp_path, caplog):
     assert len(caplog.messages) == 3
 
 
-def test_skipping_passes_over_csv_records_with_too_many_or_too_few_fields(tmp_path):
+def test_csv_records_with_too_many_or_too_few_fields_can_be_skipped(tmp_path):
     path = write(tmp_path / "a.csv", "id,text\n1,a\n2\n3,b,c\n\n4,d\n")
 
     faults = BadRecordPolicy("skip")
@@ -235,12 +235,12 @@ def test_skipping_passes_over_csv_records_with_too_many_or_too_few_fields(tmp_pa
 
 
 @pytest.mark.parametrize("content", [b'text\n"never closed\n', b"text\nnot \xff fine\n"])
-def test_a_csv_file_that_may_have_lost_its_quotes_is_never_skipped_over(tmp_path, content):
+def test_a_csv_file_that_may_lack_a_quote_is_refused_even_when_skipping(tmp_path, content):
     with pytest.raises(DataError, match="line 2"):
         texts(write(tmp_path / "a.csv", content), faults=BadRecordPolicy("skip"))
 
 
-def test_skipping_passes_over_parquet_values_that_are_no_strings(tmp_path):
+def test_parquet_values_that_are_no_strings_can_be_skipped(tmp_path):
     pq.write_table(pa.table({"text": [b"bytes", None]}), tmp_path / "a.parquet")
 
     faults = BadRecordPolicy("skip")
@@ -250,7 +250,7 @@ def test_skipping_passes_over_parquet_values_that_are_no_strings(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_parquet_strings_may_be_kept_in_any_way(tmp_path, kind):
+def test_parquet_strings_may_have_any_encoding(tmp_path, kind):
     types = {
         "string": pa.string(),
         "large_string": pa.large_string(),
@@ -262,7 +262,7 @@ def test_parquet_strings_may_be_kept_in_any_way(tmp_path, kind):
     assert texts(tmp_path / "a.parquet") == ["one", "two", "one", ""]
 
 
-def test_parquet_parts_are_row_groups(tmp_path, caplog):
+def test_the_chunks_of_a_parquet_file_are_its_row_groups(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     rows = [str(number) for number in range(10)]
     pq.write_table(pa.table({"body": rows}), tmp_path / "a.parquet", row_group_size=3)
@@ -273,7 +273,7 @@ def test_parquet_parts_are_row_groups(tmp_path, caplog):
     assert caplog.text.count("taking 'body', the only one of text") == 4  # once each time
 
 
-def test_a_wrong_row_of_a_later_part_is_counted_from_the_beginning_of_the_file(tmp_path):
+def test_an_error_in_a_later_chunk_names_the_row_of_the_file(tmp_path):
     pq.write_table(pa.table({"text": [b"x"] * 9}), tmp_path / "a.parquet", row_group_size=4)
     last = file_source(tmp_path / "a.parquet", text_column=None).split(1)[-1]
 
@@ -289,7 +289,7 @@ def test_a_parquet_file_may_hold_no_text(tmp_path, rows):
     assert texts_in_parts(tmp_path / "a.parquet", 1) == [""] * len(rows)
 
 
-def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
+def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["some text"] * 1000}), path, compression="zstd")
     whole = path.read_bytes()
@@ -306,7 +306,7 @@ def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
-def test_the_lines_of_a_text_file_are_the_same_in_any_parts(tmp_path, num_bytes):
+def test_the_lines_of_a_text_file_do_not_depend_on_the_chunk_size(tmp_path, num_bytes):
     path = write(tmp_path / "a.txt", "one\n\ntwo\r\nthr\u00e9e\n   \nlast")
 
     found = texts_in_parts(path, num_bytes, text_unit="line")
@@ -315,14 +315,14 @@ def test_the_lines_of_a_text_file_are_the_same_in_any_parts(tmp_path, num_bytes)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
-def test_what_is_wrong_in_a_later_part_is_said_with_the_line_of_the_file(tmp_path, num_bytes):
+def test_an_error_in_a_later_chunk_names_the_line_of_the_file(tmp_path, num_bytes):
     path = write(tmp_path / "a.txt", b"one\n\ntwo\nthree and \xff\nfour\n")
 
     with pytest.raises(DataError, match=r"a\.txt, line 4: byte 11 of the line"):
         texts_in_parts(path, num_bytes, text_unit="line")
 
 
-def test_what_is_skipped_in_a_later_part_is_shown_without_reading_the_file_again(
+def test_a_record_skipped_in_a_later_chunk_is_shown_without_rereading(
     tmp_path, monkeypatch, caplog
 ):
     path = write(tmp_path / "a.txt", b"one\ntwo\n\xff\nfour\n")

@@ -45,7 +45,7 @@ def ids(text):
     return [byte + 1 for byte in text.encode()]
 
 
-def test_a_shard_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
+def test_a_shard_stores_the_ids_and_the_lengths_of_its_texts(tmp_path):
     stem = tmp_path / "000007"
 
     stats = write(ListSource(["ab", "", "\u00e9", ""]), stem)
@@ -60,7 +60,7 @@ def test_a_shard_holds_the_ids_and_the_lengths_of_its_texts(tmp_path):
     ]
 
 
-def test_the_texts_of_one_document_have_one_end(tmp_path):
+def test_the_texts_of_one_document_have_one_end_token(tmp_path):
     stats = write(ListSource(["ab", "", "c", ""], one_document=True), tmp_path / "0")
 
     assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == [*ids("abc"), 0]
@@ -97,7 +97,7 @@ def test_records_that_cannot_be_used_are_counted(tmp_path):
     [FailingSource(["ab"]), FaultySource(["ab", None])],
     ids=["source", "record"],
 )
-def test_a_shard_that_was_not_finished_does_not_exist(tmp_path, source):
+def test_an_unfinished_shard_is_not_used(tmp_path, source):
     with pytest.raises(DataError):
         write(source, tmp_path / "0")
 
@@ -106,7 +106,7 @@ def test_a_shard_that_was_not_finished_does_not_exist(tmp_path, source):
 
 
 @pytest.mark.parametrize("suffix", [".ids", ".rows", ".bytes", ".json"])
-def test_a_shard_with_a_changed_byte_does_not_exist(tmp_path, suffix):
+def test_a_shard_with_a_changed_byte_is_not_used(tmp_path, suffix):
     stem = tmp_path / "0"
     path = stem.with_suffix(suffix)
 
@@ -125,7 +125,7 @@ def test_a_shard_with_a_changed_byte_does_not_exist(tmp_path, suffix):
         assert read_shard(stem, verify=True) is None
 
 
-def test_facts_of_another_version_are_no_shard(tmp_path):
+def test_a_shard_with_metadata_of_another_version_is_not_used(tmp_path):
     write(ListSource(["ab"]), tmp_path / "0")
     stats = json.loads((tmp_path / "0.json").read_text())
 
@@ -143,7 +143,7 @@ def test_a_shard_is_removed_with_all_its_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_progress_of_a_shard_is_told_after_every_batch(tmp_path):
+def test_a_shard_reports_progress_after_every_batch(tmp_path):
     told = []
 
     def report(progress):
@@ -155,14 +155,14 @@ def test_the_progress_of_a_shard_is_told_after_every_batch(tmp_path):
     assert Progress().consumed == 0
 
 
-def test_a_text_longer_than_the_index_can_say_is_refused(tmp_path, monkeypatch):
+def test_a_text_longer_than_the_index_can_store_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_MOST_TOKENS", 3)
 
     with pytest.raises(DataError, match=r"list holds a text of 5 tokens, .* can take 3 at most"):
         write(ListSource(["ab", "abcd"]), tmp_path / "0")
 
 
-def test_a_write_that_fails_is_not_hidden(tmp_path):
+def test_a_failed_write_raises(tmp_path):
     (tmp_path / "0.ids").symlink_to("/dev/full")
 
     with pytest.raises(OSError, match="No space left") as error:
@@ -172,7 +172,7 @@ def test_a_write_that_fails_is_not_hidden(tmp_path):
     assert not (tmp_path / "0.json").exists()
 
 
-def test_rows_are_read_over_all_shards_in_blocks(tmp_path):
+def test_array_rows_of_all_shards_are_read_in_blocks(tmp_path):
     stems = [tmp_path / name for name in "012"]
     for stem, texts in zip(stems, (["a"] * 5, [], ["bb"] * 2), strict=True):
         write(ListSource(texts), stem)

@@ -57,7 +57,7 @@ def prefix(tmp_path):
     return tmp_path / "text"
 
 
-def test_what_was_written_is_read(prefix):
+def test_written_files_read_back_the_same(prefix):
     assert read_sidecar(prefix) == sidecar_of(prefix)
     content = json.loads((prefix.parent / "text.json").read_text())
     assert content["format"] == 1
@@ -69,7 +69,7 @@ def test_what_was_written_is_read(prefix):
     ]
 
 
-def test_a_tokenizer_without_end_of_text_has_none(prefix):
+def test_a_tokenizer_without_end_of_text_is_recorded_as_such(prefix):
     write_sidecar(prefix, sidecar_of(prefix, eos_token_id=None, append_eos=False))
 
     assert read_sidecar(prefix).eos_token_id is None
@@ -103,7 +103,7 @@ def test_a_failed_write_leaves_the_old_sidecar_and_nothing_else(prefix, monkeypa
         (b'{"format": 2}', "has the format 2, of a newer version of this package"),
     ],
 )
-def test_another_file_of_its_name_is_refused(prefix, content, message):
+def test_a_file_of_the_sidecars_name_with_other_content_is_refused(prefix, content, message):
     (prefix.parent / "text.json").write_bytes(content)
 
     with pytest.raises(DataError, match=rf"text\.json .*{message}"):
@@ -164,7 +164,7 @@ def test_sound_files_have_no_faults(prefix, tmp_path):
     assert verify(write_pair(tmp_path / "foreign", "<i4")) == []
 
 
-def test_every_changed_bit_is_found_and_located(prefix, monkeypatch):
+def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
     monkeypatch.setattr("llm.data.formats.sidecar.CHUNK_BYTES", 16)
     write_sidecar(prefix, sidecar_of(prefix))
     for kind in ("bin", "idx"):
@@ -190,7 +190,7 @@ def test_every_changed_bit_is_found_and_located(prefix, monkeypatch):
         (lambda data: data + b"12", "in the bytes 0 to 11 it is not as it was written"),
     ],
 )
-def test_another_length_is_found_though_the_file_cannot_be_opened(prefix, damage, fault):
+def test_a_wrong_length_is_reported_even_if_the_file_cannot_be_opened(prefix, damage, fault):
     path = prefix.parent / "text.bin"
     path.write_bytes(damage(path.read_bytes()))
 
@@ -200,7 +200,7 @@ def test_another_length_is_found_though_the_file_cannot_be_opened(prefix, damage
     assert "bytes long, not 10 as" in faults[1]
 
 
-def test_a_damaged_sidecar_is_a_fault_and_so_is_what_the_files_show(prefix):
+def test_a_damaged_sidecar_is_reported_along_with_the_faults_of_the_files(prefix):
     (prefix.parent / "text.json").write_text("{")
     (prefix.parent / "text.bin").write_bytes(bytes(3))
 
@@ -226,7 +226,7 @@ def test_numbers_that_disagree_with_the_files_are_faults(prefix, changes, fault)
     assert fault in verify(prefix)[0]
 
 
-def test_a_pair_that_has_lost_its_index_is_not_taken_for_a_flat_file(prefix):
+def test_a_pair_without_its_index_is_not_read_as_a_flat_file(prefix):
     (prefix.parent / "text.idx").unlink()
 
     assert "text.idx cannot be read" in verify(prefix.parent / "text.bin")[0]
@@ -242,7 +242,7 @@ def test_a_flat_file_is_verified_as_well(tmp_path):
     assert len(verify(tmp_path / "train.bin")) == 2
 
 
-def test_files_without_a_token_are_not_sound(tmp_path):
+def test_files_without_tokens_are_reported_as_faulty(tmp_path):
     with TokenFileWriter(tmp_path / "text", np.dtype("<u2")) as writer:
         writer.end_document()
     (tmp_path / "train.bin").touch()
@@ -252,12 +252,12 @@ def test_files_without_a_token_are_not_sound(tmp_path):
         assert verify(path) == [f"{tmp_path}/{name}.bin is empty: it holds no token."]
 
 
-def test_there_is_nothing_to_verify_without_files(tmp_path):
+def test_verifying_missing_files_is_refused(tmp_path):
     with pytest.raises(DataError, match="There is no token file"):
         verify(tmp_path / "text")
 
 
-def test_the_tokenizer_that_made_the_file_is_asked_for(prefix, caplog):
+def test_a_file_of_another_tokenizer_is_refused_unless_ignored(prefix, caplog):
     sidecar = sidecar_of(prefix)
 
     check_tokenizer(prefix, sidecar, "0123456789abcdef", ignore_mismatch=False)

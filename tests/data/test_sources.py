@@ -31,7 +31,7 @@ def names(*inputs):
     return [source.name for source in found(*inputs)]
 
 
-def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path):
+def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
     for name in ("a.pdf", "a.parquet.gz"):
         write(tmp_path / name, "x")
     (tmp_path / "empty.txt").touch()
@@ -59,7 +59,7 @@ def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path)
         ("a.txt", "one\ntwo\n"),
     ],
 )
-def test_every_kind_of_file_may_be_packed_in_every_way(tmp_path, packing, name, content):
+def test_every_kind_of_file_may_have_every_compression(tmp_path, packing, name, content):
     path = write(tmp_path / f"{name}{packing}", PACK[packing](content.encode()))
 
     (packed,) = source(path, text_unit="line").split(1)
@@ -67,7 +67,7 @@ def test_every_kind_of_file_may_be_packed_in_every_way(tmp_path, packing, name, 
     assert texts_of(packed) == ["one", "two"]
 
 
-def test_a_file_is_told_by_path_size_time_and_what_changes_its_rows(tmp_path):
+def test_the_identity_of_a_file_is_its_path_size_time_and_reader_options(tmp_path):
     path = write(tmp_path / "a.txt", "one\n")
     before = source(path).identity()
 
@@ -80,13 +80,13 @@ def test_a_file_is_told_by_path_size_time_and_what_changes_its_rows(tmp_path):
     assert source(path).num_bytes == 4
 
 
-def test_the_column_tells_one_reading_of_a_file_of_records_from_another(tmp_path):
+def test_the_identity_of_a_file_of_records_includes_the_text_column(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one", "body": "two"}\n')
 
     assert source(path).identity() != source(path, text_column="body").identity()
 
 
-def test_a_relative_path_is_told_from_the_same_one_elsewhere(tmp_path, monkeypatch):
+def test_the_identity_of_a_relative_path_includes_its_folder(tmp_path, monkeypatch):
     identities = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -98,7 +98,7 @@ def test_a_relative_path_is_told_from_the_same_one_elsewhere(tmp_path, monkeypat
     assert identities[0] != identities[1]
 
 
-def test_files_keep_the_order_in_which_they_are_named(tmp_path):
+def test_files_keep_their_order_on_the_command_line(tmp_path):
     for name in ("b.txt", "a.jsonl"):
         write(tmp_path / name, "x")
 
@@ -139,7 +139,7 @@ def test_a_folder_gives_all_files_of_a_known_kind_but_hidden_ones(tmp_path):
     ]
 
 
-def test_token_files_and_unfinished_ones_in_a_folder_are_no_text(tmp_path):
+def test_token_files_and_unfinished_files_in_a_folder_are_ignored(tmp_path):
     (tmp_path / "wiki.parts").mkdir()
     for name in ("wiki.json", "wiki.bin", "wiki.parts/plan.json", "other.json"):
         write(tmp_path / name, "{}")
@@ -171,7 +171,7 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
             found(*inputs)
 
 
-def test_a_broken_link_or_one_to_itself_is_refused_however_it_is_named(tmp_path):
+def test_broken_and_circular_links_are_refused_by_path_pattern_and_folder(tmp_path):
     write(tmp_path / "a.txt", "x")
     for target in ("nothing.txt", "link.txt"):
         (tmp_path / "link.txt").symlink_to(target)
@@ -181,7 +181,7 @@ def test_a_broken_link_or_one_to_itself_is_refused_however_it_is_named(tmp_path)
         (tmp_path / "link.txt").unlink()
 
 
-def test_a_file_that_changes_after_it_was_found_is_told_by_its_size_or_time(tmp_path):
+def test_a_file_that_changes_later_is_detected_by_its_size_or_time(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 9)
 
     for change in (
@@ -198,7 +198,7 @@ def test_a_file_that_changes_after_it_was_found_is_told_by_its_size_or_time(tmp_
         assert parts[-1].identity() == before  # a plan of what was found, not of what it is now
 
 
-def test_what_gives_no_file_is_refused(tmp_path):
+def test_a_path_pattern_or_folder_without_files_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty" / "a.pdf", "x")
 
@@ -211,7 +211,7 @@ def test_what_gives_no_file_is_refused(tmp_path):
             found(name)
 
 
-def test_a_plain_file_of_lines_is_cut_and_others_are_whole(tmp_path):
+def test_only_plain_files_of_lines_are_split_into_chunks(tmp_path):
     line = json.dumps({"text": "x" * 80}) + "\n"
     plain = source(write(tmp_path / "a.jsonl", line * 10))
 
@@ -229,7 +229,7 @@ def test_a_plain_file_of_lines_is_cut_and_others_are_whole(tmp_path):
         assert len(source(write(tmp_path / "a.txt", "x\n" * 50), text_unit=unit).split(4)) == count
 
 
-def test_the_bytes_read_of_all_parts_are_about_those_of_the_file(tmp_path):
+def test_the_bytes_read_by_all_chunks_add_up_to_about_the_file_size(tmp_path):
     plain = source(write(tmp_path / "a.jsonl", '{"text": "x"}\n' * 1000))
     parts = plain.split(5000)
 

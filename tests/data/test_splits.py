@@ -23,7 +23,7 @@ def parts(file, text):
     return split_documents(file, parse_split(text), text=text, vocab_size=None)
 
 
-def test_prefixes_stand_alone_or_each_after_its_weight():
+def test_prefixes_stand_alone_or_each_follows_its_weight():
     assert parse_blend(["a", "b/c"], option="--data_path") == ([Path("a"), Path("b/c")], None)
     assert parse_blend([0.7, "a", 3.0, "b"], option="--data_path") == (
         [Path("a"), Path("b")],
@@ -45,24 +45,24 @@ def test_prefixes_stand_alone_or_each_after_its_weight():
         ([0.0, "a", 0.0, "b"], "gives every source the weight 0"),
     ],
 )
-def test_words_that_make_no_blend_are_refused(words, complaint):
+def test_an_invalid_blend_is_refused(words, complaint):
     with pytest.raises(ConfigError, match=f"--data_path {complaint}"):
         parse_blend(words, option="--data_path")
 
 
-def test_a_split_is_normalised_and_filled_up():
+def test_a_split_is_normalised_and_padded_with_zeros():
     assert parse_split("980,10,10") == (0.98, 0.01, 0.01)
     assert parse_split("3,1") == (0.75, 0.25, 0.0)
     assert parse_split("7") == (1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "9;1"])
-def test_what_is_no_split_is_refused(text):
+def test_an_invalid_split_is_refused(text):
     with pytest.raises(ConfigError, match=r"is no split; give up to three numbers.*980,10,10"):
         parse_split(text)
 
 
-def test_a_file_is_cut_by_documents_and_the_third_part_is_left_aside(tmp_path):
+def test_a_file_is_split_by_documents_and_the_test_split_is_not_used(tmp_path):
     train, validation = parts(numbered(tmp_path, 10), "7,2,1")
 
     assert all_tokens(train) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
@@ -103,7 +103,7 @@ def test_a_split_may_train_only_or_evaluate_only(tmp_path):
     ("num_documents", "text", "part"),
     [(10, "969,30,1", "validation"), (3, "1,99,0", "training"), (1, "1,1", "training")],
 )
-def test_a_part_that_stays_empty_is_refused_by_name(tmp_path, num_documents, text, part):
+def test_an_empty_split_is_refused_by_name(tmp_path, num_documents, text, part):
     with pytest.raises(
         DataError,
         match=f"--split {text} leaves no documents for {part} of .*, which has {num_documents} ",
@@ -111,7 +111,7 @@ def test_a_part_that_stays_empty_is_refused_by_name(tmp_path, num_documents, tex
         parts(numbered(tmp_path, num_documents), text)
 
 
-def test_a_flat_file_is_cut_by_tokens_with_a_note(tmp_path, caplog):
+def test_a_flat_file_is_split_by_tokens_with_a_note(tmp_path, caplog):
     file = open_token_file(write_flat(tmp_path / "train.bin", list(range(10))))
 
     with caplog.at_level("INFO", logger="llm.data"):
@@ -141,7 +141,7 @@ def cut_by(percentage, file):
     ("rows", "percentage", "validation_rows"),
     [(100, 5, 5), (30, 5, 2), (31, 5, 2), (50, 5, 2), (70, 5, 4), (200, 0.5, 1)],
 )
-def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
+def test_the_first_rows_validate_with_the_rounding_of_datasets(
     tmp_path, rows, percentage, validation_rows
 ):
     train, validation = cut_by(percentage, rows_file(tmp_path, rows=rows))
@@ -154,14 +154,14 @@ def test_the_first_rows_validate_rounded_as_the_datasets_library_does(
     assert train.num_bytes == sum(range(validation_rows + 1, rows + 1))
 
 
-def test_a_document_whose_rows_are_cut_in_two_counts_on_both_sides(tmp_path):
+def test_a_document_with_rows_in_both_splits_counts_in_both(tmp_path):
     train, validation = cut_by(50, rows_file(tmp_path, rows=10, rows_per_document=4))
 
     assert (train.num_documents, validation.num_documents) == (2, 2)
 
 
 @pytest.mark.parametrize(("percentage", "part"), [(5, "validation"), (99, "training")])
-def test_a_cut_of_rows_that_leaves_a_side_nothing_is_refused(tmp_path, percentage, part):
+def test_a_split_of_rows_that_leaves_one_side_empty_is_refused(tmp_path, percentage, part):
     said = f"_percentage {percentage} of 10 rows of text leaves none for {part}; change the percent"
     with pytest.raises(DataError, match=said):
         cut_by(percentage, rows_file(tmp_path, rows=10))

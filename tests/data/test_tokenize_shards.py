@@ -57,7 +57,7 @@ def tokens_of(sources, folder, *, workers=1, **options):
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("fork", [True, False])
-def test_each_source_becomes_a_shard_in_its_place(tmp_path, workers, fork):
+def test_each_source_becomes_a_shard_in_order(tmp_path, workers, fork):
     sources = [
         ListSource(["a", "b"]),
         ListSource([""]),
@@ -71,7 +71,7 @@ def test_each_source_becomes_a_shard_in_its_place(tmp_path, workers, fork):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_shards_that_are_done_are_not_done_again(tmp_path, workers):
+def test_finished_shards_are_not_written_again(tmp_path, workers):
     sources = [CountingSource([name], tmp_path, name) for name in "abc"]
     first = tokens_of(sources, tmp_path / "parts", workers=workers)
     (tmp_path / "parts" / "000001.json").unlink()
@@ -85,7 +85,7 @@ def test_shards_that_are_done_are_not_done_again(tmp_path, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_done_stays_when_a_source_fails(tmp_path, workers):
+def test_finished_shards_are_kept_when_a_source_fails(tmp_path, workers):
     good = CountingSource(["a"], tmp_path, "a")
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -127,7 +127,7 @@ def wrong_encoder(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_encoder_found_wrong_in_the_middle_is_replaced_for_all_that_is_done(
+def test_a_wrong_encoder_is_replaced_and_finished_shards_are_rewritten(
     tmp_path, wrong_encoder, caplog, workers
 ):
     sources = [ListSource([name]) for name in "abcd"]
@@ -139,7 +139,7 @@ def test_an_encoder_found_wrong_in_the_middle_is_replaced_for_all_that_is_done(
     assert wrong_encoder == [True, False]
 
 
-def test_an_encoder_found_wrong_is_remembered_over_a_restart(tmp_path, wrong_encoder):
+def test_a_wrong_encoder_is_remembered_after_a_restart(tmp_path, wrong_encoder):
     parts = tmp_path / "parts"
     with pytest.raises(DataError):
         tokens_of([ListSource(["a"]), ListSource(["c"]), FailingSource([])], parts)
@@ -150,7 +150,7 @@ def test_an_encoder_found_wrong_is_remembered_over_a_restart(tmp_path, wrong_enc
     assert wrong_encoder == [True, False, False]
 
 
-def test_a_full_disk_leaves_what_is_done_and_nothing_of_what_is_not(tmp_path):
+def test_a_full_disk_leaves_finished_shards_and_no_others(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
     (parts / "000001.rows").symlink_to("/dev/full")
@@ -181,7 +181,7 @@ def test_progress_adds_up_over_all_shards(tmp_path, workers):
     assert done == sorted(done)
 
 
-def test_a_source_of_unknown_size_leaves_the_size_open(tmp_path):
+def test_a_source_of_unknown_size_makes_the_total_size_unknown(tmp_path):
     known = ListSource(["a"])
     known.num_bytes = 100
     told = []
@@ -191,7 +191,7 @@ def test_a_source_of_unknown_size_leaves_the_size_open(tmp_path):
     assert {totals.num_bytes for totals in told} == {None}
 
 
-def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplog):
+def test_the_log_describes_the_encoder_only_if_it_is_slow(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
 
     tokens_of([ListSource(["a"])], tmp_path / "parts")
@@ -200,7 +200,7 @@ def test_the_log_says_how_the_work_is_done_only_where_it_is_slow(tmp_path, caplo
     assert "slow one, in Python" in caplog.text
 
 
-def test_a_shard_of_a_file_can_be_made_by_any_other_process(tmp_path):
+def test_a_shard_can_be_written_by_any_process(tmp_path):
     """Its arguments are pickled here, as another executor would send them."""
     save_tiny_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(tmp_path / "tokenizer")))

@@ -70,7 +70,9 @@ def test_byte_level_bpe_is_trained_by_default(corpus: Path, tmp_path: Path) -> N
     assert files == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_sentencepiece_folders_have_sentencepieces_ids(corpus: Path, tmp_path: Path) -> None:
+def test_folders_trained_by_sentencepiece_give_sentencepieces_ids(
+    corpus: Path, tmp_path: Path
+) -> None:
     spm = pytest.importorskip("sentencepiece")
     assert train(corpus, tmp_path / "out", *SENTENCEPIECE) == 0
     processor = spm.SentencePieceProcessor(model_file=str(tmp_path / "out" / "tokenizer.model"))
@@ -85,7 +87,7 @@ def test_sentencepiece_folders_have_sentencepieces_ids(corpus: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("options", [["--vocab_size", "400"], SENTENCEPIECE])
-def test_all_loaders_read_the_folder_alike(
+def test_all_loaders_read_the_same_tokenizer_from_the_folder(
     options: list[str], corpus: Path, tmp_path: Path
 ) -> None:
     if options is SENTENCEPIECE:
@@ -145,7 +147,7 @@ def test_sentencepiece_bpe_does_not_depend_on_threads(corpus: Path, tmp_path: Pa
     assert models[0] == models[1]
 
 
-def test_threads_beyond_the_cores_are_left_out(
+def test_there_are_no_more_threads_than_cores(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = ["--vocab_size", "300", "--num_workers", "100000"]
@@ -168,7 +170,7 @@ def test_split_digits_makes_every_digit_a_token(library: str, tmp_path: Path) ->
     assert len(ids(load(tmp_path / "split"), "1999")) >= 4
 
 
-def test_normalization_is_that_of_the_option(corpus: Path, tmp_path: Path) -> None:
+def test_the_option_chooses_the_normalization(corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     train(corpus, tmp_path / "kept", "--vocab_size", "300")
     train(corpus, tmp_path / "nfkc", "--vocab_size", "300", "--normalization", "nfkc")
@@ -206,7 +208,7 @@ def test_a_sample_is_drawn_evenly_and_by_the_seed(corpus: Path) -> None:
     assert 8 <= sum(text in half for text in first) <= 32
 
 
-def test_lines_are_cut_to_what_sentencepiece_takes(tmp_path: Path) -> None:
+def test_lines_are_cut_to_the_length_limit_of_sentencepiece(tmp_path: Path) -> None:
     words = "\u2603\u2603\u2603\u2603 " * 3000
     (tmp_path / "a.jsonl").write_text(
         json.dumps({"text": f"first\r\n\n{words}"}) + "\n" + json.dumps({"text": "x" * 2500})
@@ -236,7 +238,7 @@ def test_a_small_text_gives_a_smaller_vocabulary_with_a_note(
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_the_largest_vocabulary_that_a_text_can_fill_is_told(
+def test_the_error_names_the_largest_vocabulary_that_the_text_can_fill(
     model_type: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sentencepiece")
@@ -277,7 +279,7 @@ SP = ("--library", "sentencepiece")
         (["--vocab_sise", "9"], "did you mean vocab_size"),
     ],
 )
-def test_options_that_cannot_work_are_refused_in_a_sentence(
+def test_invalid_options_are_refused_in_one_sentence(
     options: list[str],
     words: str,
     corpus: Path,
@@ -317,7 +319,7 @@ def test_missing_input_and_output_are_named(
         ('{"text": ""}\n{"text": null}\n', "There is no text in"),
     ],
 )
-def test_text_that_cannot_be_read_is_told_as_by_every_program(
+def test_unreadable_text_is_refused_as_by_every_program(
     library: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sentencepiece")
@@ -328,7 +330,7 @@ def test_text_that_cannot_be_read_is_told_as_by_every_program(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_an_existing_folder_is_replaced_only_on_demand(
+def test_an_existing_folder_is_replaced_only_with_overwrite(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(corpus, tmp_path / "out", "--vocab_size", "300")

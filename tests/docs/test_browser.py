@@ -164,5 +164,5 @@ def test_no_page_scrolls_sideways_and_code_can_be_copied(site, tmp_path):
     assert len(colours) == 2  # the light one and the dark one
 
 
-def test_the_search_finds_what_a_guide_says(site, tmp_path):
+def test_the_search_finds_the_text_of_a_guide(site, tmp_path):
     assert any("slurm" in link for link in site.answer_to(SEARCH, tmp_path))

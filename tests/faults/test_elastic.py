@@ -55,7 +55,7 @@ def samples_by_step(bench: Bench, name: str, ranks: int, code: int, steps: int |
     return {step: sorted(samples) for step, samples in together.items()}
 
 
-def test_the_same_samples_in_the_same_order_and_the_same_losses(tmp_path):
+def test_an_elastic_restart_keeps_the_sample_order_and_the_losses(tmp_path):
     bench = Bench(tmp_path, **NO_DROPOUT)
     alone = samples_by_step(bench, "alone", 1, 0, None)
 
@@ -103,7 +103,7 @@ def lose_a_node(bench: Bench, name: str, **options) -> tuple[Run, str]:
     return Run(bench.folder / name, []), output
 
 
-def test_torchrun_goes_on_without_a_node_that_is_lost_with_the_losses_of_all(tmp_path):
+def test_torchrun_continues_after_a_lost_node_with_the_same_losses(tmp_path):
     bench = Bench(tmp_path, **NO_DROPOUT)
     # Three ranks accumulate over 2 micro-batches, two over 3.
     options = {
@@ -128,7 +128,7 @@ def test_torchrun_goes_on_without_a_node_that_is_lost_with_the_losses_of_all(tmp
     [{"data_parallel": "gossip"}, {"data_parallel": "diloco", "inner_steps": 3}],
     ids=["gossip", "diloco"],
 )
-def test_replicas_go_on_from_their_mean(tmp_path, mode):
+def test_gossip_replicas_resume_from_their_mean_after_an_elastic_restart(tmp_path, mode):
     bench = Bench(tmp_path)
     options = {"per_device_train_batch_size": 2, "global_batch_size": 12, **mode}
 

@@ -45,9 +45,7 @@ def checkpoints(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [None, 1], ids=["all ranks", "one rank"])
-def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_without(
-    bench, straight, rank
-):
+def test_a_save_on_a_full_disk_is_skipped_and_training_is_unchanged(bench, straight, rank):
     name = f"two-left-out-{rank}"
     faults = [
         Fault(
@@ -72,9 +70,7 @@ def test_a_save_for_which_there_is_no_room_is_left_out_and_training_ends_as_with
     assert (run.folder / model).read_bytes() == (straight.folder / model).read_bytes()
 
 
-def test_where_there_is_never_room_again_the_run_ends_with_a_sentence_and_goes_on_from_the_old_one(
-    bench, straight
-):
+def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, straight):
     save = "llm.checkpoint.save:Saver._save"
     full = Fault(at=save, what="small files", call=2, amount=ROOM)
 

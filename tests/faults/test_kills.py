@@ -75,7 +75,7 @@ def kills_of(seed: int) -> list[Fault]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, seed):
+def test_a_killed_run_resumes_to_the_same_bits(bench, straight, seed):
     kills = kills_of(seed)
     options = {}
     if PLACES[seed] in WHILE_TOKENISING:
@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, seed):
     ],
     ids=["FSDP2", "PP2"],
 )
-def test_a_divided_run_that_is_killed_goes_on_to_the_same_bits(bench, sizes):
+def test_a_killed_sharded_run_resumes_to_the_same_bits(bench, sizes):
     name = next(iter(sizes))
     options = {**OPTIONS, **sizes}
     straight = bench.train_well(name, ranks=2, **options)

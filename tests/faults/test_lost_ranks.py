@@ -28,7 +28,7 @@ def bench(tmp_path_factory) -> Bench:
 
 @pytest.mark.parametrize("place", [STEP, SAVE, EVALUATION], ids=["step", "save", "evaluation"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_that_is_killed_is_named_and_the_others_end_within_ten_seconds(bench, victim, place):
+def test_a_killed_rank_is_named_and_the_others_end_in_ten_seconds(bench, victim, place):
     name = f"killed-{victim}-{place.rpartition('.')[2]}"
     fault = Fault(at=place, what="SIGKILL", call=CALLS[place], rank=victim)
     started = bench.start(name, ranks=3, faults=[fault], **OPTIONS)
@@ -50,7 +50,7 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end_within_ten_seconds(be
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_stopped_is_named_within_its_limit_and_five_seconds(bench, victim, tmp_path):
+def test_a_stopped_rank_is_named_within_its_limit_and_five_seconds(bench, victim, tmp_path):
     stopped = tmp_path / "stopped"
     fault = Fault(at=STEP, what="SIGSTOP", call=6, rank=victim, file=stopped)
     name = f"stopped-{victim}"
@@ -71,7 +71,7 @@ def test_a_rank_that_is_stopped_is_named_within_its_limit_and_five_seconds(bench
     assert "limit 4 s" in status["reason"]
 
 
-def test_where_no_rank_is_behind_the_stacks_of_all_say_which_one_hangs(bench):
+def test_the_stacks_show_the_hanging_rank_if_all_are_at_one_step(bench):
     hang = Fault(at=STEP, what="wait", amount=120, call=6, rank=1)
     started = bench.start("hung", ranks=2, faults=[hang], timeout=4, **OPTIONS)
     run = Run(bench.folder / "hung", started.outcomes(timeout=60))
@@ -84,7 +84,7 @@ def test_where_no_rank_is_behind_the_stacks_of_all_say_which_one_hangs(bench):
     assert all(trace["entries"][-1]["profiling_name"].startswith("gloo:") for trace in recorded)
 
 
-def test_torchrun_starts_the_ranks_again_and_the_run_ends_with_the_same_bits(bench):
+def test_a_restart_by_torchrun_ends_with_the_same_bits(bench):
     # Each save is done before the next step, so that it is known where the run goes on.
     options = {**OPTIONS, "resume_from_checkpoint": True, "async_checkpoint": False}
     straight = bench.train_well("straight", ranks=2, **options)
@@ -106,7 +106,7 @@ def test_torchrun_starts_the_ranks_again_and_the_run_ends_with_the_same_bits(ben
     assert run.read_json("status.json")["status"] == "finished"
 
 
-def test_torchrun_alone_ends_soon_when_a_rank_is_killed_and_the_status_names_it(bench):
+def test_torchrun_ends_soon_after_a_killed_rank_that_the_status_names(bench):
     kill = Fault(at=STEP, what="SIGKILL", call=7, rank=1, file=bench.folder / "killed")
 
     launch = Launch(bench.command("launched", **OPTIONS), ranks=3, faults=[kill])

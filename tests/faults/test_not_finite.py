@@ -37,7 +37,7 @@ def train_and_hash(argv: list[str], faults: Sequence[Fault]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_step_is_skipped_on_all_ranks_and_training_goes_on(tmp_path, precision):
+def test_a_non_finite_step_is_skipped_on_all_ranks_and_training_continues(tmp_path, precision):
     bench = Bench(tmp_path)
     argv = bench.command("nan", max_train_steps=12, eval_steps=100, mixed_precision=precision)
     # One forward a step: the fifth step's, on the second of three ranks.
@@ -60,7 +60,7 @@ def test_a_step_is_skipped_on_all_ranks_and_training_goes_on(tmp_path, precision
     assert run.losses[-1] < run.losses[0]
 
 
-def test_a_skipped_step_of_an_interval_that_a_kill_cuts_is_named_all_the_same(tmp_path):
+def test_a_skipped_step_is_reported_even_if_the_run_is_killed_after_it(tmp_path):
     bench = Bench(tmp_path)
     options = {"max_train_steps": 8, "logging_steps": 8, "checkpointing_steps": 4}
     options["async_checkpoint"] = False

@@ -72,7 +72,7 @@ def check_goes_on(bench: Bench, straight: Run, name: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("phase", BEFORE_TRAINING)
-def test_before_training_a_signal_ends_the_process_and_the_next_start_begins_afresh(
+def test_a_signal_before_training_ends_the_process_without_a_checkpoint(
     bench, straight, tmp_path, phase, number
 ):
     name = f"{phase}-{number}"
@@ -101,7 +101,7 @@ def test_before_training_a_signal_ends_the_process_and_the_next_start_begins_afr
 
 @pytest.mark.parametrize("ranks_told", [[0, 1], [1]], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("phase", IN_TRAINING)
-def test_in_training_a_signal_saves_the_last_step_and_ends_with_code_75(
+def test_a_signal_during_training_saves_and_ends_with_code_75(
     bench, straight, tmp_path, phase, ranks_told
 ):
     name = f"{phase}-{len(ranks_told)}"
@@ -122,7 +122,7 @@ def test_in_training_a_signal_saves_the_last_step_and_ends_with_code_75(
     check_goes_on(bench, straight, name)
 
 
-def test_a_second_signal_ends_at_once_and_leaves_what_was_valid(bench, straight, tmp_path):
+def test_a_second_signal_ends_at_once_and_keeps_valid_checkpoints(bench, straight, tmp_path):
     there = tmp_path / "there"
     fault = waiting(IN_TRAINING["step"], there, 60)
     started = bench.start("twice", faults=[fault], **OPTIONS)
@@ -152,7 +152,7 @@ def hear_user_signal() -> dict:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_passes_a_signal_on_and_leaves_nothing_behind(bench, straight, tmp_path, number):
+def test_torchrun_forwards_a_signal_and_leaves_no_process_behind(bench, straight, tmp_path, number):
     name = f"torchrun-{number}"
     there = tmp_path / "there"
     launch = Launch(
@@ -171,7 +171,7 @@ def test_torchrun_passes_a_signal_on_and_leaves_nothing_behind(bench, straight, 
     check_goes_on(bench, straight, name)
 
 
-def test_torchrun_that_is_told_to_stop_while_it_starts_leaves_nothing_behind(bench, tmp_path):
+def test_torchrun_stopped_during_its_start_leaves_no_process_behind(bench, tmp_path):
     there = tmp_path / "there"
     launch = Launch(
         bench.command("torchrun-start", **OPTIONS),
@@ -228,7 +228,7 @@ def test_ranks_whose_torchrun_is_killed_before_training_end(bench, tmp_path):
     assert not (bench.folder / "orphans-start" / "status.json").exists()
 
 
-def test_the_evaluation_that_is_due_at_the_step_of_a_stop_is_made_up_for(bench):
+def test_an_evaluation_due_at_the_step_of_a_stop_runs_after_the_resume(bench):
     step = "llm.trainers.gpt.loop:Trainer.train_step"
     options = {**OPTIONS, "checkpointing_steps": 6}
     uninterrupted = bench.train_well("not-due", **options)

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
         ("Intel(R) Data Center GPU Max 1550", 419),
     ],
 )
-def test_the_peak_is_that_of_the_device(name, tflops):
+def test_the_peak_flops_are_those_of_the_device(name, tflops):
     assert peak_flops(name) == tflops * 1e12
 
 
@@ -34,7 +34,7 @@ def test_the_peak_of_an_unknown_device_is_unknown(name):
     assert peak_flops(name) is None
 
 
-def test_the_measured_peak_is_about_what_a_larger_product_reaches():
+def test_the_measured_peak_is_close_to_that_of_a_larger_product():
     measured = measured_flops(CPU, torch.float32)
     larger = torch.ones(1536, 1536)
     with torch.profiler.profile() as profile:
@@ -54,7 +54,9 @@ def test_the_measured_peak_is_about_what_a_larger_product_reaches():
     ],
     ids=["larger is faster", "one takes too long", "larger is slower"],
 )
-def test_products_grow_while_they_are_faster_and_take_no_half_second(monkeypatch, seconds, sizes):
+def test_measured_products_grow_while_faster_and_take_under_half_a_second(
+    monkeypatch, seconds, sizes
+):
     now = 0.0
     multiplied = []
 
@@ -72,9 +74,7 @@ def test_products_grow_while_they_are_faster_and_take_no_half_second(monkeypatch
     assert measured == pytest.approx(max(2 * size**3 / seconds[size] for size in sizes))
 
 
-def test_a_cpu_is_measured_in_the_precision_of_the_run_and_the_log_says_at_least(
-    monkeypatch, caplog
-):
+def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     caplog.set_level("INFO", logger="llm")
     asked = []
     monkeypatch.setattr(
@@ -90,7 +90,7 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run_and_the_log_says_at_least
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_memory_in_use_is_the_devices_own_where_it_counts_it(monkeypatch, kind):
+def test_memory_in_use_is_the_counter_of_the_device_where_there_is_one(monkeypatch, kind):
     reset = []
     backend = torch.get_device_module(kind)
     monkeypatch.setattr(backend, "max_memory_allocated", lambda device: 100 + device.index)
@@ -100,7 +100,7 @@ def test_memory_in_use_is_the_devices_own_where_it_counts_it(monkeypatch, kind):
     assert reset == [torch.device(kind, 1)]
 
 
-def test_memory_in_use_grows_with_what_the_process_holds():
+def test_memory_in_use_grows_with_allocations():
     before = memory_in_use(CPU)
     assert before is not None
     held = torch.ones(64 * 2**20 // 4)

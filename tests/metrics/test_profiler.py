@@ -17,7 +17,7 @@ def profiled(work):
     return time_by_class(profile.events(), on_gpu=False)
 
 
-def test_products_attention_and_the_optimizer_are_told_apart():
+def test_matmuls_attention_and_the_optimizer_are_classified():
     matrix = torch.ones(256, 256)
     heads = torch.ones(1, 4, 128, 64)
     parameter = torch.nn.Parameter(torch.ones(100_000))
@@ -73,7 +73,7 @@ def test_a_kernel_counts_once_as_the_operation_that_started_it():
     }
 
 
-def test_a_span_that_this_start_does_not_train_is_said(tmp_path, caplog):
+def test_profiled_steps_outside_this_run_get_a_warning(tmp_path, caplog):
     profiler = StepProfiler((1, 3), folder=tmp_path, rank=0, device=torch.device("cpu"))
     with caplog.at_level("INFO", logger="llm"):
         profiler.begin_step(1)
@@ -83,7 +83,7 @@ def test_a_span_that_this_start_does_not_train_is_said(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nothing_accounts_for_is_waiting():
+def test_time_without_any_operation_counts_as_waiting():
     lines = table({"matmul": 0.2, "loss": 0.1}, 0.4, steps=2)
     assert lines == [
         "profile of 2 steps, 200.0 ms each:",

@@ -28,7 +28,7 @@ def alone(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def test_the_intervals_loss_is_the_sum_of_losses_over_the_number_of_tokens():
+def test_the_loss_of_an_interval_is_its_mean_per_token():
     meter = Meter(CPU, rank=0)
     add(meter, 10.0, 4)
     add(meter, 2.0, 2, norm=3.0)
@@ -37,7 +37,7 @@ def test_the_intervals_loss_is_the_sum_of_losses_over_the_number_of_tokens():
     assert values["grad_norm"] == 3.0
 
 
-def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
+def test_a_skipped_step_is_counted_and_excluded_from_the_loss():
     meter = Meter(CPU, rank=0)
     add(meter, 8.0, 4)
     add(meter, math.nan, 4, norm=math.nan)
@@ -48,7 +48,7 @@ def test_a_skipped_step_is_counted_and_takes_no_part_in_the_loss():
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
 
 
-def test_every_step_is_told_once_with_whether_it_was_skipped():
+def test_every_step_is_returned_once_with_whether_it_was_skipped():
     meter = Meter(CPU, rank=0)
     for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
         add(meter, 1.0, 1, norm=norm, step=step)
@@ -81,7 +81,7 @@ def fold_together(*meters: Meter) -> None:
         meter.all_reduce(lambda values: torch.stack(given).sum(dim=0))
 
 
-def test_folding_puts_the_sum_of_all_ranks_on_the_first():
+def test_all_reduce_puts_the_sum_of_all_ranks_on_rank_0():
     first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
     add(first, 3.0, 4)
     add(second, 5.0, 4)
@@ -90,7 +90,7 @@ def test_folding_puts_the_sum_of_all_ranks_on_the_first():
     assert first.read()["loss"] == 2.0
 
 
-def test_a_step_that_one_rank_skipped_loses_that_ranks_part_and_counts_as_skipped_on_all():
+def test_a_step_skipped_by_one_rank_leaves_out_its_loss_and_counts_once():
     first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
     for meter, norm in ((first, 1.0), (second, math.inf)):
         add(meter, 6.0, 4, norm=2.0)
@@ -106,7 +106,7 @@ def test_a_step_that_one_rank_skipped_loses_that_ranks_part_and_counts_as_skippe
     assert values["skipped_steps"] == 1
 
 
-def test_an_open_interval_goes_on_after_a_resume():
+def test_an_open_interval_continues_after_a_resume():
     before, after = Meter(CPU, rank=0), Meter(CPU, rank=0)
     add(before, 0.1, 3)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -115,7 +115,7 @@ def test_an_open_interval_goes_on_after_a_resume():
     assert before.read() == after.read()
 
 
-def test_only_the_first_rank_takes_over_the_saved_loss():
+def test_only_rank_0_loads_the_saved_loss():
     saved = Meter(CPU, rank=0)
     add(saved, 3.0, 4)
     second = Meter(CPU, rank=1)
@@ -176,7 +176,7 @@ def test_training_and_evaluation_of_a_step_have_a_line_each(tmp_path):
     assert second == (5, {"eval/loss": 2.0, "eval/perplexity": math.inf, "eval/loss/wiki": 3.0})
 
 
-def test_what_happens_while_paused_is_no_training_time(tmp_path, monkeypatch):
+def test_paused_time_is_not_training_time(tmp_path, monkeypatch):
     # Started; paused; paused to find the peak; reported at 140; paused for 10 s to write that.
     clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0, 140.0, 150.0])
     monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 170.0))
@@ -205,7 +205,7 @@ def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
     assert mfu == [0.5 / 0.8, 1.0, 0.25]
 
 
-def test_another_rank_writes_nothing(tmp_path):
+def test_other_ranks_write_no_metrics(tmp_path):
     tracker = make_tracker(None, [])
     tracker.start(step=0, tokens=0, seconds=5.0)
     log(tracker, 1)
@@ -238,7 +238,7 @@ def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, repor
     assert seen == [(3, {"eval/loss": 7.0}), (4, {"eval/loss": 1.25})][reported != OLDER :]
 
 
-def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_and_a_truncated_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         "".join(f"{json.dumps({'step': step})}\n" for step in (5, 10, 15)) + '{"step": 20, "lo'

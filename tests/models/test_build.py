@@ -56,7 +56,7 @@ def test_a_folder_without_weights_is_refused_as_a_source_of_weights(tmp_path: Pa
         tiny_model(tiny_config("gpt2"), weights_from=str(tmp_path))
 
 
-def test_a_larger_tokenizer_enlarges_a_fresh_embedding_and_says_so(
+def test_a_larger_tokenizer_enlarges_a_fresh_embedding_with_a_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = tiny_config("gpt2")

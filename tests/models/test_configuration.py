@@ -107,7 +107,7 @@ def test_a_folder_that_is_no_model_is_refused(
         load(model_name_or_path=str(tmp_path))
 
 
-def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
+def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -117,7 +117,7 @@ def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_end_where_the_family_says(family: str) -> None:
+def test_the_maximum_position_is_that_of_the_family(family: str) -> None:
     expected = None if family in ("bloom", "mamba") else 64
 
     assert max_positions(tiny_config(family)) == expected

@@ -33,7 +33,7 @@ def moved_from_its_start(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("multiple", [None, 128])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_loaded_is_what_was_trained(
+def test_the_exported_weights_are_the_trained_ones(
     family: str, multiple: int | None, tmp_path: Path
 ) -> None:
     model = moved_from_its_start(tiny_model(tiny_config(family), pad_vocab_to_multiple_of=multiple))
@@ -150,7 +150,7 @@ def test_an_export_that_dies_leaves_the_older_one_whole(
     assert not list(tmp_path.glob(".export-*"))
 
 
-def test_what_a_killed_export_left_behind_is_swept_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".export-killed").mkdir()
     export_to(tmp_path, tiny_model(tiny_config("gpt2")))
 

@@ -139,7 +139,7 @@ def gated_model() -> _Gated:
     return model
 
 
-def test_what_only_the_constructor_fills_has_the_constructors_value() -> None:
+def test_tensors_filled_only_by_the_constructor_keep_its_values() -> None:
     model = gated_model()
 
     assert model.gate.tolist() == [7.0, 7.0, 7.0]

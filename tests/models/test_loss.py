@@ -81,7 +81,9 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_padded_rows_take_no_part_and_get_no_gradient(family: str, chunked: bool) -> None:
+def test_padded_vocabulary_rows_do_not_change_the_loss_and_get_no_gradient(
+    family: str, chunked: bool
+) -> None:
     plain = tiny_model(tiny_config(family)).eval()
     padded = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128).eval()
 
@@ -179,7 +181,7 @@ def test_capped_logits_are_seen_and_computed_in_full() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_weights_is_known_by_what_it_computes(family: str) -> None:
+def test_the_output_head_is_recognised_on_a_model_without_weights(family: str) -> None:
     model = tiny_model(tiny_config(family), device=torch.device("meta"))
     names = list(model.state_dict())
 

@@ -51,7 +51,7 @@ def gradient(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_packed_window_has_the_loss_and_gradient_of_its_documents_one_by_one(family, kernel):
+def test_a_packed_window_has_the_loss_and_gradient_of_separate_documents(family, kernel):
     model = build(family, kernel)
     loss = LanguageModelLoss(model)
 
@@ -67,7 +67,7 @@ def test_a_packed_window_has_the_loss_and_gradient_of_its_documents_one_by_one(f
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_without_the_options_documents_do_see_one_another(family):
+def test_without_the_options_attention_crosses_documents(family):
     loss = LanguageModelLoss(tiny_model(tiny_config(family)).eval())
 
     alone = float(sum(loss(*document)[1] for document in documents_alone()))
@@ -95,7 +95,7 @@ def test_positions_alone_leave_attention_as_it_is():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-def test_documents_are_forgotten_after_their_window():
+def test_document_numbers_are_cleared_after_their_window():
     loss = LanguageModelLoss(build("llama", "sdpa"))
     before = loss(*packed_windows())[1]
 

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
 from llm.config.options import fields
 from llm.errors import ConfigError
@@ -13,6 +14,9 @@ from llm.models.sizes import SIZES, flops_per_token
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 from tests.support.models import tiny_config
+
+# Families whose every matrix product torch's counter sees.
+COUNTED = ["gpt2", "gpt_neox", "gptj", "opt", "llama", "mistral", "qwen2", "qwen3", "phi", "olmo2"]
 
 
 def load(**options: Any) -> PreTrainedConfig:
@@ -64,7 +68,7 @@ def test_parameters_and_operations_are_those_of_the_papers_formulas(name: str) -
         ("310.1B", 310_130_540_544),
     ],
 )
-def test_a_size_alone_is_a_gpt2_of_so_many_parameters(name: str, parameters: int) -> None:
+def test_a_size_alone_is_a_gpt2_with_that_number_of_parameters(name: str, parameters: int) -> None:
     model = on_meta(load(model_size=name))
 
     assert model.config.model_type == "gpt2"
@@ -89,7 +93,7 @@ def test_a_llama_keeps_the_proportions_of_its_mlp_and_of_its_key_heads(tmp_path:
     assert config.head_dim == 128
 
 
-def test_the_default_llama_of_a_size_has_as_many_weights_in_its_blocks_as_the_gpt() -> None:
+def test_a_llama_of_a_size_has_as_many_block_parameters_as_the_gpt() -> None:
     config = load(model_type="llama", model_size="18.4B")
     assert config.intermediate_size == 16512  # 6144 * 11008 / 4096
 
@@ -129,7 +133,7 @@ def test_a_model_of_a_chosen_size_is_trained_from_scratch() -> None:
         ({"model_type": "gpt2", "hidden_size": 100}, "--hidden_size 100 cannot be divided by"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], says: str) -> None:
+def test_impossible_sizes_are_refused_in_one_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(**options)
     assert says in str(refused.value)
@@ -148,3 +152,33 @@ def test_sizes_that_contradict_are_refused_before_anything_is_read(
     with pytest.raises(ConfigError) as refused:
         check(GPTConfig(train_file="a.txt", tokenizer_name="gpt2", **options))
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_flops_per_token_are_three_forward_passes_as_torch_counts_them(family):
+    # Torch does not count the fused attention of a CPU.
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 16, dtype=torch.long), use_cache=False)
+    counted = 3 * counter.get_total_flops() / (2 * 16)
+    assert flops_per_token(model, block_size=16) == pytest.approx(counted, rel=0.02)
+
+
+def test_gpt2_124m_needs_855_mflop_a_token_at_1024():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GPT2Config())
+    assert flops_per_token(model, block_size=1024) == pytest.approx(855e6, rel=0.005)
+
+
+def test_flops_count_only_the_chosen_experts_of_a_mixture():
+    model = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+    config = tiny_config("mixtral")
+    config.num_experts_per_tok = config.num_local_experts
+    dense = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in dense.named_parameters() if "experts" in name)
+    chosen = tiny_config("mixtral").num_experts_per_tok / config.num_local_experts
+    difference = flops_per_token(dense, block_size=8) - flops_per_token(model, block_size=8)
+    assert difference == pytest.approx(6 * experts * (1 - chosen))
+    assert difference > 0

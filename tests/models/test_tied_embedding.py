@@ -44,7 +44,7 @@ def test_the_gradient_is_that_of_autograd(family, micro_batches):
     assert_same(gradients(tied, micro_batches=micro_batches), expected)
 
 
-def test_most_of_the_families_with_a_tied_head_are_meant():
+def test_families_with_a_tied_head_get_the_tied_embedding():
     kinds = {
         family: type(tiny_model(tiny_config(family), tied_gradients=True).get_input_embeddings())
         for family in TIED
@@ -70,7 +70,7 @@ def test_a_frozen_embedding_gets_no_gradient():
     assert "transformer.wte.weight" not in gradients(model)
 
 
-def test_the_model_s_own_loss_has_the_same_gradient():
+def test_the_models_own_loss_has_the_same_gradient():
     found = {}
     for tied in (False, True):
         model = tiny_model(tiny_config("gpt2"), tied_gradients=tied).eval()
@@ -79,7 +79,7 @@ def test_the_model_s_own_loss_has_the_same_gradient():
     assert_same(found[True], found[False])
 
 
-def test_a_gradient_that_the_lookup_never_took_is_not_lost_in_silence():
+def test_a_gradient_that_the_lookup_never_used_raises():
     model = tiny_model(tiny_config("gpt2"), tied_gradients=True)
     model.get_input_embeddings().head_gradient = torch.zeros(1)
     with pytest.raises(RuntimeError, match="never reached the embedding"):

@@ -69,7 +69,7 @@ def test_blocks_of_one_step_are_adamw(dtype):
     torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=0)
 
 
-def test_equal_gradients_in_a_block_are_adamw_on_the_last_step_of_each_block():
+def test_equal_gradients_in_a_block_give_adamw_at_the_end_of_each_block():
     """After the first block of equal gradients, m and v are those of one step of AdamW."""
     grad = gradients(1)[0]
     weight = parameter()
@@ -103,7 +103,7 @@ def test_a_whole_model_trains_as_with_torchs_fused_adamw():
 
 @pytest.mark.parametrize("accum_steps", [1, 3])
 @pytest.mark.parametrize("poison", [0, 2, 5])
-def test_a_skipped_step_changes_neither_weights_nor_state_nor_where_blocks_end(accum_steps, poison):
+def test_a_skipped_step_changes_no_weight_state_or_block_boundary(accum_steps, poison):
     grads = gradients(9)
     sound = train(lambda p: AccumAdamW(p, **SETTINGS, accum_steps=accum_steps), grads)
     weight = parameter()
@@ -126,7 +126,7 @@ def test_a_skipped_step_changes_neither_weights_nor_state_nor_where_blocks_end(a
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
-def test_a_loaded_state_goes_on_bit_for_bit_also_within_a_block(stop):
+def test_a_loaded_state_continues_bit_for_bit_also_within_a_block(stop):
     grads = gradients(10, torch.float32)
     whole = train(lambda p: AccumAdamW(p, **SETTINGS, accum_steps=4), grads)
     first = parameter(torch.float32)

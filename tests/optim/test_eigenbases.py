@@ -20,7 +20,7 @@ def test_a_basis_diagonalises_its_matrix():
 
 
 @pytest.mark.parametrize(("failures", "fallback"), [(1, 1), (2, 2), (3, 3)])
-def test_a_failure_is_answered_by_jitter_then_float64_then_the_previous_basis(
+def test_a_failure_falls_back_to_jitter_float64_and_the_previous_basis(
     monkeypatch, failures, fallback
 ):
     calls = []
@@ -47,7 +47,7 @@ def test_a_failure_is_answered_by_jitter_then_float64_then_the_previous_basis(
     assert found.basis.dtype == torch.float32
 
 
-def test_a_matrix_that_is_not_finite_gives_the_previous_basis_or_the_identity():
+def test_a_non_finite_matrix_gives_the_previous_basis_or_the_identity():
     matrix = symmetric()
     matrix[0, 0] = torch.nan
     previous = torch.linalg.qr(torch.randn(6, 6))[0]
@@ -83,7 +83,7 @@ def test_a_damped_inverse_is_the_inverse_of_the_damped_matrix():
     )
 
 
-def test_a_matrix_without_inverse_gets_some_weight_on_its_diagonal_or_the_previous_inverse():
+def test_a_singular_matrix_gets_jitter_or_the_previous_inverse():
     singular = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     negative = -torch.eye(2)
     previous = 2 * torch.eye(2)
@@ -93,7 +93,7 @@ def test_a_matrix_without_inverse_gets_some_weight_on_its_diagonal_or_the_previo
     assert torch.equal(damped_inverse(negative, 0.0, previous).basis, previous)
 
 
-def test_rotation_by_blocks_is_that_by_the_block_diagonal_matrix_and_is_undone():
+def test_rotation_by_blocks_equals_the_block_diagonal_and_is_invertible():
     torch.manual_seed(0)
     left, right = (
         [torch.linalg.qr(torch.randn(width, width))[0] for width in widths]

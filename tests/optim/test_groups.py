@@ -89,7 +89,7 @@ def test_fused_experts_are_decayed_and_a_stack_of_their_biases_is_not():
     assert not decays("mix.time_decay", torch.nn.Parameter(torch.ones(1, 1, 8)))
 
 
-def test_sgd_is_torchs_with_decay_on_matrices_only_from_a_state_that_is_there_at_once():
+def test_sgd_is_torchs_with_decay_on_matrices_and_its_state_from_the_start():
     ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_sgd(OptimizerOptions(learning_rate=0.1, weight_decay=0.2), ours)

@@ -131,7 +131,7 @@ def test_a_step_reads_no_value_from_the_device():
     assert reads.seen == []
 
 
-def test_torchs_own_state_dict_goes_on_bit_for_bit():
+def test_torchs_own_state_dict_continues_bit_for_bit():
     model = tiny_model()
     optimizer = make_muon(OPTIONS, model)
     for step in range(4):

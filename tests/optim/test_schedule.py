@@ -29,7 +29,7 @@ def test_cosine_is_half_way_between_peak_and_minimum_in_the_middle():
     assert rate(100) == pytest.approx(0.2)
 
 
-def test_cosine_reaches_the_minimum_before_the_constant_steps_and_stays_there():
+def test_cosine_reaches_the_minimum_before_the_constant_steps():
     rate = schedule("cosine", min_learning_rate=0.1, num_warmup_steps=10, num_constant_steps=30)
     assert rate(10) == pytest.approx(1.0)
     assert rate(40) == pytest.approx(0.55)

@@ -98,7 +98,7 @@ def test_every_step_is_that_of_the_library(update_steps):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
 
-def test_what_is_no_matrix_is_torchs_adamw():
+def test_parameters_that_are_no_matrices_get_torchs_adamw():
     ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
     optimizer = SOAP([{"params": [ours], "weight_decay": 0.1}], {}, **SETTINGS)
     adamw = torch.optim.AdamW([theirs], **SETTINGS, weight_decay=0.1, fused=True)
@@ -110,7 +110,7 @@ def test_what_is_no_matrix_is_torchs_adamw():
 
 
 @pytest.mark.parametrize("bad", [4, 6])
-def test_a_skipped_step_leaves_weights_moments_factors_and_bases_as_they_are(bad):
+def test_a_skipped_step_changes_no_weight_moment_factor_or_basis(bad):
     grads = gradients(bad + 1)
     weight = matrix()
     optimizer = soap(weight)  # step 6 would turn the bases
@@ -122,7 +122,7 @@ def test_a_skipped_step_leaves_weights_moments_factors_and_bases_as_they_are(bad
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_steps_skipped_at_the_beginning_put_the_first_basis_off():
+def test_skipped_first_steps_delay_the_first_basis():
     grads = gradients(8)
     weight = matrix()
     optimizer = soap(weight)
@@ -138,7 +138,7 @@ def test_steps_skipped_at_the_beginning_put_the_first_basis_off():
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_loaded_state_goes_on_bit_for_bit(stop):
+def test_a_loaded_state_continues_bit_for_bit(stop):
     grads = gradients(9)
     whole = matrix()
     train(whole, soap(whole), grads)
@@ -164,7 +164,7 @@ def test_no_step_reads_the_device_but_those_that_begin_a_basis():
         assert len(reads.seen) == reads_allowed, calls
 
 
-def test_matrices_take_turns():
+def test_each_step_updates_the_basis_of_one_matrix():
     weights = [matrix() for _ in range(3)]
     groups = [{"params": weights, "weight_decay": 0.0}]
     optimizer = SOAP(groups, dict.fromkeys(weights, (0, 1)), **SETTINGS, update_steps=3)
@@ -181,7 +181,7 @@ def test_matrices_take_turns():
     assert all(sum(row) == 1 for row in turned[1:])
 
 
-def test_the_side_of_the_tokens_has_no_basis():
+def test_the_vocabulary_side_of_an_embedding_has_no_basis():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt_neox"))
     outside = embeddings_and_head(model)
     optimizer = make_soap(OptimizerOptions(), model)

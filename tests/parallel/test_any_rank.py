@@ -34,7 +34,7 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
         (4, [[2], [4], [4], [6]]),
     ],
 )
-def test_a_flag_is_heard_of_once_by_all_ranks_at_the_same_call(ranks, heard):
+def test_all_ranks_receive_a_flag_once_at_the_same_call(ranks, heard):
     for delay, found in values(run_ranks(answers, ranks, ranks - 1)):
         assert found == heard
         assert delay == max(calls[0] - asked for asked, calls in enumerate(found))

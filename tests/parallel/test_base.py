@@ -130,7 +130,7 @@ def skipped_state():
     return same_moments and all(map(torch.equal, weights, strategy.parameters))
 
 
-def test_a_skipped_step_leaves_weights_moments_and_step_counts_as_they_were():
+def test_a_skipped_step_changes_no_weight_moment_or_step_count():
     assert values(run_ranks(skipped_state, 1)) == [True]
 
 
@@ -171,7 +171,7 @@ def resumed(steps_before: int):
     return all(map(torch.equal, first.parameters, second.parameters))
 
 
-def test_a_loaded_state_goes_on_bit_for_bit():
+def test_a_loaded_state_continues_bit_for_bit():
     assert values(run_ranks(resumed, 1, 3)) == [True]
 
 
@@ -181,7 +181,7 @@ def votes():
     return asked
 
 
-def test_all_ranks_learn_of_a_flag_at_the_next_call():
+def test_all_ranks_receive_a_flag_at_the_next_call():
     first, second = values(run_ranks(votes, 2))
     assert first == second == [[False, False], [False, False], [True, False], [False, False]]
 

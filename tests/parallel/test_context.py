@@ -95,7 +95,7 @@ def on_one_rank():
         pytest.param(4, {"context": 2, "shard": 2}, 2, True, marks=pytest.mark.layouts),
     ],
 )
-def test_divided_samples_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation, masked):
+def test_sharded_sequences_train_as_on_one_rank(on_one_rank, ranks, sizes, accumulation, masked):
     outcomes = values(run_ranks(train_all, ranks, sizes, accumulation, masked))
     for rank, families in enumerate(outcomes):
         for (seen, sums, predictions, weights), expected in zip(families, on_one_rank, strict=True):
@@ -119,13 +119,13 @@ def half_precision_loss(mixed_precision: str):
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
-def test_divided_samples_train_in_half_precision(mixed_precision):
+def test_sharded_sequences_train_in_half_precision(mixed_precision):
     expected = values(run_ranks(half_precision_loss, 1, mixed_precision))[0]
     for found in values(run_ranks(half_precision_loss, 2, mixed_precision)):
         assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_ranks_with_tokens_of_their_own_draw_their_own_dropout():
+def test_ranks_with_different_tokens_have_different_dropout():
     dims = ParallelDims(pipeline=2, shard=2, context=2, tensor=2)
     assert [dims.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [dims.rng_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -145,7 +145,7 @@ def shards_and_gradient():
     return own, whole.tolist(), values.grad.tolist()
 
 
-def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror_image_from_the_back():
+def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror_from_the_back():
     (first, whole, gradient), (second, _, _) = values(run_ranks(shards_and_gradient, 2))
     assert first.input_ids.tolist() == first.positions.tolist() == [[0, 1, 6, 7]]
     assert second.input_ids.tolist() == second.positions.tolist() == [[2, 3, 4, 5]]

@@ -12,7 +12,7 @@ REFUSED = {"gpt_neo", "gptj", "bloom", "falcon", "mamba"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_a_divisible_model_meet_in_replaceable_attention_only(family):
+def test_a_sequence_can_be_sharded_only_if_just_attention_mixes_tokens(family):
     model = tiny_model(tiny_config(family))
     kernel = model.config._attn_implementation
     if family in REFUSED:
@@ -24,7 +24,7 @@ def test_tokens_of_a_divisible_model_meet_in_replaceable_attention_only(family):
     assert model.training
 
 
-def test_recurrent_layers_among_attention_are_noticed():
+def test_recurrent_layers_among_attention_are_detected():
     config = transformers.JambaConfig(
         vocab_size=320,
         hidden_size=32,
@@ -57,9 +57,7 @@ def test_attention_with_a_soft_cap_is_refused():
 
 
 @pytest.mark.parametrize(("block_size", "divisible"), [(32, True), (64, False)])
-def test_rotations_that_change_beyond_a_length_are_refused_where_a_part_ends_short_of_it(
-    block_size, divisible
-):
+def test_length_dependent_rope_is_refused_if_a_shard_ends_before_its_limit(block_size, divisible):
     # Of 64 positions, one of two ranks has the last and the other one none beyond the 48th.
     rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_model(tiny_config("llama", max_position_embeddings=48, rope_parameters=rotation))

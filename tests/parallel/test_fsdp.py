@@ -79,7 +79,7 @@ MORE = pytest.mark.layouts
         pytest.param("llama", 4, {"shard": 2}, marks=MORE),
     ],
 )
-def test_divided_weights_train_as_on_one_rank(family, ranks, sizes):
+def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
     expected, whole, size = values(run_ranks(train, 1, family, {}, 1))[0]
     for accumulation in (1, 2):
         outcomes = values(run_ranks(train, ranks, family, sizes, accumulation))

@@ -53,7 +53,7 @@ def test_weights_that_are_scaled_after_their_draw_come_out_equal() -> None:
     assert_same_start(*both_starts(lambda: meta_model(config)))
 
 
-def test_a_larger_vocabulary_than_the_recipes_ends_in_rows_of_zeros() -> None:
+def test_a_padded_vocabulary_ends_in_rows_of_zeros() -> None:
     small, large = tiny_config("llama"), tiny_config("llama", vocab_size=384)
     whole, padded = meta_model(small), meta_model(large)
     materialize(whole, seed=1, device=CPU)
@@ -86,7 +86,7 @@ def make_experts() -> PreTrainedModel:
         return _Experts(tiny_config("gpt2"))
 
 
-def test_parameters_written_in_turns_keep_all_their_slices() -> None:
+def test_parameters_initialised_alternately_keep_all_their_slices() -> None:
     whole, piecewise = both_starts(make_experts)
 
     assert_same_start(whole, piecewise)
@@ -118,7 +118,7 @@ class _Normalised(GPT2LMHeadModel):
         (3, "cannot be called on meta tensors"),
     ],
 )
-def test_what_cannot_be_drawn_alone_is_drawn_as_a_whole_and_said(
+def test_weights_that_cannot_be_drawn_by_shard_are_drawn_whole_and_logged(
     layers: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> PreTrainedModel:
@@ -165,7 +165,7 @@ print(peak * 1024, own[1].std().item())
 
 
 @pytest.mark.slow
-def test_one_of_64_ranks_starts_its_part_of_seven_billion_parameters_in_one_gigabyte() -> None:
+def test_one_of_64_ranks_initialises_its_shard_of_7b_parameters_in_1_gb() -> None:
     output = subprocess.run(
         [sys.executable, "-c", SHARD_OF_64],
         cwd=Path(__file__).parents[2],

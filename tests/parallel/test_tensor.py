@@ -120,7 +120,7 @@ def test_accumulated_gradients_and_gathered_logits_are_the_same():
 
 
 @pytest.mark.layouts
-def test_four_ranks_compute_layers_divide_weights_and_hold_replicas():
+def test_tensor_parallelism_combines_with_sharding_and_replicas():
     cases = [(family, sizes, 2) for family in ("gpt2", "llama") for sizes in (TP2_FSDP2, TP2)]
     assert_trains_as_on_one_rank(4, [*cases, ("llama", TP4), ("gpt2", TP4), ("qwen3", TP2_FSDP2)])
 
@@ -145,7 +145,7 @@ def pieces(sizes: dict[str, int]):
 
 
 @pytest.mark.parametrize("sizes", [TP2, TP2_FSDP2])
-def test_a_rank_holds_one_piece_of_each_matrix_and_nothing_else(sizes):
+def test_a_rank_holds_only_one_shard_of_each_matrix(sizes):
     ranks = 2 * sizes.get("shard", 1)
     for share in values(run_ranks(pieces, ranks, sizes)):
         assert share == pytest.approx(1 / ranks, rel=0.02)
@@ -171,7 +171,7 @@ def draw_around_own_heads():
     return draw(), draw()
 
 
-def test_ranks_draw_alike_but_for_their_own_heads():
+def test_ranks_draw_the_same_numbers_except_for_their_own_heads():
     (one, again), (other, _) = values(run_ranks(draw_around_own_heads, 2))
     # before | twice own, common | twice own, common
     alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
@@ -181,7 +181,7 @@ def test_ranks_draw_alike_but_for_their_own_heads():
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_own_numbers_are_drawn_on_any_accelerator(monkeypatch, kind):
+def test_the_tensor_parallel_rng_works_on_any_accelerator(monkeypatch, kind):
     """On stand-ins for the generators of its two devices."""
     generators = (torch.Generator(), torch.Generator().manual_seed(3))
     rand = torch.rand
@@ -239,7 +239,7 @@ def sum_gradient_of_a_shared_gain():
     return norm.weight.grad
 
 
-def test_a_gain_that_all_ranks_hold_gets_the_gradient_of_all_heads_once():
+def test_a_replicated_gain_gets_the_gradient_of_all_heads_once():
     for gradient in values(run_ranks(sum_gradient_of_a_shared_gain, 2)):
         # The normalised input is 1 everywhere: one for each rank and each micro-batch.
         torch.testing.assert_close(gradient, torch.full((16,), 4.0), rtol=1e-4, atol=0)

@@ -26,7 +26,7 @@ def test_the_common_families_have_a_plan():
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon", "gptj", "mamba", "mixtral"])
-def test_a_family_without_an_exact_plan_is_told_what_else_there_is(family):
+def test_a_family_without_an_exact_plan_is_refused_with_alternatives(family):
     assert family not in planned_model_types()
     said = refusal(family, 2)
     assert f"a plan of how to divide {family}" in said
@@ -34,7 +34,7 @@ def test_a_family_without_an_exact_plan_is_told_what_else_there_is(family):
     assert "gpt2, gpt_neo, gpt_neox," in said
 
 
-def test_heads_are_divided_evenly():
+def test_heads_must_be_divisible_by_the_tensor_parallel_size():
     said = refusal("llama", 3, num_attention_heads=4)
     assert said.startswith("--tensor_parallel_size 3 does not divide the 4 num_attention_heads of")
     said = refusal("llama", 4, num_attention_heads=4, num_key_value_heads=2)

@@ -21,7 +21,7 @@ def show(words: str) -> int:
     return topology.main(words.split())
 
 
-def test_it_prints_the_rounds_their_contraction_and_the_bytes(capsys):
+def test_topology_prints_the_rounds_their_contraction_and_the_bytes(capsys):
     assert show("--topology exp --ranks 8 --ranks_per_node 4 --parameters 124M") == 0
     printed = capsys.readouterr().out
     assert printed.startswith(EXP_ON_EIGHT)
@@ -35,7 +35,7 @@ def test_it_prints_the_rounds_their_contraction_and_the_bytes(capsys):
     ]
 
 
-def test_a_ring_tells_its_contraction_in_a_period_and_in_a_round(capsys):
+def test_a_ring_prints_its_contraction_per_period_and_per_round(capsys):
     assert show("--topology ring --ranks 8") == 0
     assert "contraction: 0.5 in 2 rounds, 0.707107 a round" in capsys.readouterr().out
 
@@ -64,7 +64,7 @@ def test_nodes_that_average_send_each_weight_once_over_the_network(capsys):
         ("--plot rounds.jpg", "--plot rounds.jpg must end with .png or .svg"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(argv, words, capsys):
+def test_invalid_options_are_refused_in_one_sentence(argv, words, capsys):
     assert show(argv) == 2
     printed = capsys.readouterr()
     assert words in printed.err
@@ -73,7 +73,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(argv, words, capsys):
 
 
 @pytest.mark.parametrize("name", ["rounds.svg", "rounds.png"])
-def test_it_draws_the_rounds(name, tmp_path, capsys):
+def test_topology_draws_the_rounds(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / name
     assert topology.main(["--topology", "ring", "--ranks", "5", "--plot", str(path)]) == 0

@@ -76,7 +76,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.faults)])
-def test_when_a_rank_dies_the_others_name_it_and_end_within_ten_seconds(victim):
+def test_a_dead_rank_is_named_and_the_others_end_within_ten_seconds(victim):
     ranks = Ranks(3)
     time.sleep(2.5)
 
@@ -117,7 +117,7 @@ def test_a_rank_that_was_stopped_is_named_after_its_limit():
     assert "limit 4 s" in said[0]
 
 
-def test_a_rank_that_hangs_is_named_and_all_ranks_leave_their_stacks():
+def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks():
     ranks = Ranks(3, hangs=2)
 
     seconds, codes = ranks.ends()
@@ -130,7 +130,7 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_leave_their_stacks():
     assert all("rank 2 on" in text and "in work" in text for text in stacks)
 
 
-def test_ranks_that_end_in_good_order_are_not_missed():
+def test_ranks_that_end_normally_are_not_reported_as_lost():
     ranks = Ranks(2, steps=5)
 
     _, codes = ranks.ends()
@@ -151,7 +151,7 @@ def test_a_single_rank_is_not_watched():
 
 
 @pytest.mark.faults
-def test_a_first_rank_that_is_blocked_in_c_is_named_by_the_others(monkeypatch):
+def test_rank_0_blocked_in_c_code_is_named_by_the_others(monkeypatch):
     hold_the_gil = ctypes.PyDLL(None).sleep
     monkeypatch.setattr(f"{__name__}.stand_still", lambda: hold_the_gil(60))
     ranks = Ranks(3, hangs=0)
@@ -168,7 +168,7 @@ def test_a_first_rank_that_is_blocked_in_c_is_named_by_the_others(monkeypatch):
 
 
 @pytest.mark.faults
-def test_the_first_rank_is_missed_like_any_other_when_it_was_stopped():
+def test_a_stopped_rank_0_is_detected_like_any_other():
     ranks = Ranks(3)
     time.sleep(2.5)
 

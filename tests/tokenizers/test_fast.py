@@ -337,7 +337,7 @@ CHANGES: dict[str, Callable[[Tokenizer], Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_changes_ids_changes_the_fingerprint(what: str) -> None:
+def test_a_change_of_ids_changes_the_fingerprint(what: str) -> None:
     assert changed(CHANGES[what]) != changed(lambda backend: None)
 
 

@@ -206,7 +206,7 @@ def test_a_model_with_other_rules_is_refused(tmp_path: Path) -> None:
         convert(tmp_path, data)
 
 
-def test_changed_merges_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_merges_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llm.tokenizers import sentencepiece as sentencepiece_model
 
     merges = sentencepiece_model._merges

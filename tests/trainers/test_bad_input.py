@@ -158,11 +158,11 @@ def test_a_cache_folder_that_cannot_be_written(bench, tmp_path):
         ({"mixed_precision": "fp8"}, ["--mixed_precision fp8"]),
     ],
 )
-def test_two_ranks_say_it_once(bench, options, words):
+def test_two_ranks_print_an_error_once(bench, options, words):
     assert_refused(bench, ranks=2, words=words, **options)
 
 
-def test_two_ranks_say_what_one_of_them_found_while_tokenising_once(bench, tmp_path):
+def test_two_ranks_print_a_tokenisation_error_of_one_rank_once(bench, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 50 + '{"text": \n')
     assert_refused(
         bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"]
@@ -188,7 +188,7 @@ def twice(bench) -> Run:
     return bench.train_well("again", max_train_steps=3, overwrite_output_dir=True)
 
 
-def test_overwriting_starts_anew_and_leaves_the_users_files(twice):
+def test_overwriting_starts_over_and_keeps_the_users_files(twice):
     assert len(twice.losses) == 3
     assert [path.name for path in (twice.folder / "checkpoints").iterdir()] == ["mine.txt"]
 

@@ -85,7 +85,7 @@ ANCESTOR_DEFAULTS = {
 
 
 @pytest.mark.parametrize(("name", "default"), ANCESTOR_DEFAULTS.items())
-def test_every_flag_of_the_ancestor_keeps_its_name_and_default(name, default):
+def test_every_flag_of_the_original_program_keeps_its_name_and_default(name, default):
     assert getattr(GPTConfig(), name) == default
 
 
@@ -106,7 +106,7 @@ def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
         (["--activation_checkpointing", "selective"], "selective"),
     ],
 )
-def test_activations_to_compute_again_have_an_older_name_too(flags, which):
+def test_activation_recomputation_keeps_its_older_option_name(flags, which):
     assert recomputation(parse_args([*ENOUGH, *flags])) == which
 
 
@@ -231,7 +231,7 @@ def test_weights_and_prefixes_are_read_from_the_command_line_and_from_toml(tmp_p
     assert parse_args(["--config", str(tmp_path / "again.toml")]) == config
 
 
-def test_all_complaints_come_in_one_message():
+def test_all_errors_come_in_one_message():
     with pytest.raises(ConfigError) as caught:
         check(GPTConfig())
     assert "--dataset_name" in str(caught.value)
@@ -252,7 +252,7 @@ ORDERS = {
 }
 
 
-def test_orders_for_one_start_are_no_settings_of_the_run_and_all_else_is(tmp_path):
+def test_only_options_for_one_start_are_not_recorded_with_the_run(tmp_path):
     given = GPTConfig(
         train_file="a.txt", init_from="runs/old", ignore_tokenizer_mismatch=True, **ORDERS
     )
@@ -311,13 +311,13 @@ def test_an_option_of_an_earlier_version_is_refused_with_what_to_use(
         assert f"any more: {instead}" in str(caught.value)
 
 
-def test_files_of_earlier_runs_are_read_where_they_left_such_an_option_alone(tmp_path):
+def test_old_files_with_removed_options_at_their_defaults_are_read(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("hub_private = false\nmax_failed_saves = 3\nlearning_rate = 0.1\n")
     assert read_toml(GPTConfig, file) == {"learning_rate": 0.1}
 
 
-def test_a_trained_model_is_found_whatever_its_run_had_of_them(tmp_path):
+def test_a_trained_model_is_read_whatever_removed_options_its_run_set(tmp_path):
     (tmp_path / "config.toml").write_text(
         'model_type = "gpt2"\nmax_failed_saves = 9\nkfac_damping = "0.003@0,0.001@5000"\n'
     )
@@ -332,7 +332,7 @@ FORMER = {
 }
 
 
-def test_the_options_that_have_another_name_since_the_first_edition():
+def test_all_options_renamed_since_the_first_edition_are_listed():
     assert renamed(GPTConfig) == FORMER
 
 
@@ -352,7 +352,7 @@ def old_checkpoint(tmp_path, monkeypatch):
     return found
 
 
-def test_a_checkpoint_of_the_first_edition_keeps_options_to_their_former_names(old_checkpoint):
+def test_a_checkpoint_of_the_first_edition_checks_options_by_former_names(old_checkpoint):
     config = GPTConfig(
         data_parallel="gossip",
         moment_update_steps=4,

@@ -10,7 +10,7 @@ from tests.support.training import Bench
 pytestmark = pytest.mark.layouts
 
 
-def test_two_ranks_that_share_samples_repeat_the_run_of_one(tmp_path):
+def test_two_context_parallel_ranks_repeat_the_run_of_one(tmp_path):
     bench = Bench(tmp_path, family="llama")
     options = {
         "max_train_steps": 4,
@@ -38,7 +38,7 @@ def test_two_ranks_that_share_samples_repeat_the_run_of_one(tmp_path):
         ("bloom", {}, "cannot divide samples of 32 tokens of bloom"),
     ],
 )
-def test_samples_that_cannot_be_divided_are_refused(tmp_path, family, options, sentence):
+def test_sequences_that_cannot_be_sharded_are_refused(tmp_path, family, options, sentence):
     run = Bench(tmp_path, family=family).train(ranks=2, context_parallel_size=2, **options)
     assert run.codes == [2, 2]
     assert sentence in run.output
@@ -54,7 +54,7 @@ def test_samples_that_cannot_be_divided_are_refused(tmp_path, family, options, s
         ({"attention_implementation": "flash_attention_2"}, "not by flash_attention_2"),
     ],
 )
-def test_options_that_exclude_it(other, words):
+def test_options_that_exclude_context_parallelism_are_refused(other, words):
     given = {"model_name_or_path": "gpt2", "train_file": "a.txt", "context_parallel_size": 2}
     with pytest.raises(ConfigError, match=words):
         check(GPTConfig(**given, **other))

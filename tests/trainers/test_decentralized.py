@@ -81,7 +81,7 @@ def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, opti
         assert torch.equal(exported[name], tensor)
 
 
-def test_nodes_may_be_what_has_weights_of_its_own(bench):
+def test_each_node_may_be_a_replica(bench):
     run = bench.train_well(
         "nodes",
         ranks=4,
@@ -116,7 +116,7 @@ def test_the_mean_is_what_is_evaluated(bench):
     ],
     ids=["ring", "alternating-exp-ring", "diloco"],
 )
-def test_a_killed_run_goes_on_bit_for_bit_on_every_rank(bench, ranks, options):
+def test_a_killed_run_resumes_bit_for_bit_on_every_rank(bench, ranks, options):
     """Dropout is on; a logging interval, a block of moments and an inner phase are open."""
     name = f"{options.get('topology', options['data_parallel'])}-{ranks}"
     options = {
@@ -149,7 +149,7 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
     [RING, pytest.param(DILOCO, marks=pytest.mark.layouts)],
     ids=["gossip", "diloco"],
 )
-def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
+def test_a_run_resumes_under_another_world_size(bench, options):
     name = f"grows-{options['data_parallel']}"
     # The schedule has no end, and so a run may become longer.
     options = {**options, "global_batch_size": 8, "checkpointing_steps": 4}
@@ -172,7 +172,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench, options):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_step_that_one_rank_skips_is_reported_and_other_ranks_go_on_from_whole_counts(bench):
+def test_a_step_skipped_by_one_rank_is_reported_and_the_others_continue(bench):
     options = {"global_batch_size": 8, "checkpointing_steps": 4, **RING}
     undefined = Fault(at=LOSS, what="nan", call=3, rank=1)
     run = bench.train_well("skip", ranks=2, faults=[undefined], max_train_steps=4, **options)
@@ -235,7 +235,7 @@ def test_options_that_do_not_fit_the_mode_are_refused(bench, options, sentence):
         parse_args(bench.command("refused", **options))
 
 
-def test_a_number_of_ranks_that_the_topology_does_not_allow_is_refused_with_those_that_it_does(
+def test_an_invalid_number_of_ranks_is_refused_with_the_valid_ones(
     bench,
 ):
     assert_refused(
@@ -243,7 +243,7 @@ def test_a_number_of_ranks_that_the_topology_does_not_allow_is_refused_with_thos
     )
 
 
-def test_nodes_that_are_not_a_power_of_two_are_refused_by_an_alternating_topology(bench):
+def test_an_alternating_topology_needs_a_power_of_two_of_nodes(bench):
     words = ["alternating-exp-ring takes a power of two of nodes", "not 3", "3 ranks in nodes of 1"]
     assert_refused(
         bench,
@@ -255,7 +255,7 @@ def test_nodes_that_are_not_a_power_of_two_are_refused_by_an_alternating_topolog
     )
 
 
-def test_a_run_by_all_reduce_is_not_taken_over_by_gossip(bench):
+def test_gossip_cannot_resume_an_all_reduce_run(bench):
     options = {"ranks": 2, "max_train_steps": 2, "checkpointing_steps": 1}
     reduced = bench.train_well("reduced", **options)
     again = {**options, "resume_from_checkpoint": True, **RING}

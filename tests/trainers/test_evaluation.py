@@ -95,11 +95,11 @@ def test_other_metrics_are_averaged_by_weight_too():
         (7, [1.0], [7]),
     ],
 )
-def test_batches_are_shared_out_by_weight_at_least_one_each(max_batches, weights, batches):
+def test_batches_are_assigned_by_weight_with_at_least_one_per_source(max_batches, weights, batches):
     assert divide_batches(max_batches, weights) == batches
 
 
-def test_accuracy_is_counted_over_batches_and_starts_anew():
+def test_accuracy_is_counted_over_batches_and_reset_afterwards():
     (accuracy,) = load_metrics(["accuracy"]).values()
     for _ in range(2):
         accuracy.add_batch(predictions=np.array([1, 2, 3]), references=np.array([1, 2, 4]))

@@ -102,7 +102,7 @@ def test_ten_steps_resume_ten_steps_are_bit_identical_to_twenty(dropout, ranks, 
     assert weights_hash(cut) == weights_hash(straight.folder)
 
 
-def test_a_run_goes_on_with_the_same_losses_on_other_ranks(plain, alone):
+def test_a_run_resumes_with_the_same_losses_under_another_world_size(plain, alone):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     plain.train_well("elastic", max_train_steps=5, checkpointing_steps=5, **options)
     plain.train_well(
@@ -154,7 +154,7 @@ def test_a_finished_run_that_is_resumed_ends_at_once_with_the_same_results(plain
     assert again.read_json("all_results.json") == results
 
 
-def test_resume_without_a_checkpoint_starts_afresh_and_says_so(plain):
+def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
     run = plain.train_well("fresh", max_train_steps=2, resume_from_checkpoint=True)
     assert "the run starts afresh" in run.output
     assert len(run.losses) == 2
@@ -207,7 +207,7 @@ def test_some_evaluation_steps_are_the_same_text_on_any_ranks(plain, alone):
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
 
 
-def test_a_drawn_seed_is_said_and_kept_on_resume(plain):
+def test_a_random_seed_is_logged_and_kept_on_resume(plain):
     run = plain.train_well("drawn", seed=None, max_train_steps=4, checkpointing_steps=2)
     shutil.rmtree(run.folder / "checkpoints" / "step_00000004")
     losses = run.losses

@@ -35,19 +35,19 @@ def straight(bench) -> Run:
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(bench, straight, moment):
+def test_a_killed_run_resumes_to_the_same_bits(bench, straight, moment):
     run = kill_and_go_on(bench, moment, [KILLS[moment]], together=True, **OPTIONS)
 
     check_same(run, straight)
 
 
-def test_writing_while_training_goes_on_saves_the_same_bits(bench, straight):
+def test_asynchronous_saving_writes_the_same_bits(bench, straight):
     run = bench.train_well("waiting", ranks=2, async_checkpoint=False, **OPTIONS)
 
     check_same(run, straight)
 
 
-def test_a_gradient_that_is_undefined_on_one_rank_skips_the_step_on_all(bench):
+def test_a_nan_gradient_on_one_rank_skips_the_step_on_all(bench):
     fault = Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=5, rank=1)
     run = bench.train_well("nan", ranks=2, faults=[fault], **OPTIONS)
 
@@ -57,7 +57,7 @@ def test_a_gradient_that_is_undefined_on_one_rank_skips_the_step_on_all(bench):
     assert run.losses[-1] < run.losses[0] - 0.1
 
 
-def test_undefined_gradients_for_ever_stop_the_run_and_leave_the_last_good_checkpoint(bench):
+def test_repeated_nan_gradients_stop_the_run_and_keep_the_last_checkpoint(bench):
     options = {**OPTIONS, "ranks": 2, "max_skipped_steps": 3}
     good = bench.train_well("good", **{**options, "max_train_steps": 4})
     fault = Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=0, rank=1)
@@ -74,7 +74,7 @@ def test_undefined_gradients_for_ever_stop_the_run_and_leave_the_last_good_check
     assert last_hash(run).startswith("step 4:")
 
 
-def test_a_run_that_gave_up_does_not_get_on_by_being_started_again(bench):
+def test_a_run_that_stopped_on_nan_gradients_fails_again_when_restarted(bench):
     options = {**OPTIONS, "checkpointing_steps": 2, "logging_steps": 1}
     undefined = [Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=0)]
 

@@ -48,7 +48,7 @@ def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
     assert ours < theirs - 0.05
 
 
-def test_the_log_says_once_what_is_covered_and_every_report_has_its_numbers(alone):
+def test_covered_layers_are_logged_once_and_each_report_has_kfac_metrics(alone):
     log = (alone.folder / "log.txt").read_text()
     # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
     assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
@@ -125,7 +125,7 @@ def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
     assert_resume_is_exact(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
 
 
-def test_a_resumed_run_is_bit_identical_where_each_rank_keeps_a_part(dropout):
+def test_a_resumed_run_with_factors_spread_over_ranks_is_bit_identical(dropout):
     assert_resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
 
 
@@ -134,7 +134,7 @@ def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
     assert_resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
 
 
-def test_ekfac_forgets_as_much_in_a_step_whatever_is_between_two_updates(plain):
+def test_the_decay_of_ekfac_per_step_does_not_depend_on_the_interval(plain):
     options = {"kfac": True, "kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
     losses = [
         plain.train_well(
@@ -154,14 +154,14 @@ def test_a_preconditioner_trains_and_reports_its_damping(plain, options):
     assert 0 <= run.metrics[-1]["kfac_clipped"] <= 1
 
 
-def test_damping_selects_the_method_that_has_it_and_the_log_says_so(plain):
+def test_damping_selects_the_method_that_has_it_and_is_logged(plain):
     run = plain.train_well("damped", kfac=True, kfac_damping=0.001, max_train_steps=1)
     assert "method is eigen, which --kfac_damping selects" in run.output
 
 
 @pytest.mark.parametrize("options", [{}, {"kfac_method": "eigen"}])
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_step_that_overflows_is_skipped_and_training_goes_on(plain, options, precision):
+def test_a_step_that_overflows_is_skipped_and_training_continues(plain, options, precision):
     """Every step is recorded and decomposed, so that the overflow meets all of it."""
     fault = Fault(at=LOSS, what="nan", call=5)
     run = plain.train_well(
@@ -200,14 +200,14 @@ def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, m
 
 
 @pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")
-def test_a_library_that_is_not_there_is_asked_for(plain):
+def test_a_missing_kfac_library_is_named(plain):
     run = plain.train("missing", kfac=True, kfac_library="kfac-pytorch")
     assert run.codes == [2]
     assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
 
 
 @pytest.mark.parametrize("which", ["full", "selective"])
-def test_activations_that_are_computed_again_change_nothing(plain, alone, which):
+def test_activation_recomputation_does_not_change_kfac(plain, alone, which):
     options = {"per_device_train_batch_size": 8, "activation_checkpointing": which}
     run = plain.train_well(which, kfac=True, **options)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -237,7 +237,7 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
         ({"kfac": False, "kfac_max_dim": 9}, "--kfac_max_dim needs --kfac; give that too"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(plain, options, words):
+def test_invalid_options_are_refused_in_one_sentence(plain, options, words):
     run = plain.train("refused", **{"kfac": True, **options})
     assert run.codes == [2]
     assert words in run.output

@@ -82,7 +82,7 @@ def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
         for name in LAYOUTS
     ],
 )
-def test_a_divided_model_trains_evaluates_and_exports_as_on_one_rank(family, layout):
+def test_a_sharded_model_trains_evaluates_and_exports_as_on_one_rank(family, layout):
     bench, alone = family
     ranks, sizes = LAYOUTS[layout]
     config = alone.read_json("config.json")
@@ -132,7 +132,7 @@ def test_half_precision_is_that_of_one_rank(plain, layout):
     [("FSDP2", "PP2"), pytest.param(("FSDP4", "PP2xTP2"), marks=pytest.mark.layouts)],
     ids=" then ".join,
 )
-def test_a_run_goes_on_under_other_layouts(plain, alone, layouts):
+def test_a_run_resumes_under_other_layouts(plain, alone, layouts):
     """The same samples, the same losses; a stage's rank reads what another's has written."""
     for end, layout in zip((5, 11, 20), (*layouts, None), strict=True):
         ranks, sizes = LAYOUTS[layout] if layout else (1, {})
@@ -162,7 +162,7 @@ def test_a_run_goes_on_under_other_layouts(plain, alone, layouts):
         pytest.param(CONTEXT, "no", id="CP2", marks=pytest.mark.layouts),
     ],
 )
-def test_a_divided_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
+def test_a_sharded_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
     """Dropout is on, and a logging interval (3 steps) is open at the checkpoint."""
     bench = Bench(tmp_path_factory.mktemp("dropout"))
     options = {

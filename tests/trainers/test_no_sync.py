@@ -62,5 +62,5 @@ def reads_of_a_read() -> list[str]:
     return reads.seen
 
 
-def test_the_check_sees_a_read():
+def test_a_read_from_the_device_is_detected():
     assert reads_of_a_read() == ["_local_scalar_dense"]

@@ -65,9 +65,7 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "sgd"])
-def test_two_ranks_train_as_one_does_and_an_undefined_loss_of_one_skips_the_step_of_both(
-    plain, optimizer
-):
+def test_two_ranks_train_as_one_and_a_nan_on_one_skips_the_step_on_both(plain, optimizer):
     options = {"optimizer": optimizer, "learning_rate": RATES[optimizer], "betas": (0.9, 0.95)}
     options |= {"betas": None} if optimizer == "sgd" else {}
     alone = plain.train_well(
@@ -93,7 +91,7 @@ def test_two_ranks_train_as_one_does_and_an_undefined_loss_of_one_skips_the_step
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
-def test_gossip_goes_on_with_another_number_of_ranks(plain, optimizer):
+def test_gossip_resumes_under_another_world_size(plain, optimizer):
     options = {
         "optimizer": optimizer,
         "learning_rate": RATES[optimizer],

@@ -76,7 +76,7 @@ def test_the_trainer_keeps_no_reference_to_layers_of_other_stages(bench):
         ),
     ],
 )
-def test_what_a_pipeline_cannot_do_is_refused_by_a_sentence(bench, options, sentence):
+def test_options_that_exclude_a_pipeline_are_refused(bench, options, sentence):
     run = bench.train("refused", ranks=2, **{**STAGES, **options})
     assert run.codes == [2, 2]
     assert sentence in run.output

@@ -64,7 +64,7 @@ def test_the_quick_start_names_only_files_that_ship() -> None:
         assert (ROOT / settings[key]).exists(), f"{key} = {settings[key]}"
 
 
-def test_a_second_start_of_the_quick_start_goes_on_instead_of_destroying_the_first() -> None:
+def test_a_second_quick_start_resumes_the_first() -> None:
     settings = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
 
     assert settings["resume_from_checkpoint"] is True

@@ -22,7 +22,7 @@ from tests.support.training import Bench
 TABLE = "_hparams_/session_start_info"
 
 
-def test_samples_are_told_while_training_goes_on_as_without_them(tmp_path):
+def test_samples_are_logged_without_changing_the_training(tmp_path):
     bench = Bench(tmp_path)
     options = {"max_train_steps": 6, "report_to": "tensorboard", "learning_rate": 0.003}
     quiet = bench.train_well("quiet", **options)
@@ -87,7 +87,7 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
-def test_a_run_that_is_stopped_is_still_pushed_by_the_command_that_goes_on_with_it(monkeypatch):
+def test_a_stopped_run_is_pushed_after_its_resume(monkeypatch):
     monkeypatch.setattr(reporting, "_python", lambda: "python")
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
     assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (

@@ -41,13 +41,13 @@ def cells() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_the_table_has_all_pairs():
+def test_the_table_has_all_pairs_of_ways_to_parallelise():
     assert len(cells()) == 4 * 3 + 6 * 4
     assert {row for row, _, _ in cells()} == set(OPTIONS)
 
 
 @pytest.mark.parametrize(("row", "way", "said"), cells(), ids=lambda value: str(value))
-def test_what_the_table_refuses_is_refused_and_nothing_else(row, way, said):
+def test_exactly_the_combinations_that_the_table_excludes_are_refused(row, way, said):
     for options in OPTIONS[row]:
         config = GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options)
         config = dataclasses.replace(config, **OPTIONS[way][0])

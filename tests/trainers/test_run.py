@@ -92,7 +92,7 @@ def test_metrics_results_and_card_say_what_was_trained(bench):
     assert board.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
-def test_an_evaluation_is_one_line_that_also_says_how_training_went(bench):
+def test_an_evaluation_is_one_log_line_that_includes_the_training_loss(bench):
     run = bench.train_well("said", max_train_steps=5, eval_steps=3, logging_steps=2)
     lines = [line for line in run.output.splitlines() if "validation at step" in line]
     said = [dict(part.split(": ") for part in line.split(" | ")[1:]) for line in lines]
@@ -148,7 +148,7 @@ def test_without_validation_nothing_is_evaluated(bench):
     assert "eval_loss" not in run.read_json("all_results.json")
 
 
-def test_pretrained_weights_are_gone_on_from_unless_low_cpu_mem_usage_asks_for_new_ones(bench):
+def test_training_continues_pretrained_weights_unless_low_cpu_mem_usage(bench):
     first = bench.train_well("pretrained", learning_rate=0.01)
     options = {"model_name_or_path": first.folder, "max_train_steps": 1}
     onward = bench.train_well("onward", **options)
@@ -166,7 +166,7 @@ def test_biases_are_held_at_zero(bench):
     assert not any(bias.any() for bias in biases)
 
 
-def test_activations_that_are_computed_again_change_no_loss(bench):
+def test_activation_recomputation_does_not_change_the_loss(bench):
     plain = bench.train_well("plain", max_train_steps=3)
     for number, options in enumerate(
         ({"gradient_checkpointing": True}, {"activation_checkpointing": "selective"})
@@ -204,7 +204,7 @@ GOLDEN = [
 ]  # fmt: skip
 
 
-def test_the_golden_curve_holds(tmp_path):
+def test_the_losses_match_the_recorded_golden_curve(tmp_path):
     """20 steps of a tiny GPT; a change that must not move the loss leaves these numbers alone.
 
     Tolerance 1e-4 relative: other processors round matrix products differently.
@@ -216,7 +216,7 @@ def test_the_golden_curve_holds(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_saves_and_ends_with_code_75_and_the_run_goes_on_bit_for_bit(bench, name):
+def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, name):
     options = {"max_train_steps": 40, "checkpointing_steps": 1000, "logging_steps": 20}
     stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=25)], **options)
 
@@ -266,7 +266,7 @@ def test_both_launchers_start_two_ranks_that_train_together(bench, launcher):
     assert Run(bench.folder / name, []).metrics[-1]["samples"] == 3 * 2 * 4
 
 
-def test_a_run_that_fails_says_why_in_one_sentence_and_in_its_status(bench):
+def test_a_failed_run_gives_its_reason_in_one_sentence_and_in_its_status(bench):
     folder = bench.folder / "fails"
     folder.mkdir()
     RunFolder(folder).say("failed")
@@ -284,7 +284,7 @@ def test_a_run_that_fails_says_why_in_one_sentence_and_in_its_status(bench):
     assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
 
 
-def test_what_nobody_foresaw_is_in_the_log_with_its_traceback_and_ends_with_code_1(bench):
+def test_an_unexpected_error_is_logged_with_its_traceback_and_code_1(bench):
     run = run_ranks(_break_down, 1, bench.command("breaks", max_train_steps=2))
     assert run[0].value == 1
     folder = bench.folder / "breaks"

@@ -58,19 +58,19 @@ def check_alike(run: Run, reference: Run) -> None:
         torch.testing.assert_close(own[name], tensor, rtol=0, atol=2e-5)
 
 
-def test_divided_nodes_train_as_whole_ones_do(divided, whole):
+def test_sharded_replicas_train_as_whole_ones(divided, whole):
     check_alike(divided, whole)
 
 
 @pytest.mark.layouts
-def test_blocking_exchanges_train_as_those_of_whole_nodes_do(bench):
+def test_blocking_exchanges_of_sharded_replicas_train_as_whole_ones(bench):
     blocking = {"gossip_order": "blocking", "max_train_steps": 5}
     whole = bench.train_well("blocking-whole", **{**NODES, **blocking})
     divided = bench.train_well("blocking-divided", **{**DIVIDED, **blocking})
     check_alike(divided, whole)
 
 
-def test_each_piece_is_saved_once(divided, whole):
+def test_each_shard_is_saved_once(divided, whole):
     sizes = []
     for run in (divided, whole):
         newest = newest_valid(run.folder / "checkpoints")
@@ -81,7 +81,7 @@ def test_each_piece_is_saved_once(divided, whole):
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(bench, divided):
+def test_a_killed_run_resumes_bit_for_bit(bench, divided):
     kill = Fault(at=FORWARD, what="SIGKILL", call=8, rank=3)
     check_same(kill_and_go_on(bench, "killed", [kill], together=True, **DIVIDED), divided)
 
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_bit_for_bit(bench, divided):
 @pytest.mark.parametrize(
     ("first", "then"), [(DIVIDED, NODES), (NODES, DIVIDED)], ids=["to whole", "to divided"]
 )
-def test_a_checkpoint_does_not_know_whether_nodes_were_divided(bench, whole, first, then):
+def test_a_checkpoint_does_not_depend_on_whether_replicas_are_sharded(bench, whole, first, then):
     name = f"moved-{first.get('data_parallel_shard_size', 1)}"
     ask = Fault(at=FORWARD, what="SIGTERM", call=5, rank=0)
     stopped = bench.train(name, faults=[ask], **first)
@@ -102,7 +102,7 @@ def test_a_checkpoint_does_not_know_whether_nodes_were_divided(bench, whole, fir
 
 
 @pytest.mark.layouts
-def test_another_number_of_nodes_begins_with_the_mean(bench, divided):
+def test_another_number_of_nodes_resumes_from_the_mean(bench, divided):
     ask = Fault(at=FORWARD, what="SIGTERM", call=5, rank=0)
     stopped = bench.train("shrinks", faults=[ask], **DIVIDED)
     assert stopped.codes == [75] * 4, stopped.output
@@ -114,7 +114,7 @@ def test_another_number_of_nodes_begins_with_the_mean(bench, divided):
     assert run.losses[-1] == pytest.approx(divided.losses[-1], rel=0.05)
 
 
-def test_sizes_that_are_not_those_of_nodes_are_refused(bench):
+def test_shard_sizes_other_than_the_node_size_are_refused(bench):
     words = ["over all ranks of a node", "2 on each", "the 4 of --data_parallel_shard_size"]
     assert_refused(bench, words=words, **{**DIVIDED, "data_parallel_shard_size": 4})
     single = {k: v for k, v in DIVIDED.items() if k not in ("gossip_group", "ranks", "environment")}

@@ -36,7 +36,7 @@ def origin(bench) -> Run:
 
 
 @pytest.mark.parametrize(("device", "taken"), [("cuda:1", [1]), ("xpu:1", [1]), ("cpu", [])])
-def test_a_rank_takes_its_own_accelerator_before_the_model_is_made(monkeypatch, device, taken):
+def test_a_rank_selects_its_accelerator_before_the_model_is_built(monkeypatch, device, taken):
     chosen = []
     monkeypatch.setattr(build, "device_of", lambda world: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
@@ -63,7 +63,7 @@ def part(tensors: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("how", ["origin", "origin/3", "origin/best", "checkpoints"])
-def test_init_from_takes_exactly_the_weights_and_begins_all_else_anew(bench, origin, how):
+def test_init_from_loads_the_weights_and_nothing_else(bench, origin, how):
     first, last = (origin.folder / "checkpoints" / f"step_0000000{step}" for step in (3, 6))
     source = first if how == "origin/3" else last
     path = first.parent / source.name if how == "checkpoints" else bench.folder / how
@@ -84,7 +84,7 @@ def test_init_from_takes_exactly_the_weights_and_begins_all_else_anew(bench, ori
     assert f"Weights of {bench.folder}/origin/checkpoints/" in run.output
 
 
-def test_init_from_is_for_the_first_start_and_a_resumed_run_keeps_its_own_weights(bench, origin):
+def test_init_from_is_ignored_when_the_run_resumes(bench, origin):
     options = {"init_from": origin.folder, "checkpointing_steps": 2, "max_train_steps": 4}
     straight = bench.train_well("branch", **options)
     cut = bench.folder / "branch-cut"
@@ -119,7 +119,7 @@ def test_a_run_is_not_written_over_what_it_starts_from(bench, origin, how):
     assert checkpoint_steps(origin) == [3, 6]
 
 
-def test_a_checkpoint_of_another_run_is_no_reason_to_go_on_over_a_run(bench, origin):
+def test_a_checkpoint_of_another_run_does_not_permit_overwriting_a_run(bench, origin):
     other = bench.train_well("other", max_train_steps=1)
     before = other.metrics
 
@@ -154,7 +154,7 @@ class CountedSamples:
         return np.zeros((len(numbers), 5), np.int64)
 
 
-def test_the_first_batch_after_a_million_steps_costs_what_the_first_after_ten_does():
+def test_the_first_batch_after_a_million_steps_is_as_fast_as_after_ten():
     plan = BatchPlan(
         num_windows=1000,
         micro_batch_size=2,
@@ -188,9 +188,7 @@ def cut_after(bench: Bench, name: str, step: int, **options) -> None:
     [({"lr_scheduler_type": "constant"}, 8), (WSD, 5)],
     ids=["constant, at its end", "warmup_stable_decay, before the decay"],
 )
-def test_a_longer_run_is_no_other_run_and_ends_as_one_that_was_as_long_from_the_start(
-    bench, options, reached
-):
+def test_an_extended_run_ends_as_one_of_that_length_from_the_start(bench, options, reached):
     name = f"longer-{options['lr_scheduler_type']}"
     cut_after(bench, name, reached, **options)
     options = {"max_train_steps": 12, "checkpointing_steps": 4, **options}
@@ -208,9 +206,7 @@ def test_a_longer_run_is_no_other_run_and_ends_as_one_that_was_as_long_from_the_
     [({"lr_scheduler_type": "cosine"}, 4), (WSD, 6)],
     ids=["cosine", "warmup_stable_decay, in the decay"],
 )
-def test_a_longer_run_is_refused_where_steps_that_were_done_would_have_been_others(
-    bench, options, reached
-):
+def test_extending_a_run_is_refused_if_it_changes_completed_steps(bench, options, reached):
     name = f"refused-{options['lr_scheduler_type']}"
     cut_after(bench, name, reached, **options)
 
@@ -254,7 +250,7 @@ def test_two_ranks_save_by_the_clock_of_the_first(bench):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_exit_after_ends_with_code_75_and_the_run_goes_on_to_the_same_bits(bench, ranks):
+def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench, ranks):
     name = f"exit with späces {ranks}"
     options = {"ranks": ranks, "max_train_steps": 20}
     slow = Fault(at=STEP, what="wait", call=0, amount=0.1)

@@ -36,7 +36,7 @@ def test_two_ranks_train_and_export_the_model_that_one_does(bench):
         torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_what_cannot_be_divided_is_refused(bench):
+def test_models_that_tensor_parallelism_cannot_shard_are_refused(bench):
     command = bench.command("no", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="--kfac needs whole weights on every rank"):
         parse_args([*command, "--kfac"])

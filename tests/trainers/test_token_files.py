@@ -50,7 +50,7 @@ def blended(bench) -> Run:
     )
 
 
-def test_a_blend_trains_and_says_what_each_source_gave(blended):
+def test_a_blend_trains_and_logs_the_samples_of_each_source(blended):
     assert len(blended.losses) == 20
     assert blended.losses[-1] < blended.losses[0]
     for line in (
@@ -79,7 +79,7 @@ def test_two_ranks_train_on_the_same_samples_as_one(bench, blended):
     assert run.metrics[-1]["eval_loss"] == pytest.approx(blended.metrics[-1]["eval_loss"], rel=1e-5)
 
 
-def test_a_blend_goes_on_from_its_middle_bit_for_bit(bench):
+def test_a_blend_resumes_from_its_middle_bit_for_bit(bench):
     options = {"data_path": blend(bench), "checkpointing_steps": 7, "max_train_steps": 14}
     options |= {"reset_position_ids": True, "reset_attention_mask": True, "in_memory": True}
     straight = train(bench, "straight", split="9,1", **options)
@@ -94,7 +94,7 @@ def test_a_blend_goes_on_from_its_middle_bit_for_bit(bench):
     assert without_times(resumed) == without_times(straight)
 
 
-def test_another_blend_is_no_resume(bench):
+def test_resuming_with_another_blend_is_refused(bench):
     options = {"split": "9,1", "checkpointing_steps": 2, "max_train_steps": 2}
     train(bench, "other", data_path=blend(bench), **options)
     run = bench.train(
@@ -168,7 +168,7 @@ def read(bench: Bench, **options):
     return read_training(config, World(rank=0, local_rank=0, world_size=1))
 
 
-def test_an_epoch_of_a_blend_is_as_many_samples_as_its_sources_hold(bench):
+def test_an_epoch_of_a_blend_has_the_samples_of_all_its_sources(bench):
     inputs = read(bench, data_path=blend(bench), max_train_steps=None, num_train_epochs=2)
 
     windows = sum(part.stream.num_tokens // 32 for part in inputs.corpus.train)
@@ -202,7 +202,7 @@ def assert_refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> N
     assert not run.folder.exists()
 
 
-def test_bad_weights_missing_files_and_empty_parts_are_refused_in_a_sentence(bench):
+def test_bad_weights_missing_files_and_empty_splits_are_refused(bench):
     wiki, code = words(bench, "wiki_text_document", "code_text_document")
     assert_refused(bench, "--data_path gives the weight -1", data_path=["-1", wiki])
     assert_refused(bench, "must be a finite number, not nan", data_path=["nan", wiki])
@@ -251,7 +251,7 @@ def test_an_id_beyond_the_vocabulary_ends_the_run_in_a_sentence(bench):
     assert run.read_json("status.json")["status"] == "failed"
 
 
-def test_an_id_that_only_the_second_rank_reads_is_said_by_that_rank(bench):
+def test_an_invalid_id_that_only_rank_1_reads_is_reported_by_it(bench):
     """Of the first step's two windows, one a rank, the second one holds the id."""
     seed = 1
     starts = WindowSampler(num_tokens=128, block_size=32, seed=seed).starts(np.array([0, 1]))

@@ -64,7 +64,7 @@ def observe(factor, *micro_batches, decay):
     factor.commit(*factor.drain(), decay=decay)
 
 
-def test_a_moving_average_weighs_by_tokens_and_has_no_memory_of_where_it_began():
+def test_a_moving_average_is_weighted_by_tokens_and_bias_corrected():
     factor = Factor("x", size=1, max_dim=8, device=torch.device("cpu"))
     observe(factor, torch.full((10, 1), 1.0), decay=0.5)
     observe(factor, torch.full((30, 1), 2.0), decay=0.5)
@@ -131,13 +131,13 @@ def test_hooks_are_there_only_while_a_step_with_due_factors_is_recorded():
     assert hooked == [1, 1, 1, 1, 1, 0, 1, 0]
 
 
-def test_what_is_due_once_in_eight_steps_is_due_more_often_at_the_beginning():
+def test_updates_due_every_eight_steps_are_more_frequent_at_first():
     assert [step for step in range(30) if is_due(8, step)] == [0, 1, 2, 4, 8, 16, 24]
     assert [step for step in range(30) if is_due(8, step, 0.5)] == [0, 1, 3, 6, 12, 20, 28]
     assert [step for step in range(8) if is_due(1, step, 0.9)] == list(range(8))
 
 
-def test_bases_take_turns_so_that_no_step_renews_them_all():
+def test_basis_updates_are_spread_over_the_steps_of_an_interval():
     curvature = Curvature(find_layers(toy_model()), factor_update_steps=100, inv_update_steps=4)
     renewed = []
     for _ in range(12):
@@ -174,7 +174,7 @@ def test_an_evaluation_inside_a_recording_is_not_counted():
     torch.testing.assert_close(averages(curvature), by_hand(model, inputs, labels))
 
 
-def test_a_step_that_was_given_up_leaves_nothing_behind():
+def test_an_aborted_step_leaves_no_statistics():
     model = toy_model()
     curvature = Curvature(find_layers(model))
     with contextlib.suppress(KeyboardInterrupt), curvature.capture_stats():
@@ -199,13 +199,13 @@ def test_a_wide_factor_is_kept_in_blocks_of_nearly_equal_width():
     assert block_widths(8, 8) == [8]
 
 
-def test_the_one_beside_the_inputs_makes_no_new_block():
+def test_the_bias_column_makes_no_new_block():
     assert block_widths(9, 8) == [9]
     assert block_widths(33, 8) == [9, 8, 8, 8]
     assert block_widths(1, 8) == [1]
 
 
-def test_the_log_says_what_is_covered_and_how_much_memory_that_takes():
+def test_the_log_lists_covered_layers_and_their_memory():
     model = nn.Sequential(nn.Linear(255, 256), nn.LayerNorm(256))
 
     # A and G of 256 x 256 in fp32, an eigenbasis each, and little else.

@@ -168,14 +168,14 @@ def memory(strategy):
     return curvature.num_bytes()
 
 
-def test_four_ranks_keep_a_quarter_each_of_factors_and_bases():
+def test_four_ranks_hold_a_quarter_of_factors_and_bases_each():
     whole = Curvature(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))))
 
     for kept in values(run_ranks(memory, 4, "mem-opt")):
         assert kept == pytest.approx(whole.num_bytes() / 4, rel=0.1)
 
 
-def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
+def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
     groups = {
         name: {f"{name}.A": cost, f"{name}.G": cost}
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
@@ -198,19 +198,19 @@ def test_work_is_given_to_ranks_and_to_the_interval_by_its_cost():
     }
 
 
-def test_the_grid_of_a_hybrid_layout_has_columns_that_keep_and_rows_that_tell():
+def test_a_hybrid_grid_has_owner_columns_and_broadcast_rows():
     found = assign({"a": {"a.A": 1.0}}, world_size=8, strategy="hybrid-opt")
 
     assert [found.column_ranks(column) for column in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found.row_ranks(6) == [6, 7]
 
 
-def test_an_odd_number_of_ranks_has_no_half():
+def test_a_hybrid_grid_needs_an_even_number_of_ranks():
     with pytest.raises(ConfigError, match="hybrid-opt divides the ranks in two halves, and 3 is"):
         assign({"a": {"a.A": 1.0}}, world_size=3, strategy="hybrid-opt")
 
 
-def test_one_rank_keeps_all_by_any_strategy():
+def test_one_rank_owns_everything_under_any_strategy():
     for strategy in ("comm-opt", "hybrid-opt", "mem-opt"):
         assert assign({"a": {"a.A": 1.0}}, world_size=1, strategy=strategy).num_columns == 1
 

@@ -71,7 +71,7 @@ def test_the_first_step_is_the_sign_of_the_gradient_in_the_eigenbasis():
     )
 
 
-def test_the_moments_turn_with_the_basis():
+def test_the_moments_are_rotated_with_the_basis():
     model = toy_model()
     optimizer = toy_ekfac(model, factor_update_steps=1, inv_update_steps=1000)
     train(model, optimizer, range(7))
@@ -121,7 +121,7 @@ def test_micro_batches_do_not_change_the_update():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_a_skipped_step_leaves_weights_moments_factors_and_bases_as_they_are():
+def test_a_skipped_step_changes_no_weight_moment_factor_or_basis():
     model = toy_model()
     optimizer = toy_ekfac(model, factor_update_steps=1, inv_update_steps=1)
     train(model, optimizer, [0, 1])

@@ -225,5 +225,5 @@ def test_two_ranks_learn_as_one(strategy):
     [({}, True), ({"kfac_library": "kfac-pytorch"}, False), ({"kfac_compat": True}, False)],
     ids=["by default", "the library", "its arithmetic"],
 )
-def test_experts_are_covered_unless_the_library_or_its_arithmetic_is_asked_for(given, covered):
+def test_experts_are_covered_except_by_the_library_and_compat_mode(given, covered):
     assert covers_stacks(KFACOptions(kfac=True, **given)) is covered

@@ -79,7 +79,7 @@ def test_mambas_convolution_is_no_stack_of_experts():
     assert skipped["backbone.layers.0.mixer.conv1d"] == "since it is a Conv1d"
 
 
-def test_conv1d_is_covered_and_its_matrix_has_outputs_in_rows_and_the_bias_in_the_last_column():
+def test_conv1d_is_covered_with_outputs_in_rows_and_bias_as_last_column():
     layers = {layer.name: layer for layer in family("gpt2").layers}
     layer = layers["transformer.h.0.attn.c_attn"]
     layer.weight.grad = torch.randn_like(layer.weight)
@@ -107,7 +107,7 @@ def test_layers_that_read_the_same_tensor_share_a_factor(name, groups):
     assert [names for names in shared.values() if len(names) > 1] == 2 * groups
 
 
-def test_a_pattern_skips_the_layers_that_it_is_found_in():
+def test_a_pattern_skips_the_layers_whose_names_it_matches():
     names = [layer.name for layer in family("llama", skip_layers=[r"mlp\.(gate|up)"]).layers]
 
     assert len(names) == 2 * 5
@@ -144,7 +144,7 @@ def test_frozen_and_tied_weights_are_not_covered():
     assert "tied" in coverage.skipped["2"]
 
 
-def test_the_description_counts_parameters_and_says_why_modules_are_skipped():
+def test_the_description_counts_parameters_and_explains_skipped_modules():
     lines = family("gpt2", skip_layers=["mlp"]).describe().splitlines()
 
     assert lines[0] == "K-FAC covers 4 layers with 8,448 of 37,760 parameters (22.4%)."

@@ -149,7 +149,7 @@ def test_the_update_is_bounded_in_the_measure_of_the_curvature():
 
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_step_with_an_infinite_gradient_changes_nothing_that_the_next_depends_on(method):
+def test_a_step_with_an_infinite_gradient_changes_no_state(method):
     results = []
     for seeds in ([0, 1, 2], [0, 2]):
         model = toy_model()

@@ -98,7 +98,7 @@ def mixed_nodes(topologies):
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 3), (8, 4)])
-def test_ranks_of_a_node_exchange_a_part_each_and_hold_the_same_weights(ranks, nodes):
+def test_ranks_of_a_node_exchange_a_shard_each_and_hold_equal_weights(ranks, nodes):
     topologies = ("exp", "complete") if nodes != 3 else ("complete",)
     of_ranks = values(run_ranks(mixed_nodes, ranks, topologies))
     for number, topology in enumerate(topologies):
@@ -131,7 +131,7 @@ def types_and_views():
     return means
 
 
-def test_weights_of_several_types_mix_among_themselves():
+def test_weights_of_each_dtype_are_averaged_separately():
     for rank, (pair, everyone) in enumerate(values(run_ranks(types_and_views, 4))):
         mean = 0.5 if rank < 2 else 2.5
         assert [found for _, found in pair] == [[mean]] * 5
@@ -170,7 +170,7 @@ def resumed():
     return np.array_equal(*runs)
 
 
-def test_the_exchange_that_was_under_way_when_a_state_was_saved_is_made_again():
+def test_an_exchange_pending_at_a_save_is_repeated_after_the_resume():
     assert values(run_ranks(resumed, 4)) == [True] * 4
 
 

@@ -74,7 +74,7 @@ def test_blocking_steps_are_those_of_a_dense_simulation():
         assert_equal(found, simulate(case, 4))
 
 
-def test_an_odd_number_of_ranks_takes_turns_in_being_idle():
+def test_with_an_odd_number_of_ranks_another_is_idle_each_round():
     cases = [
         Case(topology=topology, optimizer="adamw", overlap=overlap)
         for topology in ("ring", "complete")
@@ -134,7 +134,7 @@ def test_accumulating_six_micro_batches_is_one_of_six_times_the_size():
     assert_equal(*of_ranks([whole, parts], 4))
 
 
-def test_the_size_of_messages_does_not_show_in_the_weights():
+def test_the_message_size_does_not_change_the_weights():
     small = Case(optimizer="adamw", max_grad_norm=0.1, bucket_bytes=1)
     large = dataclasses.replace(small, bucket_bytes=2**20)
     assert_equal(*of_ranks([small, large], 4), tolerance=0)
@@ -183,7 +183,7 @@ def shared_parameters():
     )
 
 
-def test_frozen_and_unused_parameters_stay_and_tied_ones_are_mixed_once():
+def test_frozen_and_unused_parameters_stay_and_tied_ones_are_averaged_once():
     for frozen, unused, tied, names in values(run_ranks(shared_parameters, 2)):
         assert frozen
         assert unused
@@ -217,7 +217,7 @@ def skipped_alone():
     return skips, trained(strategy.model)
 
 
-def test_a_rank_whose_gradient_is_not_finite_skips_alone_and_still_mixes():
+def test_a_rank_with_a_non_finite_gradient_skips_alone_but_is_averaged():
     outcomes = values(run_ranks(skipped_alone, 2))
     assert [skips for skips, _ in outcomes] == [[False], [True]]
     assert torch.equal(outcomes[0][1], outcomes[1][1])

@@ -70,7 +70,7 @@ def test_inner_and_outer_steps_are_those_of_a_simulation(ranks):
             assert torch.equal(found[0], found[1]) == synchronised
 
 
-def test_an_outer_rate_of_one_without_momentum_takes_the_weights_as_they_are():
+def test_an_outer_rate_of_1_without_momentum_takes_the_inner_weights():
     weight = torch.ones(3, dtype=torch.float64)
     options = DecentralizedOptions(inner_steps=2, outer_learning_rate=1.0, outer_momentum=0.0)
     outer = OuterOptimizer(options, {"weight": weight}, world_size=1)
@@ -81,7 +81,7 @@ def test_an_outer_rate_of_one_without_momentum_takes_the_weights_as_they_are():
     assert torch.equal(weight, torch.full((3,), 3.0, dtype=torch.float64))
 
 
-def test_the_outer_step_starts_from_weights_that_were_loaded_after_it_was_made():
+def test_the_outer_step_starts_from_weights_loaded_after_construction():
     weight = torch.zeros(2)
     outer = OuterOptimizer(DecentralizedOptions(inner_steps=1), {"weight": weight}, world_size=1)
     weight.fill_(10.0)

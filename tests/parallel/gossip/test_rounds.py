@@ -30,7 +30,7 @@ def allowed() -> list[tuple[str, int, int]]:
     return cases
 
 
-def test_complete_and_ring_take_any_number_of_ranks_and_the_others_powers_of_two():
+def test_only_complete_and_ring_accept_any_number_of_ranks():
     sizes = {name: {n for topology, n, _ in allowed() if topology == name} for name in TOPOLOGIES}
     assert sizes["complete"] == sizes["ring"] == {*range(1, 17), 64}
     assert sizes["exp"] == {1, 2, 4, 8, 16, 64}
@@ -42,7 +42,7 @@ def test_complete_and_ring_take_any_number_of_ranks_and_the_others_powers_of_two
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_round_is_symmetric_doubly_stochastic_and_of_disjoint_covering_groups(topology):
+def test_every_round_is_symmetric_and_doubly_stochastic_over_all_ranks(topology):
     cases = [case for case in allowed() if case[0] == topology]
     assert len(cases) > 5
     for _, ranks, ranks_per_node in cases:
@@ -92,7 +92,7 @@ def test_a_ring_of_an_odd_number_leaves_another_rank_idle_in_each_round():
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_one_rank_averages_with_nobody(topology):
+def test_one_rank_has_no_averaging_partner(topology):
     assert make_rounds(topology, ranks=1) == [((0,),)]
 
 
@@ -118,7 +118,7 @@ def slow_contraction(rounds) -> float:
         ("alternating-exp-ring", 64, 4, 8, 0.0),
     ],
 )
-def test_a_period_contracts_as_theory_says(topology, ranks, ranks_per_node, period, expected):
+def test_a_period_contracts_as_in_theory(topology, ranks, ranks_per_node, period, expected):
     rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
     assert len(rounds) == period
     assert contraction(rounds) == pytest.approx(expected, abs=1e-6)
@@ -137,7 +137,7 @@ def test_exact_topologies_need_their_whole_period():
         assert distances[-1] < 1e-15 < 0.1 < distances[-2]
 
 
-def test_a_thousand_ranks_lose_their_distance_as_the_contraction_says():
+def test_1000_ranks_converge_at_the_rate_of_the_contraction():
     rounds = make_rounds("exp", ranks=1024)
     distances = consensus_distance(rounds, steps=10, dimensions=512)
     # The variance of a mean of 2^k independent points, less that of the mean of all.
@@ -158,7 +158,7 @@ def test_the_mean_does_not_move():
     assert np.abs(mixed.mean(axis=0) - points.mean(axis=0)).max() < 1e-12
 
 
-def test_links_carry_what_pairs_and_rings_send():
+def test_link_bytes_are_those_of_pairs_and_rings():
     pair, all_four = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
     assert link_bytes(pair, 100) == {(0, 1): 100, (1, 0): 100, (2, 3): 100, (3, 2): 100}
     assert link_bytes(all_four, 100) == {(0, 1): 150, (1, 2): 150, (2, 3): 150, (3, 0): 150}
@@ -178,7 +178,7 @@ def test_links_carry_what_pairs_and_rings_send():
         ("star", 6, 1, "--topology star is none of complete, exp, ring, alternating-exp-ring"),
     ],
 )  # fmt: skip
-def test_a_size_that_a_topology_does_not_allow_is_refused_with_those_it_does(
+def test_an_invalid_size_of_a_topology_is_refused_with_the_valid_ones(
     topology, ranks, ranks_per_node, words
 ):
     with pytest.raises(ConfigError, match=words):

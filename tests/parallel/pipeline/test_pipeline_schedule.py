@@ -64,7 +64,7 @@ def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
         ),
     ],
 )
-def test_what_no_pipeline_has_is_refused(options, sentence):
+def test_options_that_no_pipeline_supports_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check(GPTConfig(**{**SETTINGS, **options}))
 

@@ -182,7 +182,7 @@ def train_in(precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precision):
+def test_fp16_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precision):
     expected, overflow = values(run_ranks(train_in, 1, precision))[0]
     assert overflow is None or overflow[0] == 1
     for seen, outcome in values(run_ranks(train_in, 2, precision)):
@@ -205,7 +205,7 @@ def hold():
     return alive, sum(p.numel() for p in strategy.parameters), torch.initial_seed()
 
 
-def test_a_rank_keeps_its_own_layers_only_and_draws_numbers_of_its_own():
+def test_a_rank_keeps_only_its_layers_and_has_its_own_random_numbers():
     (one, trained, seed), (other, other_trained, other_seed) = values(run_ranks(hold, 2))
     assert (one, other) == (trained, other_trained)
     assert one + other == sum(

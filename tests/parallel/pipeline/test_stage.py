@@ -62,7 +62,7 @@ def test_the_model_that_was_cut_is_as_it_was():
     assert [(name, id(module)) for name, module in model.named_modules()] == before
 
 
-def test_a_stage_computes_nothing_of_the_divided_layers_that_it_lacks():
+def test_a_stage_does_not_compute_sharded_layers_of_other_stages():
     model = tiny_model(tiny_config("llama"))
     pieces, whole = find_pipeline_modules(model), LanguageModelLoss(model)
 
@@ -92,7 +92,7 @@ def test_positions_and_documents_reach_every_stage():
     assert abs(staged - together) > 1e-3
 
 
-def test_layers_of_other_stages_are_freed_with_the_last_reference_to_the_model():
+def test_layers_of_other_stages_are_freed_with_the_model():
     model = tiny_model(tiny_config("llama", num_hidden_layers=4))
     layers = [weakref.ref(layer) for layer in model.model.layers]
     loss = LanguageModelLoss(model)
@@ -120,7 +120,7 @@ def test_a_model_whose_layers_share_more_than_their_output_is_refused():
         check_cut(model, 2)
 
 
-def test_a_loss_that_asks_all_layers_is_refused():
+def test_a_loss_that_needs_all_layers_is_refused():
     model = tiny_model(tiny_config("mixtral", output_router_logits=True))
     with pytest.raises(ConfigError, match="its loss needs the routers of all layers"):
         check_cut(model, 2)
@@ -139,7 +139,7 @@ def test_a_model_without_weights_is_cut_alike():
     assert [*cuts[0].model.state_dict()] == [*cuts[1].model.state_dict()]
 
 
-def test_pieces_lie_where_the_forward_meets_them():
+def test_pipeline_modules_are_in_the_order_of_the_forward_pass():
     model = tiny_model(tiny_config("gpt2"))
     pieces = find_pipeline_modules(model)
     assert pieces.before == (model.transformer.wte, model.transformer.wpe)
@@ -158,7 +158,9 @@ def test_pieces_lie_where_the_forward_meets_them():
         ([1] * 4, 0, 100, 4, [1, 1, 1, 1]),
     ],
 )
-def test_the_dearest_stage_is_as_cheap_as_can_be(costs, first, last, stages, expected):
+def test_the_assignment_minimises_the_cost_of_the_slowest_stage(
+    costs, first, last, stages, expected
+):
     shares = assign_layers(costs, first=first, last=last, num_stages=stages)
     assert [len(share) for share in shares] == expected
     assert shares[0].start == 0
@@ -166,7 +168,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(costs, first, last, stages, exp
     assert all(one.stop == next_.start for one, next_ in pairwise(shares))
 
 
-def test_a_model_without_weights_tells_the_same_sizes():
+def test_a_model_without_weights_has_the_same_parameter_counts():
     model = tiny_model(tiny_config("gpt2"), no_bias=True)
     bare = without_weights(model)
     assert parameter_counts(bare) == parameter_counts(model)

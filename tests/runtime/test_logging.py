@@ -33,7 +33,7 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path, log):
     assert events_in(tmp_path) == [{"event": "evaluation", "step": 20, "loss": None}]
 
 
-def test_an_event_that_cannot_be_written_stops_no_training(tmp_path, log, monkeypatch):
+def test_an_event_that_cannot_be_written_does_not_stop_training(tmp_path, log, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)
     (tmp_path / "events.jsonl").mkdir()
     log.info("Saved.", extra=event("save", step=20))
@@ -42,7 +42,7 @@ def test_an_event_that_cannot_be_written_stops_no_training(tmp_path, log, monkey
     assert events_in(tmp_path) == [{"event": "save", "step": 40}]
 
 
-def test_every_end_of_a_run_is_an_event_and_its_resume_cuts_none_off(tmp_path):
+def test_every_end_of_a_run_is_an_event_that_a_resume_keeps(tmp_path):
     run = RunFolder(tmp_path)
     append_event(run.events, "start", step=0)
     run.say("running")

@@ -103,7 +103,7 @@ def read_everything(path):
 
 
 @pytest.mark.parametrize("damage", [flipped, cut_short, prolonged, zeroed, with_another_number])
-def test_of_400_damaged_pairs_none_is_read_outside_of_its_files(tmp_path, pairs, damage):
+def test_400_damaged_pairs_are_never_read_beyond_their_files(tmp_path, pairs, damage):
     random = np.random.default_rng(5)
     found = 0
     for _ in range(400):
@@ -151,7 +151,7 @@ def test_absurd_numbers_in_the_header_are_refused_at_once(tmp_path, sequences, d
         TokenFile(tmp_path / "text")
 
 
-def test_every_changed_bit_of_a_length_or_an_offset_is_found(tmp_path, pairs):
+def test_every_changed_bit_of_a_length_or_an_offset_is_detected(tmp_path, pairs):
     for idx, data in pairs[:4]:
         (tmp_path / "damaged.bin").write_bytes(data)
         num_sequences = int.from_bytes(idx[18:26], "little")

@@ -46,7 +46,7 @@ def test_weights_are_normalised(wiki, code):
     assert [part.stream.num_documents for part in corpus.validation] == [3, 9]
 
 
-def test_without_weights_each_source_counts_by_its_tokens(tmp_path):
+def test_without_weights_sources_are_weighted_by_their_tokens(tmp_path):
     paths = [write_pair(tmp_path / name, [[1] * 10] * n) for name, n in (("a", 10), ("b", 30))]
 
     assert weights(opened(data_path=paths_as_words(paths), split="1").train) == {
@@ -59,7 +59,7 @@ def paths_as_words(paths):
     return tuple(map(str, paths))
 
 
-def test_separate_files_are_taken_whole(wiki, code):
+def test_separate_training_and_validation_files_are_used_in_full(wiki, code):
     describe(code, fingerprint=FINGERPRINT, largest_token=100, text_bytes=12_345)
 
     corpus = opened(train_data_path=(str(wiki),), valid_data_path=(str(code),))
@@ -83,7 +83,7 @@ def test_a_source_of_weight_0_keeps_its_place_and_does_not_validate(wiki, code):
     assert weights(corpus.validation) == {"code_text_document": 1.0}
 
 
-def test_sources_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_sources_of_the_same_name_are_labelled_with_their_folders(tmp_path):
     for folder in ("en", "de"):
         (tmp_path / folder).mkdir()
     paths = [write_pair(tmp_path / folder / "text", [[1] * 10]) for folder in ("en", "de")]
@@ -125,7 +125,7 @@ def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
         opened(data_path=(str(wiki),), vocab_size=100)
 
 
-def test_without_a_sidecar_they_are_refused_when_they_are_read(wiki):
+def test_ids_beyond_the_vocabulary_without_a_sidecar_are_refused_when_read(wiki):
     stream = opened(data_path=(str(wiki),), vocab_size=50).train[0].stream
 
     with pytest.raises(DataError, match=r"wiki_text_document\.bin holds the token id \d+"):
@@ -148,7 +148,7 @@ def test_a_file_without_tokens_is_refused(tmp_path):
         opened(data_path=(str(prefix),))
 
 
-def test_the_default_split_is_named_when_it_leaves_a_part_empty(tmp_path):
+def test_the_error_names_the_default_split_if_it_leaves_a_split_empty(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1, 2]] * 10)
 
     with pytest.raises(

@@ -5,7 +5,16 @@ import os
 import pytest
 
 from llm.errors import ParallelError
-from llm.runtime.world import adopt_launcher, expand, hosts_of, ranks_of, ranks_per_node
+from llm.runtime.world import (
+    World,
+    adopt_launcher,
+    expand,
+    hosts_of,
+    launch_id,
+    ranks_of,
+    ranks_per_node,
+    world_from_environment,
+)
 
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "41",
@@ -72,18 +81,18 @@ def test_mpirun_in_a_slurm_job_counts_ranks_itself():
     assert ranks_of(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
 
 
-def test_a_batch_script_is_alone_though_it_has_a_procid():
+def test_a_batch_script_is_one_process_although_it_has_a_procid():
     assert ranks_of(BATCH_SCRIPT) == {}
 
 
-def test_a_batch_script_that_was_submitted_from_within_a_step_is_alone():
+def test_a_batch_script_submitted_from_within_a_step_is_one_process():
     inherited = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node7"}
     assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
     inherited = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[1-2]"}
     assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
 
 
-def test_a_step_or_mpiexec_of_one_process_is_alone():
+def test_a_step_or_mpiexec_of_one_process_has_world_size_1():
     assert ranks_of({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
     assert ranks_of({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
 
@@ -97,7 +106,7 @@ def test_ranks_of_torchrun_within_a_task_are_left_as_they_are(environ):
     assert {name: os.environ[name] for name in before} == before
 
 
-def test_srun_tells_torch_ranks_and_the_place_of_rank_0(environ):
+def test_srun_variables_give_torch_its_ranks_and_the_address_of_rank_0(environ):
     for name, value in TASK_3_OF_4.items():
         environ.setenv(name, value)
     adopt_launcher()
@@ -117,7 +126,7 @@ def test_every_job_and_step_has_a_port_of_its_own(environ):
     assert all(20000 <= port < 30000 for port in ports)
 
 
-def test_what_a_script_exports_itself_stays(environ):
+def test_variables_that_a_script_exports_are_kept(environ):
     exported = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "3442"}
     for name, value in {**TASK_3_OF_4, **exported}.items():
         environ.setenv(name, value)
@@ -164,7 +173,7 @@ def test_mpiexec_on_unknown_hosts_asks_for_the_address(environ):
         ("r[1-2]n[3-4]-ib", ["r1n3-ib", "r1n4-ib", "r2n3-ib", "r2n4-ib"]),
     ],
 )
-def test_slurms_short_form_of_hosts_is_written_out(short, names):
+def test_slurm_host_lists_are_expanded(short, names):
     assert expand(short) == names
 
 
@@ -178,5 +187,16 @@ def test_slurms_short_form_of_hosts_is_written_out(short, names):
         (BATCH_SCRIPT, 8),  # which is not one of the step's tasks
     ],
 )
-def test_how_many_ranks_share_a_node(variables, expected):
+def test_ranks_per_node_are_counted(variables, expected):
     assert ranks_per_node(variables, 8) == expected
+
+
+def test_a_task_of_srun_has_its_rank_without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert world_from_environment() == World(rank=0, local_rank=0, world_size=1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert world_from_environment() == World(rank=5, local_rank=1, world_size=8)
+    assert launch_id() is not None

@@ -29,7 +29,7 @@ SPAWN = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.usefixtures("fresh_reads")
 
 
-def test_what_is_left_are_three_files_and_the_numbers_of_the_text(tmp_path, caplog):
+def test_preparation_leaves_three_files_and_records_the_text_statistics(tmp_path, caplog):
     sources = [ListSource(["ab", "", "\u00e9"], name="a"), ListSource(["", "cd"], name="b")]
 
     prepare(tmp_path / "deep" / "wiki", sources)
@@ -53,7 +53,7 @@ def test_what_is_left_are_three_files_and_the_numbers_of_the_text(tmp_path, capl
     assert caplog.messages[-1] == f"wrote {prefix}.bin"
 
 
-def test_text_files_are_documents_of_many_texts(tmp_path):
+def test_a_text_file_may_be_one_document_of_many_texts(tmp_path):
     sources = [
         ListSource(["ab\n", "\n", "c"], one_document=True),
         ListSource(["d"], one_document=True),
@@ -67,7 +67,7 @@ def test_text_files_are_documents_of_many_texts(tmp_path):
     assert verify(tmp_path / "wiki") == []
 
 
-def test_nothing_has_the_final_name_before_all_is_done(tmp_path):
+def test_no_file_has_its_final_name_before_the_end(tmp_path):
     seen = []
 
     class WatchingSource(ListSource):
@@ -94,7 +94,7 @@ def test_a_source_that_fails_leaves_nothing_under_the_final_name(tmp_path, worke
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
-def test_what_lies_there_is_not_replaced_unasked(tmp_path, suffix):
+def test_existing_files_are_not_replaced_without_overwrite(tmp_path, suffix):
     (tmp_path / f"wiki{suffix}").write_text("precious")
 
     with pytest.raises(DataError, match=rf"wiki\{suffix} exists already; choose another --output"):
@@ -107,7 +107,7 @@ def test_what_lies_there_is_not_replaced_unasked(tmp_path, suffix):
     assert names(tmp_path) == THREE
 
 
-def test_a_second_time_there_is_nothing_to_do(tmp_path, caplog):
+def test_a_second_preparation_has_nothing_to_do(tmp_path, caplog):
     prepare(tmp_path / "wiki", [ReadSource(["a"])])
     first = (tmp_path / "wiki.bin").stat()
 
@@ -130,7 +130,7 @@ def test_a_second_time_there_is_nothing_to_do(tmp_path, caplog):
         ("wiki/train.bin", 2, "wiki/train.bin holds 1 tokens, not 2 as "),
     ],
 )
-def test_a_second_time_what_is_missing_or_cut_short_is_made_anew_and_said(
+def test_a_second_preparation_rewrites_missing_or_truncated_files(
     tmp_path, caplog, name, size, fault
 ):
     nanogpt = "/" in name
@@ -150,7 +150,7 @@ def test_a_second_time_what_is_missing_or_cut_short_is_made_anew_and_said(
     assert fault in said
 
 
-def test_one_of_two_files_that_was_removed_is_made_anew_and_said(tmp_path, caplog):
+def test_one_removed_file_of_two_is_prepared_again_with_a_message(tmp_path, caplog):
     options = {"nanogpt": True, "validation_percentage": 50.0}
     prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
     for kind in ("bin", "json"):
@@ -170,7 +170,7 @@ def test_the_output_of_another_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, OSError])
-def test_what_fails_before_a_part_is_done_leaves_nothing_behind(tmp_path, error):
+def test_a_failure_before_the_first_shard_leaves_nothing_behind(tmp_path, error):
     class Failing(ListSource):
         def batches(self, faults=None):
             raise error("line 9 is broken")
@@ -199,7 +199,7 @@ def test_a_file_that_changes_while_it_is_read_gives_no_result(tmp_path, workers)
     assert tokens(tmp_path / "wiki") == [*ids("newer"), 0, *ids("b"), 0]
 
 
-def test_two_programs_at_once_do_not_share_a_folder(tmp_path):
+def test_two_processes_cannot_prepare_into_one_folder(tmp_path):
     folder = tmp_path / "wiki.parts"
     folder.mkdir()
     with open(tmp_path / "wiki.parts.lock", "w") as lock:
@@ -213,7 +213,7 @@ def test_two_programs_at_once_do_not_share_a_folder(tmp_path):
     assert names(tmp_path) == THREE
 
 
-def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
     def no_locks(*_):
         raise OSError(95, "Operation not supported")
 
@@ -228,7 +228,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     assert names(tmp_path) == THREE
 
 
-def test_an_output_in_the_way_of_the_last_is_found_before_the_first_is_made(tmp_path):
+def test_an_existing_last_output_is_refused_before_the_first_is_written(tmp_path):
     (tmp_path / "b.idx").touch()
 
     with pytest.raises(DataError, match=r"b\.idx exists already"):
@@ -248,7 +248,7 @@ def test_an_output_in_the_way_of_the_last_is_found_before_the_first_is_made(tmp_
         ),
     ],
 )
-def test_a_text_without_text_is_refused(tmp_path, sources, message):
+def test_an_empty_text_is_refused(tmp_path, sources, message):
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "wiki", sources)
     assert names(tmp_path) == []
@@ -259,7 +259,7 @@ def prepare_much(prefix):
 
 
 @pytest.mark.parametrize("limit", [10_000, 100_000], ids=["in a part", "in the whole"])
-def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(tmp_path, limit, caplog):
+def test_a_full_disk_is_one_sentence_and_finished_shards_are_kept(tmp_path, limit, caplog):
     with SPAWN.Pool(1) as pool:
         message = pool.apply(error_on_a_full_disk, (limit, prepare_much, tmp_path / "wiki"))
 
@@ -277,7 +277,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(tmp_path, limit, c
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_one_sentence(tmp_path):
+def test_a_folder_without_write_permission_is_one_sentence(tmp_path):
     tmp_path.chmod(0o500)
 
     with pytest.raises(DataError, match=r"cannot be written \(Permission denied\)"):
@@ -296,7 +296,7 @@ def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
         prepare(tmp_path / ("x" * 300), [ListSource(["a"])])
 
 
-def test_nanogpt_files_are_cut_where_a_document_ends(tmp_path):
+def test_nanogpt_files_are_split_at_a_document_end(tmp_path):
     sources = [ListSource(["a", "", "bcd"]), ListSource(["\u00e9", "f"])]
 
     prepare(tmp_path / "wiki", sources, nanogpt=True, validation_percentage=50.0)
@@ -313,7 +313,7 @@ def test_nanogpt_files_are_cut_where_a_document_ends(tmp_path):
     assert verify(tmp_path / "wiki" / "train.bin") == verify(tmp_path / "wiki" / "val.bin") == []
 
 
-def test_the_bytes_of_a_nanogpt_file_are_counted_over_documents_of_many_texts(tmp_path):
+def test_the_bytes_of_a_nanogpt_file_count_documents_of_many_texts(tmp_path):
     sources = [ListSource(["ab", "c"], one_document=True), ListSource(["defg"], one_document=True)]
 
     prepare(tmp_path / "wiki", sources, nanogpt=True, validation_percentage=50.0)
@@ -334,7 +334,7 @@ def test_a_small_percentage_takes_one_document(tmp_path):
     assert (tmp_path / "wiki" / "val.bin").stat().st_size == 2 * 2
 
 
-def test_a_cut_that_leaves_nothing_is_refused_with_the_number_of_documents(tmp_path):
+def test_a_split_that_leaves_no_document_is_refused_with_their_number(tmp_path):
     with pytest.raises(DataError, match="percentage 99 of 10 documents leaves none for training"):
         prepare(
             tmp_path / "wiki",
@@ -345,7 +345,7 @@ def test_a_cut_that_leaves_nothing_is_refused_with_the_number_of_documents(tmp_p
     assert names(tmp_path) == []
 
 
-def test_shuffled_documents_are_the_same_ones_for_any_workers(tmp_path):
+def test_shuffled_documents_do_not_depend_on_the_number_of_workers(tmp_path):
     texts = [str(number) for number in range(50)]
     parts = [ListSource(texts[i : i + 7]) for i in range(0, 50, 7)]
     for name, seed, workers in (("a", 1, 1), ("b", 1, 3), ("c", 2, 1)):

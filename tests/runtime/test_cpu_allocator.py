@@ -41,7 +41,7 @@ def start(*arguments: str, **environment: str) -> tuple[int, str | None, list[st
     return settings, words, optimize
 
 
-def test_the_process_goes_on_as_itself_with_the_settings():
+def test_the_process_restarts_in_place_with_the_allocator_settings():
     settings, words, optimize = start("--text", "two words")
     assert "glibc.malloc.hugetlb=1" in settings
     assert words == ["--text", "two words"]
@@ -53,7 +53,7 @@ def test_settings_of_the_user_are_kept():
     assert start(GLIBC_TUNABLES=mine)[0] == mine
 
 
-def test_settings_of_something_else_are_added_to():
+def test_settings_of_other_tunables_are_extended():
     settings = start(GLIBC_TUNABLES="glibc.pthread.rseq=1")[0]
     assert settings.startswith("glibc.pthread.rseq=1:glibc.malloc.hugetlb=1")
 
@@ -62,7 +62,7 @@ def test_another_allocator_is_left_alone():
     assert not cpu._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
 
 
-def test_freed_memory_is_not_faulted_in_again():
+def test_freed_memory_is_reused_without_page_faults():
     work = """
 import resource
 def faults():

@@ -31,7 +31,7 @@ def takes_positions(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_family_can_do_does_not_depend_on_its_weights(family):
+def test_checks_of_a_family_give_the_same_result_without_weights(family):
     real = tiny_model(tiny_config(family))
     bare = tiny_model(tiny_config(family), device=META)
     for check in (keeps_attention_apart, takes_positions, lambda model: check_cut(model, 2)):
@@ -40,7 +40,7 @@ def test_what_a_family_can_do_does_not_depend_on_its_weights(family):
         assert answered == answer(check, real)
 
 
-def test_layers_that_share_more_than_their_output_are_found_out_without_weights():
+def test_layers_that_share_other_tensors_are_detected_without_weights():
     model = tiny_model(tiny_config("llama"), device=META)
     remember_across_layers(model)
     with (
@@ -50,7 +50,7 @@ def test_layers_that_share_more_than_their_output_are_found_out_without_weights(
         check_cut(model, 2)
 
 
-def test_the_model_is_as_before_and_tied_parameters_were_tied():
+def test_dummy_weights_leave_the_model_unchanged_and_keep_ties():
     model = tiny_model(tiny_config("gpt2"), device=META)
     before = dict(model.named_parameters(remove_duplicate=False))
     with dummy_weights(model, CPU):
@@ -64,7 +64,7 @@ def test_the_model_is_as_before_and_tied_parameters_were_tied():
     assert all(buffer.is_meta for buffer in model.buffers())
 
 
-def test_a_model_of_seven_billion_parameters_takes_no_memory_for_its_answer():
+def test_checks_of_a_7b_model_allocate_no_weights():
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
     )

@@ -41,7 +41,7 @@ def test_a_training_file_is_split_by_its_lines(tmp_path):
     assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [6, 4]
 
 
-def test_without_a_percentage_nothing_validates(tmp_path):
+def test_without_a_percentage_there_is_no_validation_split(tmp_path):
     corpus = opened(
         tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), validation_split_percentage=0.0
     )
@@ -50,7 +50,7 @@ def test_without_a_percentage_nothing_validates(tmp_path):
     assert corpus.validation == ()
 
 
-def test_a_validation_file_is_taken_whole_and_the_training_file_too(tmp_path):
+def test_a_training_and_a_validation_file_are_both_used_in_full(tmp_path):
     corpus = opened(
         tmp_path,
         train_file=write(tmp_path / "a.txt", "a\nb\n"),
@@ -71,7 +71,7 @@ def test_a_validation_file_alone_can_be_evaluated(tmp_path):
     assert text(corpus.validation) == "v\n<|endoftext|>"
 
 
-def test_a_text_column_for_a_text_file_is_said_to_have_no_effect(tmp_path, caplog):
+def test_a_text_column_for_a_text_file_gets_a_warning(tmp_path, caplog):
     opened(tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), text_column="body")
 
     assert "--text_column body has no effect on" in caplog.text
@@ -87,7 +87,7 @@ def test_a_missing_validation_file_is_named_by_its_option(tmp_path):
 
 
 @pytest.mark.parametrize("with_validation", [True, False])
-def test_a_data_set_brings_its_validation_split_or_is_split(
+def test_a_data_set_gives_its_validation_split_or_is_split(
     tmp_path, monkeypatch, tmp_path_factory, with_validation
 ):
     import datasets
@@ -108,7 +108,7 @@ def test_a_data_set_brings_its_validation_split_or_is_split(
     assert text(opened(tmp_path, dataset_name=folder).validation) == text(corpus.validation)
 
 
-def test_an_id_beyond_two_bytes_is_refused_and_not_cut_to_a_smaller_one(tmp_path):
+def test_an_id_beyond_two_bytes_is_refused_instead_of_truncated(tmp_path):
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 65_537}))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -23,7 +23,7 @@ def locked_kilobytes(code: str) -> int:
     return int(run.stdout.split("VmLck:\\t")[1].split()[0])
 
 
-def test_the_size_is_said_and_the_tokens_stay_the_same(stream, caplog):
+def test_holding_in_memory_logs_the_size_and_keeps_the_tokens(stream, caplog):
     before = stream.tokens.tolist()
 
     with caplog.at_level("INFO", logger="llm.data"):
@@ -48,7 +48,7 @@ assert hold_in_memory(stream)
     assert 580 <= locked_kilobytes(code) <= 600  # 300,000 ids of two bytes
 
 
-def test_where_pinning_is_refused_the_log_says_so(stream, caplog, monkeypatch):
+def test_the_log_says_when_pinning_is_refused(stream, caplog, monkeypatch):
     monkeypatch.setattr(corpus, "_pin", lambda address, num_bytes: "Cannot allocate memory")
 
     with caplog.at_level("INFO", logger="llm.data"):
@@ -57,7 +57,7 @@ def test_where_pinning_is_refused_the_log_says_so(stream, caplog, monkeypatch):
     assert "read ahead but not pinned (Cannot allocate memory; see `ulimit -l`)" in caplog.text
 
 
-def test_a_refusal_of_the_system_is_put_into_words(stream):
+def test_an_error_of_mlock_is_logged_in_words(stream):
     assert corpus._pin(16, 4096) is not None  # no page lies there
 
 
@@ -67,7 +67,7 @@ def test_a_system_without_mlock_reads_ahead_only(monkeypatch):
     assert corpus._pin(0, 4096) == "this system has no mlock"
 
 
-def test_only_the_range_is_read_and_once(stream, monkeypatch):
+def test_only_the_range_of_the_split_is_read_and_only_once(stream, monkeypatch):
     monkeypatch.setattr(corpus, "_READ_BYTES", 7000)
     reads = []
 

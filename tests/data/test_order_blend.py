@@ -17,21 +17,21 @@ def random_weights(seed):
     return [float(weight) for weight in weights]
 
 
-def test_a_source_of_a_third_is_served_every_third_time():
+def test_a_source_of_weight_one_third_gives_every_third_sample():
     sources, indices = Blend([2.0, 1.0]).locate(np.arange(9))
 
     assert sources.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     assert indices.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5]
 
 
-def test_equal_sources_take_turns_the_lower_number_first():
+def test_sources_of_equal_weight_alternate_from_the_lower_index():
     sources, indices = Blend([1.0, 1.0, 1.0]).locate(np.arange(7))
 
     assert sources.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert indices.tolist() == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_single_source_serves_all():
+def test_a_single_source_gives_every_sample():
     sources, indices = Blend([0.3]).locate(np.array([5, 0, 10**12]))
 
     assert sources.tolist() == [0, 0, 0]
@@ -55,7 +55,7 @@ def test_samples_come_in_the_order_of_their_ideal_times(weights):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("first", [0, 10**9 - 500, 10**12 - 500])
-def test_every_prefix_has_each_source_within_k_samples_of_its_share(seed, first):
+def test_every_prefix_has_each_source_within_k_samples_of_its_weight(seed, first):
     weights = random_weights(seed)
     num_sources = len(weights)
     shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
@@ -86,7 +86,7 @@ def test_each_source_counts_its_samples_without_a_gap(first):
     assert sum(after) == first + 140_000
 
 
-def test_any_position_is_found_without_those_before_it():
+def test_any_position_is_computed_without_those_before_it():
     samples = np.random.default_rng(0).integers(0, 10**7, 200)
     weights = [0.4, 0.35, 0.25]
 
@@ -97,7 +97,7 @@ def test_any_position_is_found_without_those_before_it():
         assert (one_source[0], one_index[0]) == (source, index)
 
 
-def test_a_source_without_weight_is_never_served():
+def test_a_source_of_weight_0_gives_no_sample():
     blend = Blend([0.0, 1.0, 0.0, 3.0])
 
     sources, _ = blend.locate(np.arange(100_000))
@@ -106,7 +106,7 @@ def test_a_source_without_weight_is_never_served():
     assert blend.served(10**12) == [0, 25 * 10**10, 0, 75 * 10**10]
 
 
-def test_a_source_of_almost_no_weight_is_served_in_the_end():
+def test_a_source_of_tiny_weight_gives_a_sample_eventually():
     blend = Blend([1.0, 1e-30])
 
     assert blend.served(10**6) == [10**6, 0]

@@ -53,7 +53,7 @@ def test_any_ids_are_read_from_a_flat_file(tmp_path_factory, tokens):
     assert FlatTokenFile(path).tokens.tolist() == tokens
 
 
-def test_the_bin_of_a_pair_whose_index_is_missing_is_taken_for_flat_only_by_its_full_name(tmp_path):
+def test_a_bin_without_its_index_is_read_as_flat_only_by_its_full_name(tmp_path):
     write_pair(tmp_path / "text")
     (tmp_path / "text.idx").unlink()
 
@@ -75,7 +75,7 @@ def test_a_flat_file_of_another_kind_is_refused(tmp_path, content, message):
         open_token_file(tmp_path / "train.bin")
 
 
-def test_a_missing_file_is_named_with_the_five_most_alike(tmp_path):
+def test_a_missing_file_is_named_with_the_five_closest_names(tmp_path):
     for name in ("wiki_a", "wiki_b", "wiki_c", "wiki_d", "wiki_text_document", "zzz"):
         write_pair(tmp_path / name)
 
@@ -89,14 +89,14 @@ def test_a_missing_file_is_named_with_the_five_most_alike(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["none/text", "text.idx", "text.bin", ".", "/", "a\0b", "x" * 999])
-def test_a_name_that_cannot_be_a_file_is_refused_in_a_sentence(tmp_path, monkeypatch, path):
+def test_an_impossible_file_name_is_refused_in_one_sentence(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(DataError, match=r"There is no token file .*\.$"):
         open_token_file(Path(path))
 
 
-def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_rather_than_waited_for(tmp_path):
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "text.idx")
     (tmp_path / "more.bin").mkdir()
 

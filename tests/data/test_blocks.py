@@ -41,7 +41,7 @@ def zstd_frame(content, *, window_log):
     return b"\x28\xb5\x2f\xfd\x00" + bytes([window_log - 10 << 3]) + last_block + content
 
 
-def test_the_name_says_how_a_file_is_packed_and_what_is_in_it(tmp_path):
+def test_the_file_name_gives_compression_and_kind(tmp_path):
     assert kind_of(tmp_path / "wiki.jsonl.zst") == ".jsonl"
     assert kind_of(tmp_path / "WIKI.TXT.GZ") == ".txt"
     assert kind_of(tmp_path / "wiki.csv") == ".csv"
@@ -50,14 +50,14 @@ def test_the_name_says_how_a_file_is_packed_and_what_is_in_it(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_packed_file_gives_the_bytes_of_the_plain_one(tmp_path, suffix):
+def test_a_compressed_file_gives_the_bytes_of_the_plain_one(tmp_path, suffix):
     assert unpacked(write(tmp_path / "a.txt", TEXT)) == TEXT
     assert unpacked(write(tmp_path / f"a.txt{suffix}", PACK[suffix](TEXT))) == TEXT
     assert unpacked(write(tmp_path / f"A.TXT{suffix.upper()}", PACK[suffix](TEXT))) == TEXT
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_several_packed_files_one_after_the_other_are_one(tmp_path, suffix):
+def test_concatenated_compressed_streams_are_read_as_one(tmp_path, suffix):
     pack = PACK[suffix]
     path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"") + pack(b"x") + pack(TEXT))
 
@@ -65,7 +65,7 @@ def test_several_packed_files_one_after_the_other_are_one(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_streams_are_found_wherever_a_read_ends(tmp_path, monkeypatch, suffix):
+def test_a_stream_may_begin_anywhere_in_a_read_block(tmp_path, monkeypatch, suffix):
     pack = PACK[suffix]
     path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"x") * 3)
 
@@ -74,7 +74,7 @@ def test_streams_are_found_wherever_a_read_ends(tmp_path, monkeypatch, suffix):
         assert unpacked(path) == TEXT + b"xxx"
 
 
-def test_zstd_frames_that_hold_no_data_are_passed_over(tmp_path):
+def test_zstd_frames_without_data_are_skipped(tmp_path):
     skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"note"
     path = write(tmp_path / "a.zst", skippable + PACK[".zst"](TEXT) + skippable)
 
@@ -89,7 +89,7 @@ def test_zstd_windows_may_be_as_long_as_the_format_allows(tmp_path, window_log):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_packed_file_cut_anywhere_is_refused(tmp_path, suffix):
+def test_a_compressed_file_truncated_anywhere_is_refused(tmp_path, suffix):
     packed = PACK[suffix](TEXT)
     path = tmp_path / f"a{suffix}"
 
@@ -103,7 +103,7 @@ def test_a_packed_file_cut_anywhere_is_refused(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_what_is_not_packed_is_refused(tmp_path, suffix):
+def test_invalid_compressed_data_are_refused(tmp_path, suffix):
     for content in (b"no such format", PACK[suffix](TEXT) + b"and something else"):
         path = write(tmp_path / f"a{suffix}", content)
         with pytest.raises(DataError, match=rf"a\{suffix} cannot be unpacked: "):
@@ -111,7 +111,7 @@ def test_what_is_not_packed_is_refused(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_broken_second_stream_is_not_taken_for_the_end(tmp_path, suffix):
+def test_a_broken_second_stream_is_refused(tmp_path, suffix):
     pack = PACK[suffix]
     first, second = pack(TEXT), bytearray(pack(TEXT))
     second[len(second) // 2] ^= 0x55
@@ -122,7 +122,7 @@ def test_a_broken_second_stream_is_not_taken_for_the_end(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_zeros_after_packed_data_are_padding(tmp_path, suffix):
+def test_zeros_after_compressed_data_are_padding(tmp_path, suffix):
     packed = PACK[suffix](TEXT)
 
     assert unpacked(write(tmp_path / f"a{suffix}", packed + bytes(8) + packed + bytes(4))) == (
@@ -131,7 +131,7 @@ def test_zeros_after_packed_data_are_padding(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_flipped_byte_is_found_or_means_nothing(tmp_path, suffix):
+def test_a_flipped_byte_is_detected_or_harmless(tmp_path, suffix):
     packed = PACK[suffix](TEXT)
     path = tmp_path / f"a{suffix}"
     found = 0
@@ -155,12 +155,12 @@ def test_zstd_without_its_package_is_refused_with_the_pip_line(tmp_path, monkeyp
         unpacked(write(tmp_path / "a.zst", b"x"))
 
 
-def test_a_file_that_is_gone_is_one_sentence(tmp_path):
+def test_a_missing_file_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"none\.txt cannot be read: No such file or directory\."):
         unpacked(tmp_path / "none.txt")
 
 
-def test_how_much_was_read_is_counted_on_the_disk(tmp_path):
+def test_bytes_read_are_counted_before_decompression(tmp_path):
     packed = PACK[".gz"](TEXT * 1000)
     chunk = FileChunk(path=write(tmp_path / "a.gz", packed))
     assert chunk.consumed == 0
@@ -172,7 +172,7 @@ def test_how_much_was_read_is_counted_on_the_disk(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_parts_cut_at_every_byte_have_each_line_once(tmp_path, monkeypatch, block, mark):
+def test_chunks_that_start_at_any_byte_give_each_line_once(tmp_path, monkeypatch, block, mark):
     monkeypatch.setattr(blocks, "_BLOCK", max(block, len(mark)))
     path = write(tmp_path / "a.txt", mark + TEXT)
     size = len(mark + TEXT)
@@ -187,7 +187,7 @@ def test_parts_cut_at_every_byte_have_each_line_once(tmp_path, monkeypatch, bloc
         assert all(part.endswith(b"\n") for part in filled[:-1])
 
 
-def test_a_part_has_the_lines_that_begin_in_it(tmp_path):
+def test_a_chunk_has_the_lines_that_begin_in_it(tmp_path):
     path = write(tmp_path / "a.txt", b"aa\nbb\ncc\n")
 
     assert lines_of(path, start=0, stop=3) == b"aa\n"
@@ -203,7 +203,7 @@ def test_a_part_has_the_lines_that_begin_in_it(tmp_path):
     num_bytes=st.integers(1, 50),
     block=st.integers(1, 50),
 )
-def test_any_lines_in_any_parts_and_blocks_are_the_file(
+def test_lines_of_any_chunk_and_block_sizes_join_to_the_file(
     tmp_path_factory, content, num_bytes, block
 ):
     path = write(tmp_path_factory.getbasetemp() / "any.txt", content)

@@ -31,7 +31,7 @@ def ids(text):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_shards_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
+def test_assembled_shards_equal_the_files_of_a_single_writer(tmp_path, dtype):
     texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
     stems, stats = make_shards(tmp_path / "parts", [ListSource(part) for part in texts], dtype)
 
@@ -46,7 +46,7 @@ def test_shards_become_the_files_that_a_single_writer_writes(tmp_path, dtype):
         ).read_bytes()
 
 
-def test_documents_of_several_texts_end_with_their_shard(tmp_path):
+def test_a_document_of_several_texts_ends_with_its_shard(tmp_path):
     sources = [
         ListSource(["a", "b"], one_document=True),
         ListSource([""], one_document=True),
@@ -64,7 +64,7 @@ def test_documents_of_several_texts_end_with_their_shard(tmp_path):
     assert file.index_faults(sample=False) == []
 
 
-def test_blocks_leave_no_seam(tmp_path, monkeypatch):
+def test_assembly_in_small_blocks_gives_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setattr("llm.data.preparation.output_files._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
@@ -77,7 +77,7 @@ def test_blocks_leave_no_seam(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("works", [0, 1, 3])
-def test_a_file_system_that_copies_nothing_or_too_little_by_itself_does_no_harm(
+def test_assembly_works_where_copy_file_range_copies_nothing_or_too_little(
     tmp_path, monkeypatch, works
 ):
     """As some do: an error from the first or a later call, or nothing copied at all."""
@@ -110,9 +110,7 @@ def shuffled(folder, texts, *, seed, part_sizes):
     return documents_of(folder / "out")
 
 
-def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_keyed_permutation(
-    tmp_path, monkeypatch
-):
+def test_shuffled_documents_are_in_the_order_of_the_keyed_permutation(tmp_path, monkeypatch):
     monkeypatch.setattr("llm.data.preparation.output_files._SHUFFLED_DOCUMENTS", 7)
     texts = [str(number) for number in range(100)]
     plain = [[*ids(text), 0] for text in texts]
@@ -132,7 +130,7 @@ def test_a_single_document_can_be_shuffled(tmp_path):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_there_may_be_more_shards_than_files_that_a_process_can_open(tmp_path, shuffle):
+def test_there_may_be_more_shards_than_the_open_file_limit(tmp_path, shuffle):
     stems, stats = make_shards(
         tmp_path / "parts", [ListSource([str(number)]) for number in range(300)]
     )

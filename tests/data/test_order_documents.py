@@ -18,7 +18,7 @@ def test_a_document_ends_with_its_end_of_text_token():
     assert documents.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]
 
 
-def test_two_ends_side_by_side_are_a_document_of_one_token():
+def test_two_adjacent_end_tokens_are_a_document_of_one_token():
     positions, documents = BOTH.split(np.array([[5, 0, 0, 6]]))
 
     assert positions.tolist() == [[0, 1, 0, 0]]
@@ -32,7 +32,7 @@ def test_a_window_without_an_end_is_one_document():
     assert documents.tolist() == [[0, 0, 0]]
 
 
-def test_random_windows_agree_with_a_walk_through_their_tokens():
+def test_random_windows_agree_with_a_loop_over_their_tokens():
     windows = np.random.default_rng(0).integers(4, size=(50, 33))
     positions, documents = BOTH.split(windows)
 
@@ -45,7 +45,7 @@ def test_random_windows_agree_with_a_walk_through_their_tokens():
                 position, document = 0, document + 1
 
 
-def test_only_what_is_wanted_is_computed():
+def test_only_the_requested_positions_or_document_numbers_are_computed():
     windows = np.array([[5, 0, 6]])
 
     assert DocumentEnds(0, positions=True, attention=False).split(windows)[1] is None
@@ -68,7 +68,7 @@ def test_a_flat_file_must_hold_the_token_somewhere(tmp_path):
         check_document_ends(file, 0)
 
 
-def test_documents_are_kept_apart_where_an_option_asks_for_it():
+def test_document_ends_are_used_only_if_an_option_asks_for_them():
     assert document_ends(DataOptions(), eos_token_id=None) is None
     ends = document_ends(DataOptions(reset_attention_mask=True), eos_token_id=0)
     assert ends == DocumentEnds(0, positions=False, attention=True)

@@ -88,7 +88,7 @@ def test_a_run_killed_between_the_renames_is_finished_by_the_next(
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 12])
-def test_a_run_killed_while_it_tidies_up_is_done(tmp_path, number):
+def test_a_run_killed_while_it_removes_temporary_files_is_complete(tmp_path, number):
     with pytest.MonkeyPatch.context() as patch:
         die_at(patch, "unlink", number, counts=is_tidying)
         try:
@@ -115,7 +115,7 @@ def finish(prefix, *, encoding=None, **output):
     prepare(prefix, sources, encoding=encoding, **output)
 
 
-def test_the_same_command_goes_on_and_says_so(tmp_path, caplog):
+def test_the_same_command_resumes_and_says_so(tmp_path, caplog):
     begin(tmp_path / "wiki")
 
     finish(tmp_path / "wiki")
@@ -139,7 +139,7 @@ def test_the_same_command_goes_on_and_says_so(tmp_path, caplog):
     ],
     ids=["end", "dtype", "tokenizer", "on_error", "shuffle", "input", "part_bytes", "plan"],
 )
-def test_another_command_or_input_begins_anew_and_says_so(tmp_path, caplog, monkeypatch, change):
+def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monkeypatch, change):
     begin(tmp_path / "wiki")
     if change == "part_bytes":
         monkeypatch.setattr(preparation, "SHARD_BYTES", 17)
@@ -159,7 +159,7 @@ def test_another_command_or_input_begins_anew_and_says_so(tmp_path, caplog, monk
 
 
 @pytest.mark.parametrize("suffix", ["ids", "rows", "bytes", "json"])
-def test_a_part_that_was_damaged_in_between_is_made_anew(tmp_path, suffix):
+def test_a_shard_damaged_before_the_resume_is_written_again(tmp_path, suffix):
     finish(tmp_path / "expected" / "wiki")
     begin(tmp_path / "wiki")
     path = tmp_path / "wiki.parts" / f"000000.{suffix}"
@@ -171,7 +171,7 @@ def test_a_part_that_was_damaged_in_between_is_made_anew(tmp_path, suffix):
     assert (tmp_path / "wiki.bin").read_bytes() == (tmp_path / "expected/wiki.bin").read_bytes()
 
 
-def test_files_of_somebody_else_are_not_deleted(tmp_path):
+def test_unknown_files_are_not_deleted(tmp_path):
     (tmp_path / "wiki.parts").mkdir()
     (tmp_path / "wiki.parts" / "thesis.txt").write_text("precious")
 
@@ -181,7 +181,7 @@ def test_files_of_somebody_else_are_not_deleted(tmp_path):
     assert (tmp_path / "wiki.parts" / "thesis.txt").read_text() == "precious"
 
 
-def test_several_outputs_go_on_behind_those_that_are_done(tmp_path, caplog):
+def test_preparation_resumes_after_the_outputs_that_are_complete(tmp_path, caplog):
     def jobs(last):
         sources = [ReadSource(["a"], name="a"), ReadSource(["b"], name="b"), last]
         return [

@@ -72,7 +72,7 @@ def wait_for(path):
         time.sleep(0.02)
 
 
-def test_a_text_becomes_token_files_like_any_other_and_the_bytes_of_its_rows(tmp_path):
+def test_a_text_is_cached_as_token_files_with_the_bytes_of_its_rows(tmp_path):
     source = ListSource(["ab", "", "\u00e9a"], one_document=True)
 
     prefix = cache_bytes(tmp_path, source)
@@ -85,7 +85,7 @@ def test_a_text_becomes_token_files_like_any_other_and_the_bytes_of_its_rows(tmp
     ]
 
 
-def test_the_second_time_no_text_is_read(tmp_path, caplog):
+def test_a_second_run_reads_the_cache_instead_of_the_text(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     first = cache_bytes(tmp_path)
 
@@ -93,7 +93,7 @@ def test_the_second_time_no_text_is_read(tmp_path, caplog):
     assert caplog.messages[-1] == f"using the cached tokens in {first.parent}"
 
 
-def test_the_absence_of_a_split_is_remembered(tmp_path):
+def test_the_absence_of_a_split_is_cached(tmp_path):
     assert cache_bytes(tmp_path, AbsentSource(["v"]), optional=True) is None
 
     assert cache_bytes(tmp_path, UnreadableSource([]), optional=True) is None
@@ -121,7 +121,7 @@ def test_whatever_changes_the_bytes_has_its_own_cache(tmp_path):
 
 @pytest.mark.parametrize("damage", ["bin", "idx", "json", "bytes"])
 @pytest.mark.parametrize("how", ["cut short", "removed"])
-def test_a_damaged_cache_is_made_anew(tmp_path, damage, how):
+def test_a_damaged_cache_is_rebuilt(tmp_path, damage, how):
     prefix = cache_bytes(tmp_path)
     path = prefix.with_suffix(f".{damage}")
     before = path.read_bytes()
@@ -134,7 +134,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage, how):
     assert path.read_bytes() == before
 
 
-def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path):
+def test_a_text_that_changes_while_it_is_read_is_not_cached(tmp_path):
     path = write(tmp_path / "a.txt", "old")
 
     class ChangingSource(ListSource):
@@ -149,7 +149,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path):
     assert folders(tmp_path / "cache") == []
 
 
-def test_processes_that_come_at_once_read_the_text_once(tmp_path):
+def test_concurrent_processes_read_the_text_once(tmp_path):
     processes = [
         SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5, n))
         for n in ("launch", "launch", "another launch")
@@ -164,7 +164,7 @@ def test_processes_that_come_at_once_read_the_text_once(tmp_path):
     assert len(folders(tmp_path / "cache")) == 1
 
 
-def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
+def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     cache, reads = tmp_path / "cache", tmp_path / "reads"
     process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0, None))
     process.start()
@@ -197,7 +197,7 @@ class PartsSource(ListSource):
         yield from super().batches(faults)
 
 
-def test_the_next_start_goes_on_with_the_parts_that_are_done(tmp_path):
+def test_the_next_start_reuses_finished_shards(tmp_path):
     with pytest.raises(DataError, match="line 9 is broken"):
         cache_bytes(tmp_path / "cache", PartsSource(tmp_path))
     (tmp_path / "mended").touch()
@@ -219,14 +219,14 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     assert num_tokens(tmp_path) == 5
 
 
-def test_a_cache_that_may_not_be_written_is_one_sentence(tmp_path):
+def test_a_cache_without_write_permission_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(DataError, match=r"cannot be written \(.*--data_cache_dir"):
         cache_bytes(tmp_path / "file" / "cache")
 
 
-def test_a_cache_whose_folder_may_not_be_entered_is_one_sentence(tmp_path, monkeypatch):
+def test_a_cache_in_an_inaccessible_folder_is_one_sentence(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -235,7 +235,7 @@ def test_a_cache_whose_folder_may_not_be_entered_is_one_sentence(tmp_path, monke
         cache_bytes(tmp_path / "cache")
 
 
-def test_the_other_ranks_of_a_launch_repeat_the_error_and_not_the_work(tmp_path):
+def test_other_ranks_of_a_launch_raise_the_same_error_without_the_work(tmp_path):
     with pytest.raises(DataError, match="line 2 is broken") as first:
         cache_bytes(tmp_path, FailingSource([]), launch="a")
     assert not first.value.reported
@@ -256,7 +256,7 @@ def test_another_launch_tries_again(tmp_path, launch):
     assert num_tokens(tmp_path, UnreadableSource([]), launch="a") == 6
 
 
-def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch):
+def test_the_error_of_an_earlier_launch_of_the_same_name_is_ignored(tmp_path, monkeypatch):
     with pytest.raises(DataError):
         cache_bytes(tmp_path, FailingSource([]), launch="none")
     monkeypatch.setattr(token_cache, "_STARTED", time.time())
@@ -267,7 +267,7 @@ def test_an_earlier_launch_of_the_same_name_does_not_count(tmp_path, monkeypatch
     assert num_tokens(tmp_path, ListSource(["new"]), launch="none", overwrite=True) == 4
 
 
-def test_a_process_knows_when_it_started(tmp_path):
+def test_the_start_time_of_a_process_is_known(tmp_path):
     code = "from llm.data.preparation import cache; print(cache._STARTED)"
     before = time.time()
     started = float(subprocess.check_output([sys.executable, "-c", code], text=True))
@@ -276,7 +276,7 @@ def test_a_process_knows_when_it_started(tmp_path):
     assert before - 0.05 <= started <= time.time()
 
 
-def test_a_single_process_leaves_no_note(tmp_path):
+def test_a_single_process_leaves_no_error_file(tmp_path):
     with pytest.raises(DataError):
         cache_bytes(tmp_path, FailingSource([]))
 
@@ -296,7 +296,7 @@ def test_overwriting_happens_once_a_launch(tmp_path):
     assert count("abcdef", overwrite=True) == 7
 
 
-def test_tokens_that_are_replaced_stay_readable_where_they_are_open(tmp_path):
+def test_replaced_token_files_stay_readable_where_they_are_open(tmp_path):
     first = TokenFile(cache_bytes(tmp_path))
     before = first.tokens.tolist()
 
@@ -306,7 +306,7 @@ def test_tokens_that_are_replaced_stay_readable_where_they_are_open(tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_valid_cache_is_read_while_somebody_holds_the_lock(tmp_path):
+def test_a_valid_cache_is_read_while_another_process_holds_the_lock(tmp_path):
     cache_bytes(tmp_path)
     with open(next(tmp_path.glob("*.lock"))) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -330,7 +330,7 @@ def test_a_file_system_without_locks_works_too(tmp_path, monkeypatch, caplog):
     assert warning.endswith(f": start no second program that writes {own}/tokens")
 
 
-def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_path, monkeypatch):
+def test_without_locks_the_slower_process_uses_the_files_of_the_faster(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", no_locks)
 
     class Overtaken(ListSource):
@@ -345,7 +345,7 @@ def test_without_locks_the_slower_of_two_takes_what_the_faster_one_wrote(tmp_pat
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_note_that_is_cut_short_is_ignored(tmp_path):
+def test_a_truncated_error_file_is_ignored(tmp_path):
     cache_bytes(tmp_path)
     (key,) = folders(tmp_path)
     (tmp_path / f"{key}.launch").write_text(json.dumps({"launch": "a"})[:-3])
@@ -353,7 +353,7 @@ def test_a_note_that_is_cut_short_is_ignored(tmp_path):
     assert num_tokens(tmp_path, overwrite=True, launch="a") == 5
 
 
-def test_all_files_and_both_folders_are_on_the_disk_before_the_tokens_count(tmp_path, monkeypatch):
+def test_files_and_folders_are_synced_before_the_cache_is_valid(tmp_path, monkeypatch):
     synced = set()
     sync = os.fsync
 

@@ -35,23 +35,23 @@ def hub(monkeypatch):
     return calls
 
 
-def test_a_private_repository_is_opened_before_training_and_named_after_the_run(hub, tmp_path):
+def test_a_private_repository_named_after_the_run_is_created_at_the_start(hub, tmp_path):
     assert open_repository(GPTConfig(push_to_hub=True), tmp_path / "tiny") == "someone/tiny"
     assert hub.asked == [("tiny", {"private": True, "exist_ok": True})]
 
 
-def test_nothing_is_opened_unless_asked(hub, tmp_path):
+def test_no_repository_is_created_by_default(hub, tmp_path):
     assert open_repository(GPTConfig(), tmp_path) is None
     assert hub.asked == []
 
 
-def test_who_is_not_logged_in_hears_so_before_training(hub, tmp_path, monkeypatch):
+def test_a_missing_login_is_reported_before_training(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(ConfigError, match="`hf auth login`"):
         open_repository(GPTConfig(push_to_hub=True), tmp_path)
 
 
-def test_a_hub_out_of_reach_is_one_sentence_before_training(hub, tmp_path):
+def test_an_unreachable_hub_is_reported_before_training(hub, tmp_path):
     hub.error = ConnectionError("no route to host")
     with pytest.raises(ConfigError, match=r"cannot open the repository mine: no route to host"):
         open_repository(GPTConfig(push_to_hub=True, hub_model_id="mine"), tmp_path)
@@ -73,7 +73,7 @@ def test_the_model_and_its_card_are_pushed_and_nothing_of_the_run(hub, tmp_path)
     assert asked["ignore_patterns"] == ["*/*"]
 
 
-def test_a_push_that_fails_leaves_the_model_and_says_how_to_try_again(hub, tmp_path, caplog):
+def test_a_failed_push_keeps_the_model_and_explains_how_to_retry(hub, tmp_path, caplog):
     hub.error = ConnectionError("no route to host")
     (tmp_path / "with späces").mkdir()
     push(tmp_path / "with späces", "someone/tiny")

@@ -131,7 +131,7 @@ def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path: Path) -
         load(tmp_path)
 
 
-def test_an_unreachable_hub_is_told_with_the_name_and_the_way_out(
+def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -164,7 +164,7 @@ def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
     assert output.stdout.strip() == fingerprint(load(folder))
 
 
-def test_the_fingerprint_has_no_part_in_what_is_done_after_encoding() -> None:
+def test_the_fingerprint_ignores_postprocessing() -> None:
     tokenizer = tiny_tokenizer()
     before = fingerprint(tokenizer)
     backend = tokenizer.backend_tokenizer
@@ -176,7 +176,7 @@ def test_the_fingerprint_has_no_part_in_what_is_done_after_encoding() -> None:
     assert fingerprint(tokenizer) == before
 
 
-def test_python_tokenizers_differ_in_what_they_do_to_a_text() -> None:
+def test_python_tokenizers_that_treat_text_differently_differ() -> None:
     class Shouting(ByT5Tokenizer):
         def tokenize(self, text: str, **options: Any) -> list[str]:
             return list(super().tokenize(text.upper(), **options))
@@ -186,7 +186,7 @@ def test_python_tokenizers_differ_in_what_they_do_to_a_text() -> None:
     assert fingerprint(Shouting()) != fingerprint(ByT5Tokenizer())
 
 
-def test_other_ids_mean_another_fingerprint() -> None:
+def test_other_ids_give_another_fingerprint() -> None:
     tokenizer = tiny_tokenizer()
     larger = tiny_tokenizer()
     larger.add_tokens(["king"])

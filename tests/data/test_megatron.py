@@ -49,7 +49,7 @@ def test_int32_has_its_own_dtype_code(tmp_path):
     assert TokenFile(prefix).tokens.tolist() == [70000]
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_written_files_read_back_the_same(tmp_path):
     file = TokenFile(write(tmp_path / "text"))
 
     assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6]
@@ -65,7 +65,7 @@ def test_what_was_written_is_read(tmp_path):
     documents=st.lists(st.lists(st.lists(st.integers(0, 65535)), min_size=1)),
     dtype=st.sampled_from(["<u2", "<i4"]),
 )
-def test_any_documents_survive_writing_and_reading(tmp_path_factory, documents, dtype):
+def test_any_documents_read_back_as_written(tmp_path_factory, documents, dtype):
     prefix = write(tmp_path_factory.mktemp("any") / "text", documents, dtype)
     file = TokenFile(prefix)
 
@@ -114,7 +114,7 @@ def test_a_file_without_documents_or_tokens_is_a_token_file(tmp_path):
     assert file.index_faults(sample=False) == []
 
 
-def test_a_modes_table_at_the_end_is_tolerated(tmp_path):
+def test_a_modes_table_at_the_end_of_the_index_is_accepted(tmp_path):
     prefix = write(tmp_path / "text")
     with open(f"{prefix}.idx", "ab") as file:
         file.write(b"\x00\x00\x00")
@@ -178,7 +178,7 @@ def unchecked_index(monkeypatch):
 
 @pytest.mark.usefixtures("unchecked_index")
 @pytest.mark.parametrize("offset", [7, 14, -2])
-def test_a_pointer_out_of_the_file_is_refused_when_followed(tmp_path, offset):
+def test_a_pointer_outside_the_file_is_refused_when_read(tmp_path, offset):
     prefix = write(tmp_path / "text", [[[1, 2, 3]], [[4]], [[5, 6]]])
     idx = bytearray((tmp_path / "text.idx").read_bytes())
     idx[54:62] = struct.pack("<q", offset)
@@ -191,7 +191,7 @@ def test_a_pointer_out_of_the_file_is_refused_when_followed(tmp_path, offset):
 
 @pytest.mark.usefixtures("unchecked_index")
 @pytest.mark.parametrize("sequence", [4, -1])
-def test_a_document_out_of_the_file_is_refused_when_followed(tmp_path, sequence):
+def test_a_document_outside_the_file_is_refused_when_read(tmp_path, sequence):
     prefix = write(tmp_path / "text")
     idx = bytearray((tmp_path / "text.idx").read_bytes())
     idx[78:86] = struct.pack("<q", sequence)
@@ -236,7 +236,7 @@ def test_opening_and_reading_take_no_longer_for_a_trillion_tokens(tmp_path):
     assert min(seconds) < 2  # to look at all of the index takes ten times as long
 
 
-def test_the_check_finds_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
+def test_the_check_reports_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
     prefix = write(tmp_path / "text", [[[5, -3, 70000]]], "<i4")
     assert verify(prefix) == []
 
@@ -250,9 +250,7 @@ def test_the_check_finds_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
     )
 
 
-def test_of_a_large_index_opening_looks_at_samples_and_the_check_at_everything(
-    tmp_path, monkeypatch
-):
+def test_opening_samples_a_large_index_and_the_check_reads_all_of_it(tmp_path, monkeypatch):
     for name, number in {"_BLOCK": 2, "_WHOLE": 9, "_SAMPLES": 2}.items():
         monkeypatch.setattr(f"llm.data.formats.megatron.{name}", number)
     prefix = write(tmp_path / "text", [[[1, 2]]] * 10)

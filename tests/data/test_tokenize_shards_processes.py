@@ -25,7 +25,7 @@ def test_there_are_no_more_workers_than_cores(monkeypatch, caplog, wanted, given
     assert caplog.messages == (cut if wanted == 10**20 else [])
 
 
-def test_cores_are_those_that_this_process_may_use():
+def test_the_number_of_cores_respects_the_cpu_affinity():
     """A batch system gives a job a part of the node."""
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("cores cannot be taken away here")
@@ -67,7 +67,7 @@ def pids_in(folder):
 
 @pytest.mark.parametrize("processes", [1, 2, 20])
 @pytest.mark.parametrize("tasks", [[5], [3, 1, 4, 15, 9]])
-def test_every_task_is_done_in_another_process_and_none_is_left(tmp_path, tasks, processes):
+def test_every_task_runs_in_a_worker_process_and_all_workers_end(tmp_path, tasks, processes):
     run(tasks, leave_pid(tmp_path), processes)
 
     pids = pids_in(tmp_path)
@@ -88,7 +88,7 @@ def test_a_free_worker_takes_the_next_task(tmp_path):
     assert pids[0] != pids[1]
 
 
-def test_the_first_process_looks_at_the_work_while_it_goes_on_and_at_the_end(tmp_path, monkeypatch):
+def test_the_parent_process_checks_progress_during_the_work_and_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_shards, "_REPORT_SECONDS", 0.05)
     seen = []
 
@@ -103,7 +103,7 @@ def test_the_first_process_looks_at_the_work_while_it_goes_on_and_at_the_end(tmp
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_the_error_of_a_task_is_raised_here_and_the_others_are_stopped(processes):
+def test_an_error_in_a_worker_is_raised_and_stops_the_others(processes):
     def work(task):
         if task == 1:
             raise DataError("line 7 is broken")
@@ -117,7 +117,7 @@ def test_the_error_of_a_task_is_raised_here_and_the_others_are_stopped(processes
     assert multiprocessing.active_children() == []
 
 
-def test_a_worker_that_is_killed_is_one_sentence_and_the_others_are_stopped(tmp_path):
+def test_a_killed_worker_is_reported_in_one_sentence_and_stops_the_others(tmp_path):
     def work(task):
         leave_pid(tmp_path)(task)
         if task == 1:
@@ -135,7 +135,7 @@ def orphans(folder):
     run([0, 1], lambda task: leave_pid(folder)(task) and time.sleep(60), 3)
 
 
-def test_no_worker_outlives_the_first_process(tmp_path):
+def test_no_worker_outlives_its_parent(tmp_path):
     first = SPAWN.Process(target=orphans, args=(tmp_path,))
     first.start()
     children = Path(f"/proc/{first.pid}/task/{first.pid}/children")

@@ -20,7 +20,7 @@ def logged(monkeypatch, caplog, totals, seconds):
     return caplog.messages
 
 
-def test_a_line_on_the_progress_says_speed_share_and_time_left(monkeypatch, caplog):
+def test_a_progress_line_shows_speed_percentage_and_time_left(monkeypatch, caplog):
     totals = Totals(
         texts=40_000,
         tokens=50_000_000,
@@ -35,7 +35,7 @@ def test_a_line_on_the_progress_says_speed_share_and_time_left(monkeypatch, capl
     ]
 
 
-def test_where_the_size_is_not_known_the_parts_are_counted(monkeypatch, caplog):
+def test_progress_counts_shards_if_the_size_is_unknown(monkeypatch, caplog):
     totals = Totals(texts=10, tokens=20, text_bytes=30, shards_done=3, num_shards=1000)
 
     (line,) = logged(monkeypatch, caplog, totals, 10.0)
@@ -43,13 +43,13 @@ def test_where_the_size_is_not_known_the_parts_are_counted(monkeypatch, caplog):
     assert line.endswith("2 tokens/s | 3 of 1,000 shards done")
 
 
-def test_at_first_nothing_is_done_and_nothing_is_said_too_often(monkeypatch, caplog):
+def test_progress_starts_at_0_and_is_logged_at_most_once_per_interval(monkeypatch, caplog):
     assert logged(monkeypatch, caplog, Totals(num_bytes=100), 9.0) == []
     (line,) = logged(monkeypatch, caplog, Totals(num_bytes=100), 10.0)
     assert re.search(r"0 tokens/s \| 0\.0% done \| 0:00:00 left$", line)
 
 
-def test_the_share_never_passes_the_whole(monkeypatch, caplog):
+def test_progress_never_exceeds_100_percent(monkeypatch, caplog):
     totals = Totals(texts=1, tokens=1, text_bytes=1, consumed=120, num_bytes=100)
 
     assert logged(monkeypatch, caplog, totals, 7200.0)[0].endswith("100.0% done | 0:00:00 left")

@@ -93,7 +93,7 @@ def resumed(case: Case, stop: int) -> bool:
     [RING, ALTERNATING, BLOCKING, NODES, DILOCO],
     ids=["ring", "alternating", "blocking", "nodes", "diloco"],
 )
-def test_a_loaded_state_goes_on_bit_for_bit_on_every_rank(case):
+def test_a_loaded_state_continues_bit_for_bit_on_every_rank(case):
     assert values(run_ranks(resumed, 4, case, 4)) == [True] * 4
 
 
@@ -131,7 +131,7 @@ def loaded_from(case: Case, files: dict[str, torch.Tensor], replicas: int, steps
 
 
 @pytest.mark.parametrize("case", [RING, DILOCO], ids=["gossip", "diloco"])
-def test_four_ranks_then_two_then_four_keep_the_mean_of_weights_and_moments(case):
+def test_resuming_4_ranks_on_2_and_on_4_keeps_the_mean(case):
     of_four = values(run_ranks(saved_states, 4, case, 4))
     files = {path: tensor for state in of_four for path, tensor in state.items()}
     replicas = [f"replica_{number:05d}/" for number in range(4)]
@@ -180,7 +180,7 @@ def fresh_and_foreign():
     return reads_into_live, complaints
 
 
-def test_a_fresh_state_is_live_and_a_foreign_one_is_refused():
+def test_a_fresh_state_loads_in_place_and_a_foreign_one_is_refused():
     for rank, (reads_into_live, complaints) in enumerate(values(run_ranks(fresh_and_foreign, 2))):
         assert reads_into_live
         assert complaints == [
@@ -213,6 +213,6 @@ def scales():
     return [float(strategy.loss_scale()) for strategy in (first, second, third)]
 
 
-def test_each_rank_has_a_loss_scale_of_its_own_and_finds_it_again():
+def test_each_rank_saves_and_restores_its_own_loss_scale():
     expected = [[32768.0, 32768.0, 32768.0], [65536.0, 65536.0, 32768.0]]
     assert values(run_ranks(scales, 2)) == expected

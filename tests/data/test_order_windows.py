@@ -12,7 +12,7 @@ def test_permute_is_a_bijection(size):
 
 
 @pytest.mark.parametrize("size", [2, 7, 1000])
-def test_permute_sends_any_position_anywhere_equally_often(size):
+def test_permute_sends_each_position_to_any_other_equally_often(size):
     num_keys = 20_000 if size < 1000 else 40_000
     keys = np.arange(num_keys, dtype=np.uint64)
     for position in (0, size // 2, size - 1):
@@ -37,7 +37,7 @@ def test_permute_of_five_reaches_all_orders_equally_often():
     assert chi_square < 119 + 5 * np.sqrt(2 * 119)
 
 
-def test_permute_needs_no_memory_in_the_size():
+def test_the_memory_of_permute_does_not_depend_on_the_size():
     values = permute(np.arange(1000), size=10**12, key=5)
 
     assert len(set(values.tolist())) == 1000
@@ -46,7 +46,7 @@ def test_permute_needs_no_memory_in_the_size():
     assert abs(values.mean() / 10**12 - 0.5) < 0.05
 
 
-def test_the_order_is_the_same_on_every_machine_and_for_ever():
+def test_the_order_is_the_same_on_every_machine_and_in_every_version():
     sampler = WindowSampler(num_tokens=100, block_size=20, seed=0)
 
     assert permute(np.arange(7), size=7, key=1).tolist() == [3, 2, 5, 4, 1, 6, 0]
@@ -54,7 +54,7 @@ def test_the_order_is_the_same_on_every_machine_and_for_ever():
 
 
 @pytest.mark.parametrize("num_windows", [1, 2, 7, 1000])
-def test_each_window_comes_once_in_each_of_three_epochs(num_windows):
+def test_each_window_occurs_once_in_each_of_three_epochs(num_windows):
     sampler = WindowSampler(num_tokens=num_windows * 8 + 5, block_size=8, seed=1)
 
     starts = sampler.starts(np.arange(3 * num_windows)).reshape(3, num_windows)
@@ -66,7 +66,7 @@ def test_each_window_comes_once_in_each_of_three_epochs(num_windows):
         assert np.unique(covered).size == num_windows * 8
 
 
-def test_epochs_differ_in_order_and_from_the_second_on_in_offset():
+def test_epochs_differ_in_order_and_after_the_first_in_offset():
     sampler = WindowSampler(num_tokens=1000, block_size=10, seed=1)
 
     first, second, third = sampler.starts(np.arange(300)).reshape(3, 100)

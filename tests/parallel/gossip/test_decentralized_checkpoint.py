@@ -60,7 +60,7 @@ def resumed(case: Case, folder):
 
 
 @pytest.mark.parametrize("case", [RING, DILOCO, NODES], ids=["ring", "diloco", "nodes"])
-def test_checkpoint(case, tmp_path):
+def test_a_decentralized_checkpoint_resumes_and_loads_as_the_mean(case, tmp_path):
     folder = tmp_path / "checkpoints"
     saved = values(run_ranks(trained_and_saved, 4, case, folder))
     for (_, after), (expected, _) in zip(

@@ -89,7 +89,7 @@ def train(shard: int, which: str):
     return seen
 
 
-def test_they_train_as_one_rank_does_whatever_is_computed_again():
+def test_sharded_ranks_train_as_one_rank_with_any_recomputation():
     expected = values(run_ranks(train, 1, 1, "none"))[0]
     for ranks, shard, which in ((4, 4, "none"), (2, 2, "full"), (4, 2, "selective")):
         for seen in values(run_ranks(train, ranks, shard, which)):
@@ -98,7 +98,7 @@ def test_they_train_as_one_rank_does_whatever_is_computed_again():
             )
 
 
-def test_a_run_of_the_program_does_not_tell_how_it_was_divided(tmp_path):
+def test_a_sharded_run_has_the_losses_of_an_unsharded_one(tmp_path):
     bench = Bench(tmp_path, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     whole = bench.train_well("whole", max_train_steps=2, per_device_train_batch_size=8)
     divided = bench.train_well("divided", ranks=2, max_train_steps=2, data_parallel_shard_size=2)
