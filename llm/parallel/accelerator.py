@@ -75,12 +75,12 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
 
 
 def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
-    """Form the group of all ranks, unless there is one rank; every rank must call it.
+    """Form the group of all ranks, unless there is one already, or one rank; all ranks call it.
 
     Accelerate's own would have NCCL only, whose default time-out is ten minutes, and would leave
     it to the first `barrier` to guess the device of each rank.
     """
-    if world_from_environment().world_size == 1:
+    if world_from_environment().world_size == 1 or dist.is_initialized():
         return
     if device.type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
