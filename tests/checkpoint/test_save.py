@@ -15,15 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.checkpoint import (
-    retention as checkpoint_folder,
-)
-from llm.checkpoint import (
-    save as saving,
-)
-from llm.checkpoint import (
-    snapshot,
-)
+from llm.checkpoint import retention, snapshot
+from llm.checkpoint import save as saving  # the tests' own helper is called `save`
 from llm.checkpoint.format import checkpoint_folders, split_state
 from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
 from llm.checkpoint.options import CheckpointOptions
@@ -293,7 +286,7 @@ def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypa
     def refuse(path):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(checkpoint_folder, "remove", refuse)
+    monkeypatch.setattr(retention, "remove", refuse)
     saver_of(tmp_path, filled(2.0), keep_checkpoints=1).save(step=2, eval_loss=None)
 
     assert steps(tmp_path) == [1, 2]

@@ -82,9 +82,8 @@ def test_a_former_name_is_read_from_a_file_and_overridden_by_either_flag(tmp_pat
 
 def test_a_former_and_a_present_name_together_are_refused(tmp_path: Path):
     for words in (["--top", "3", "--limit", "3"], ["--limit=3", "--top=4"]):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=r"--top .* former .*; give --limit alone"):
             read(*words)
-        assert str(caught.value) == "--top is the former name of --limit; give --limit alone."
     with pytest.raises(ConfigError, match="--stop is the former name of --halt"):
         read("--halt", "--no-stop")
     file = tmp_path / "run.toml"
@@ -203,12 +202,8 @@ def test_an_option_for_one_start_is_not_recorded_and_the_page_says_so():
 
 @pytest.mark.parametrize("text", ["a" * 256, "b/" + "\N{FOX FACE}" * 64, "c/" * 2048])
 def test_a_path_beyond_the_systems_limits_is_refused_in_one_sentence(text):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^--text .{40}\.\.\. is longer .* choose a shorter one"):
         read("--text", "0.5", text)
-    assert str(caught.value) == (
-        f"--text {text[:40]}... is longer than the system allows, or has a name in it that is; "
-        "choose a shorter one."
-    )
     assert read("--text", "0.5", "a" * 255, "--name", text).name == text
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import verify
-from llm.data.preparation import cache as token_cache
 from llm.data.preparation.output_files import read_row_bytes
 from llm.data.text.sources import file_source
 from llm.errors import DataError
@@ -259,11 +258,11 @@ def test_another_launch_tries_again(tmp_path, launch):
 def test_the_error_of_an_earlier_launch_of_the_same_name_is_ignored(tmp_path, monkeypatch):
     with pytest.raises(DataError):
         cache_bytes(tmp_path, FailingSource([]), launch="none")
-    monkeypatch.setattr(token_cache, "_STARTED", time.time())
+    monkeypatch.setattr("llm.data.preparation.cache._STARTED", time.time())
 
     assert num_tokens(tmp_path, ListSource(OTHER), launch="none") == 6
 
-    monkeypatch.setattr(token_cache, "_STARTED", time.time())
+    monkeypatch.setattr("llm.data.preparation.cache._STARTED", time.time())
     assert num_tokens(tmp_path, ListSource(["new"]), launch="none", overwrite=True) == 4
 
 

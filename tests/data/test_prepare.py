@@ -17,7 +17,7 @@ from transformers import ByT5Tokenizer
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar, verify
-from llm.data.preparation import prepare_files as preparation
+from llm.data.preparation import prepare_files
 from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair
@@ -62,7 +62,7 @@ def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys)
 def test_the_bytes_do_not_depend_on_workers_shards_or_encoder(
     tmp_path, monkeypatch, workers, part_bytes, library
 ):
-    monkeypatch.setattr(preparation, "SHARD_BYTES", part_bytes)
+    monkeypatch.setattr(prepare_files, "SHARD_BYTES", part_bytes)
     if library == "tokenizers":
         monkeypatch.setitem(sys.modules, "gigatoken", None)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
@@ -93,7 +93,7 @@ def write_inputs(folder):
 
 
 def test_the_bytes_are_the_same_for_any_kind_of_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
+    monkeypatch.setattr(prepare_files, "SHARD_BYTES", 500)
     expected = expected_pair(tmp_path / "e", TEXTS)
 
     for name in write_inputs(tmp_path):
@@ -167,7 +167,7 @@ def test_special_tokens_in_the_text_are_text_unless_an_option_allows_them(tmp_pa
 
 
 def test_a_bad_record_stops_the_preparation_or_is_counted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 60)
+    monkeypatch.setattr(prepare_files, "SHARD_BYTES", 60)
     lines = (
         json_lines(["one", "two"])
         + '{"body": "x"}\n{"text": 5}\n{"text"\n'
@@ -215,7 +215,7 @@ def test_two_inputs_of_one_name_cannot_have_an_output_each(tmp_path, capsys):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_documents_are_shuffled_by_the_seed_alone(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
+    monkeypatch.setattr(prepare_files, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--shuffle", "documents", "--output_prefix"]
 
@@ -313,7 +313,7 @@ def test_a_slow_tokenizer_writes_the_same_files_and_logs_a_note(tmp_path, capsys
 
 
 def test_progress_is_logged_at_the_given_interval(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 500)
+    monkeypatch.setattr(prepare_files, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llm.data.formats.sidecar import verify
-from llm.data.preparation import prepare_files as preparation
+from llm.data.preparation import prepare_files
 from llm.data.preparation.output_files import Output
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
@@ -142,7 +142,7 @@ def test_the_same_command_resumes_and_says_so(tmp_path, caplog):
 def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monkeypatch, change):
     begin(tmp_path / "wiki")
     if change == "part_bytes":
-        monkeypatch.setattr(preparation, "SHARD_BYTES", 17)
+        monkeypatch.setattr(prepare_files, "SHARD_BYTES", 17)
     if change == "input":
         identity = ReadSource.identity
         monkeypatch.setattr(ReadSource, "identity", lambda self: {**identity(self), "size": 9})

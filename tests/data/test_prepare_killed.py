@@ -153,10 +153,9 @@ def test_a_killed_worker_is_one_sentence_and_stops_the_others(tmp_path):
     output, _ = process.communicate(timeout=60)
 
     assert process.returncode == 2
-    assert output.splitlines() == [
-        "error: A worker was killed, perhaps because the memory ran out; start again with fewer "
-        "--workers: what is done is kept."
-    ]
+    (line,) = output.splitlines()
+    assert line.startswith("error: A worker was killed")
+    assert "start again with fewer --workers" in line
     assert not any(map(is_alive, workers))
 
 

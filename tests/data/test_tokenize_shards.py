@@ -5,8 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 
-from llm.data.preparation import tokenize_shards as module
-from llm.data.preparation.encoder import Encoding, OtherIds, end_token
+from llm.data.preparation.encoder import Encoding, OtherIds, end_token, make_encoder
 from llm.data.preparation.shards import read_array, write_shard
 from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.data.text.sources import file_source
@@ -115,14 +114,13 @@ class WrongLater:
 @pytest.fixture
 def wrong_encoder(monkeypatch):
     made = []
-    real = module.make_encoder
 
     def make(*args, fast=True, **options):
         made.append(fast)
-        reference = real(*args, **options)
+        reference = make_encoder(*args, **options)
         return WrongLater(reference, "c") if fast else reference
 
-    monkeypatch.setattr(module, "make_encoder", make)
+    monkeypatch.setattr("llm.data.preparation.tokenize_shards.make_encoder", make)
     return made
 
 

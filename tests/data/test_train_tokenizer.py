@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from llm.data import train_tokenizer as program
 from llm.data.options import num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
@@ -379,7 +378,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(
     def fail(*arguments: Any) -> str:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(program, "_report", fail)
+    monkeypatch.setattr("llm.data.train_tokenizer._report", fail)
     assert train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite") == 1
     assert load(tmp_path / "out").fingerprint == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]

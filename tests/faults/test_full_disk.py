@@ -27,10 +27,10 @@ def straight(bench) -> Run:
 
 def train_impatiently(argv: list[str], faults: Sequence[Fault]) -> int:
     """The trainer, with short pauses before a save is tried again."""
-    from llm.checkpoint import save as saving
+    from llm.checkpoint import save
     from llm.trainers.gpt import main
 
-    saving._PAUSES = (0.05, 0.1)
+    save._PAUSES = (0.05, 0.1)
     install(faults)
     return main.main(argv)
 

@@ -83,10 +83,8 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     for precision in ("no", "bf16", "fp16"):
         device_peak_flops(CPU, precision)
     assert asked == [torch.float32, torch.bfloat16, torch.float16]
-    assert caplog.messages[1] == (
-        "peak: at least 0.25 TFLOP/s a device, which matrix products in torch.bfloat16 reach; "
-        "MFU is the share of that"
-    )
+    assert "at least 0.25 TFLOP/s" in caplog.messages[1]
+    assert "torch.bfloat16" in caplog.messages[1]
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm.errors import ConfigError
-from llm.tokenizers.sentencepiece import ConvertedModel, convert_sentencepiece
+from llm.tokenizers.sentencepiece import ConvertedModel, _merges, convert_sentencepiece
 
 spm = pytest.importorskip("sentencepiece")
 pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
@@ -207,10 +207,7 @@ def test_a_model_with_other_rules_is_refused(tmp_path: Path) -> None:
 
 
 def test_changed_merges_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm.tokenizers import sentencepiece as sentencepiece_model
-
-    merges = sentencepiece_model._merges
-    monkeypatch.setattr(sentencepiece_model, "_merges", lambda proto: merges(proto)[:-40])
+    monkeypatch.setattr("llm.tokenizers.sentencepiece._merges", lambda p: _merges(p)[:-40])
 
     with pytest.raises(ConfigError, match="cannot be used"):
         convert(tmp_path, model_bytes("bpe as Llama's"))

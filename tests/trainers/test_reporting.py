@@ -53,9 +53,8 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
 
     log_sample(GPTConfig(sample_prompt="The king"), setup, strategy, model, step=3)
 
-    assert caplog.messages == [
-        "There is no sample. The model cannot write: its weights are not finite."
-    ]
+    (message,) = caplog.messages
+    assert "its weights are not finite" in message
     assert model.training
 
 
