@@ -80,6 +80,7 @@ class LanguageModelLoss(nn.Module):
             the log (detached). They differ only in a mixture-of-experts model, by its balancing
             loss, which is added once per token.
         """
+        # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
         if self.chunked:
             loss_sum = self._chunked_loss(input_ids, labels, positions, documents)
             return loss_sum, loss_sum.detach()
