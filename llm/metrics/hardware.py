@@ -67,8 +67,8 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
         mixed_precision: no, fp8, fp16 or bf16. The peak of fp8 is that of bf16, since only some of
             the matrix products are computed in fp8.
     """
-    if device.type == "cuda" and mixed_precision != "no":
-        known = peak_flops(torch.cuda.get_device_name(device))
+    if device.type in ("cuda", "xpu") and mixed_precision != "no":
+        known = peak_flops(torch.get_device_module(device).get_device_name(device))
         if known is not None:
             return known
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)

@@ -87,6 +87,15 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     assert "torch.bfloat16" in caplog.messages[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "tflops"),
+    [("cuda", "NVIDIA H100 80GB HBM3", 989), ("xpu", "Intel(R) Data Center GPU Max 1550", 419)],
+)
+def test_the_peak_of_a_known_device_is_not_measured(monkeypatch, kind, name, tflops):
+    monkeypatch.setattr(torch.get_device_module(kind), "get_device_name", lambda device: name)
+    assert device_peak_flops(torch.device(kind, 0), "bf16") == tflops * 1e12
+
+
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_memory_in_use_is_the_counter_of_the_device_where_there_is_one(monkeypatch, kind):
     reset = []
