@@ -66,7 +66,7 @@ class Launch:
         """Signal the launcher alone, which passes it on."""
         self.process.send_signal(number)
 
-    def end(self, timeout: float = 120) -> str:
+    def end(self, timeout: float = 600) -> str:
         """Wait for the launcher; returns what was printed. What is left is killed."""
         try:
             output, _ = self.process.communicate(timeout=timeout)
@@ -99,7 +99,7 @@ class Launch:
             return True
 
 
-def wait_until_there(path: Path, timeout: float = 120, *, ranks: int = 1) -> None:
+def wait_until_there(path: Path, timeout: float = 600, *, ranks: int = 1) -> None:
     """Wait for a file to which so many ranks have written that a fault happens."""
     end = time.monotonic() + timeout
     while not path.exists() or len(path.read_text(encoding="utf-8").splitlines()) < ranks:
