@@ -115,18 +115,14 @@ class _Gather(torch.autograd.Function):
         return shard.movedim(0, ctx.dim), None, None
 
 
-def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
-    """Let a model's attention reach the keys and values that other ranks hold.
+class _ShardedAttention:
+    """Attention of this rank's queries to the keys and values of all ranks, for transformers."""
 
-    From then on the model is given this rank's shard of each sequence, with its positions.
-
-    Args:
-        model: A causal language model that `check_divisible` accepts. All ranks that share a
-            sequence must call its forward together.
-        shard: What this rank holds.
-    """
+    def __init__(self, shard: SequenceShard) -> None:
+        self._shard = shard
 
     def mask(
+        self,
         *,
         q_length: int,
         mask_function: Callable[..., Tensor],
@@ -135,6 +131,8 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
         dtype: torch.dtype,
         **unused: Any,
     ) -> Tensor | None:
+        """Return the additive mask of this rank's queries, or None where causal chunks suffice."""
+        shard = self._shard
         documents = documents_of_forward()
         plain = mask_function is causal_mask_function and allow_is_causal_skip
         if plain and documents is None and device.type not in _MASKED_DEVICES:
@@ -151,6 +149,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
         return bias.masked_fill_(~visible, -torch.inf)
 
     def attend(
+        self,
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
@@ -158,6 +157,8 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """Gather keys and values, and attend with each of this rank's two chunks."""
+        shard = self._shard
         # Cast before the all-gather: autocast casts in the kernel, after twice the bytes are sent.
         dtype = _kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -177,10 +178,22 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
             attended.append(_attend(own_query, own_key, value[..., :end, :], bias, **kwargs))
         return torch.cat(attended, dim=1), None
 
+
+def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
+    """Let a model's attention reach the keys and values that other ranks hold.
+
+    From then on the model is given this rank's shard of each sequence, with its positions.
+
+    Args:
+        model: A causal language model that `check_divisible` accepts. All ranks that share a
+            sequence must call its forward together.
+        shard: What this rank holds.
+    """
     # transformers would index this rank's documents by positions in the whole sequence.
     if hasattr(masking_utils, "find_packed_sequence_indices"):
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    _use_kernel(model, attend, mask)
+    kernel = _ShardedAttention(shard)
+    _use_kernel(model, kernel.attend, kernel.mask)
 
 
 @torch.no_grad()

@@ -7,12 +7,11 @@ import torch
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
 from llm.parallel import context
 from llm.parallel.context import SequenceShard
 from llm.parallel.dims import ParallelDims
 from tests.support import layouts
+from tests.support.layouts import make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
@@ -20,12 +19,6 @@ BATCH, LENGTH, STEPS = 4, 32, 3
 # Learned positions and a tied head; shared keys; norms of queries and keys; a window of 8 tokens.
 FAMILIES = ["gpt2", "llama", "qwen3", "mistral"]
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def make_optimizer(model):
-    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
-    return make_adamw(options, model)
 
 
 def make_strategy(family: str, sizes: dict[str, int], mixed_precision: str = "no"):

@@ -14,10 +14,10 @@ from llm.models.options import ModelOptions
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
-from tests.support.layouts import cpu_accelerator, dims_of
+from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
-from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
+from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 from tests.support.training import Bench
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -8,10 +8,10 @@ import torch
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
-from tests.support.layouts import cpu_accelerator, dims_of
+from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
-from tests.support.sharded_start import CHANGES, large_config, make_optimizer, make_sgd, memory
+from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 
 META = torch.device("meta")
 ONE = Replicas(number=1, ranks_each=1, rounds=(), accum_steps=None)

@@ -11,10 +11,8 @@ from transformers import AutoModelForCausalLM
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
 from llm.parallel.tensor import TensorParallelRNG, divide_layers
-from tests.support.layouts import make_strategy
+from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -47,13 +45,6 @@ def prepare(model, sizes: dict[str, int], *, chunked: bool = True):
     """A strategy that trains the model on the ranks of a layout."""
     disable_packing_detection()
     strategy = make_strategy(sizes)
-
-    def make_optimizer(model):
-        # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-        options = OptimizerOptions(
-            learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4
-        )
-        return make_adamw(options, model)
 
     strategy.prepare(LanguageModelLoss(model, chunked=chunked), make_optimizer)
     return strategy

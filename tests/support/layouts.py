@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from llm.optim.adamw import make_adamw
+from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
@@ -41,3 +43,9 @@ def make_strategy(
     if dims.world_size > 1:
         return ShardedStrategy(accelerator, dims)
     return AcceleratedStrategy(accelerator)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW for comparisons of layouts: eps is above the rounding errors of their gradients."""
+    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
+    return make_adamw(options, model)

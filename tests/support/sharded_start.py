@@ -5,21 +5,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
-
 CHANGES = {
     "no_bias": True,
     "pad_vocab_to_multiple_of": 129,  # 387 rows, which four ranks cannot divide evenly
     "tied_gradients": True,
     "fused_gelu": True,
 }
-
-
-def make_optimizer(model):
-    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
-    return make_adamw(options, model)
 
 
 def large_config() -> LlamaConfig:

@@ -12,9 +12,8 @@ from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
-from llm.optim.adamw import make_adamw
-from llm.optim.options import OptimizerOptions
 from tests.support import layouts
+from tests.support.layouts import make_optimizer
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -33,12 +32,6 @@ def make_model(family: str, layers: int):
     model = AutoModelForCausalLM.from_config(config)
     tie_gradients(model)
     return model
-
-
-def make_optimizer(model):
-    # With a smaller eps, AdamW makes whole steps of gradients that are rounding errors.
-    options = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4)
-    return make_adamw(options, model)
 
 
 def make_strategy(sizes, schedule, virtual_stages, mixed_precision="no"):
