@@ -187,35 +187,15 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether the logits of a model are its output head applied to its last hidden states.
 
     Some families scale or cap their logits, and their configurations have no common field for it.
-    The logits of two short sequences are therefore compared bit for bit, in evaluation mode. For a
-    model on the meta device, the operations that it runs are compared.
+    The operations that the model runs are therefore compared. It runs without its blocks, which
+    make no difference here: some need weights to run, others a precision.
 
     Args:
-        model: A causal language model, on the meta device or with weights; its mode is restored.
+        model: A causal language model, on the meta device or with weights; not changed.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or model.base_model is model:
         return False
-    if head.weight.is_meta:
-        return _computes_head_last(model)
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
-    input_ids = torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
-    training = model.training
-    model.eval()
-    try:
-        logits = run_model(model, input_ids, None, None).logits
-        hidden = hidden_states(model, input_ids, None, None)
-    finally:
-        model.train(training)
-    return torch.equal(head(hidden).float(), logits.float())
-
-
-def _computes_head_last(model: PreTrainedModel) -> bool:
-    """Return whether a model on the meta device only applies its head to its hidden states.
-
-    It runs without its blocks, which make no difference here: some need weights to run.
-    """
     input_ids = torch.zeros((2, 8), dtype=torch.long, device=model.device)
     blocks = find_blocks(model)
     modules, blocks._modules = blocks._modules, {}
@@ -223,7 +203,7 @@ def _computes_head_last(model: PreTrainedModel) -> bool:
         with _Operations() as whole:
             run_model(model, input_ids, None, None)
         with _Operations() as pieces:
-            model.get_output_embeddings()(hidden_states(model, input_ids, None, None))
+            head(hidden_states(model, input_ids, None, None))
     except Exception:  # code of any model may fail in any way without its blocks
         logger.info(f"The loss of {type(model).__name__} is computed from the full logits.")
         return False

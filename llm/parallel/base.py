@@ -158,7 +158,7 @@ class AcceleratedStrategy:
             return torch.autocast("cpu", torch.float16)
         return contextlib.nullcontext()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the run's autocast, for a forward that does not go through `wrapped`."""
         return self._cpu_fp16_autocast() if self._fp16_on_cpu else self.accelerator.autocast()
 
@@ -227,7 +227,7 @@ class AcceleratedStrategy:
         """Return the likeliest next token at each position, int64 of the inputs' shape."""
         self.wrapped.eval()
         input_ids, _, positions, documents = self._local_batch(micro_batch)
-        with self._autocast():
+        with self.autocast():
             predictions: Tensor = self.loss.predictions(input_ids, positions, documents)
         return predictions
 

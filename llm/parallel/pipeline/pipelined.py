@@ -84,7 +84,7 @@ class PipelineStrategy(ShardedStrategy):
         cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_numbers)
         self.stages = cut.stages
         for stage in self.stages:
-            stage.autocast = self._autocast
+            stage.autocast = self.autocast
         # The whole model has no reference left here: layers of other stages can be freed.
         self.loss, self.model = nn.ModuleList(self.stages), cut.model
         for number, (layers, size) in enumerate(zip(cut.layers, cut.num_parameters, strict=True)):

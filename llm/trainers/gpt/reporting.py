@@ -193,13 +193,14 @@ def log_sample(
         if strategy.rank != 0:
             return
         try:
-            text = sample_text(
-                model,
-                setup.tokenizer,
-                prompt=config.sample_prompt or "",
-                max_new_tokens=SAMPLE_TOKENS,
-                seed=setup.seed,
-            )
+            with strategy.autocast():
+                text = sample_text(
+                    model,
+                    setup.tokenizer,
+                    prompt=config.sample_prompt or "",
+                    max_new_tokens=SAMPLE_TOKENS,
+                    seed=setup.seed,
+                )
         except DivergedError as error:
             logger.warning(f"There is no sample. {error}")
             return

@@ -95,7 +95,8 @@ def make_strategy(
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
-            kfac = make_kfac(config, model, torch_compile=config.torch_compile)
+            with strategy.autocast():  # it runs the model once, and some kernels refuse float32
+                kfac = make_kfac(config, model, torch_compile=config.torch_compile)
             strategy.second_order = kfac
             return kfac.optimizer
         return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)
