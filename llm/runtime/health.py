@@ -137,9 +137,10 @@ class Health:
         self._on_loss = on_loss
         self._stacks = stacks
         self._peers: dict[int, _Peer] = {}
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
+        self._leaves = False
         self._ending = threading.Lock()
-        self._attending: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
@@ -164,14 +165,17 @@ class Health:
         board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
         board.say("address", (_own_address(), self._own.port))
         self._heard = time.monotonic()
-        self._attending = threading.Thread(target=self._attend, args=(board,), daemon=True)
-        self._attending.start()
+        self._start(self._attend, board)
         if rank + 1 < world_size:
-            threading.Thread(target=self._watch_next, args=(other,), daemon=True).start()
+            self._start(self._watch_next, other)
         if rank > 0:
-            threading.Thread(target=self._watch_clock, daemon=True).start()
+            self._start(self._watch_clock)
             with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
                 board.read(f"watched/{rank}", time.monotonic() + _CONNECT_SECONDS)
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=args, daemon=True))
+        self._threads[-1].start()
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
         """Record that this rank makes progress.
@@ -187,14 +191,25 @@ class Health:
         self._since = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching; the other ranks go on, unwatched if this is rank 0."""
-        self._ended.set()
-        if self._attending is not None:
-            self._attending.join(_LEAVE_SECONDS)
+        """Tell the others that this rank leaves, and stop; unless it is rank 0 they go on."""
+        self._leaves = True
+        self._stopped.set()
+        for thread in self._threads[:1]:  # `_attend`, which tells the others
+            thread.join(_LEAVE_SECONDS)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching before an exit; the others take this rank for lost if it was not closed.
+
+        A thread that returned from a store while Python shuts down would abort the process.
+        """
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
-        deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
+        deadline = time.monotonic() + (seconds if self._threads else 0.0)
         while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
             time.sleep(_POLL_SECONDS)
         return self.failure
@@ -204,7 +219,9 @@ class Health:
         first = None
         try:
             while True:
-                leaves = self._ended.is_set() or board.read("closed") is not None
+                if self._stopped.is_set() and not self._leaves:
+                    return
+                leaves = self._leaves or board.read("closed") is not None
                 beat = {
                     "name": f"rank {self._rank} on {socket.gethostname()}",
                     "step": self._step,
@@ -222,9 +239,9 @@ class Health:
                 if self._rank == 0 and (hung := self._find_hung(board)) is not None:
                     board.post("failure", hung)
                     continue
-                self._ended.wait(_BEAT_SECONDS)
+                self._stopped.wait(_BEAT_SECONDS)
             if leaves:
-                self._ended.set()
+                self._stopped.set()
                 if self._rank == 0:
                     board.post("closed", "")
             board.say("gone", True)
@@ -233,7 +250,7 @@ class Health:
             elif self._rank == 0:  # its exit closes the board
                 board.wait("gone", time.monotonic() + _LEAVE_SECONDS)
         except RuntimeError:  # the store has lost its connection
-            if not self._ended.is_set():
+            if not self._stopped.is_set():
                 self.reporter = 1
                 self._end(f"rank 0 on {self._host_0} has died, about step {self._step}")
 
@@ -242,7 +259,8 @@ class Health:
         rank = self._rank + 1
         with contextlib.suppress(RuntimeError):  # `_attend` reports the death of rank 0
             while (address := board.heard_from("address", rank)) is None:
-                time.sleep(_POLL_SECONDS)
+                if self._stopped.wait(_POLL_SECONDS):
+                    return
             host, port = address
             store = _connect([host], port)
             board.post(f"watched/{rank}", "")
@@ -253,9 +271,9 @@ class Health:
                 )
                 return
             with contextlib.suppress(RuntimeError):  # the connection has closed
-                while True:
+                while not self._stopped.wait(_BEAT_SECONDS):
                     store.check(["alive"])  # blocks while the process is stopped
-                    time.sleep(_BEAT_SECONDS)
+                return
             last = board.heard_from("beat", rank) or {}
             if not last.get("left"):
                 name, step = last.get("name", f"rank {rank} at {host}"), last.get("step", 0)
@@ -263,7 +281,7 @@ class Health:
 
     def _watch_clock(self) -> None:
         """Detect a rank 0 that hangs, even while `_attend` is blocked in its store."""
-        while not self._ended.wait(_BEAT_SECONDS):
+        while not self._stopped.wait(_BEAT_SECONDS):
             silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
                 self.reporter = 1
@@ -309,7 +327,7 @@ class Health:
                         time.sleep(_POLL_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
-            if not self._ended.wait(_END_SECONDS):
+            if not self._stopped.wait(_END_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 
     def _dump_stacks(self, failure: str) -> None:

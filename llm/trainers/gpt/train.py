@@ -137,6 +137,7 @@ def watched(
         # A lost rank makes a collective fail on all others; the watchdog names it a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
+        health.stop()
         if failure is not None:
             raise PeerLostError(failure) from error
         with contextlib.suppress(OSError):  # the disk may be the reason of the error
