@@ -10,6 +10,7 @@ from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
+from llm.optim.schedule import is_constant
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
@@ -113,7 +114,7 @@ def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: st
 def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     """Return the options of length that may grow because the learning rates so far stay."""
     saved = checkpoint.metadata["fixed"]
-    kind = saved.get("lr_scheduler_type")
+    kind = saved["lr_scheduler_type"]
     if kind == "warmup_stable_decay":
         total = saved.get("max_train_steps")
         if total is None:
@@ -121,7 +122,7 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
         decay = saved.get("num_decay_steps")
         if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
             return []  # the decay has begun
-    elif kind not in ("constant", "constant_with_warmup"):
+    elif not is_constant(kind):
         return []
     return [
         name
