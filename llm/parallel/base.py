@@ -15,6 +15,7 @@ from llm.data.loader import MicroBatch
 from llm.errors import ParallelError
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
+from llm.parallel.accelerator import convert_to_fp8
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -68,6 +69,8 @@ class AcceleratedStrategy:
         """
         self.loss: Any = loss
         self.model: Any = loss.get_submodule("model")
+        if self.accelerator.mixed_precision == "fp8":
+            convert_to_fp8(self.model)
         self._shard()
         self.optimizer = make_optimizer(self.model)
         self.parameters = _optimized(self.optimizer)
