@@ -24,7 +24,7 @@ from llm import __version__
 from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import LLMError, ParallelError
-from llm.runtime.health import Board
+from llm.runtime.board import Board
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:

@@ -91,6 +91,12 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
     return parameters | buffers
 
 
+def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if a saved state has other names than this run's."""
+    if own.keys() != saved.keys():
+        raise CheckpointError(f"The {name} of the saved state has other parameters.")
+
+
 def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     """Split a nested dict into its tensors, by path such as `model/wte.weight`, and the rest."""
     import torch

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llm.checkpoint.format import model_tensors
+from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
-from llm.errors import ParallelError
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
 from llm.parallel.accelerator import convert_to_fp8
@@ -310,7 +309,7 @@ class AcceleratedStrategy:
         """Load what `state_dict` returned.
 
         Raises:
-            ParallelError: The state belongs to another model.
+            CheckpointError: The state belongs to another model.
         """
         own = self.state_dict()
         for name in ("model", "optimizer"):
@@ -345,9 +344,3 @@ class AcceleratedStrategy:
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise a ParallelError if a saved state has other names than this run's."""
-    if own.keys() != saved.keys():
-        raise ParallelError(f"The {name} of the saved state has other parameters.")

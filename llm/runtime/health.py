@@ -10,7 +10,6 @@ would time out half an hour later, without the name of the failed rank.
 
 import contextlib
 import faulthandler
-import json
 import logging
 import math
 import os
@@ -19,12 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+from llm.runtime.board import CONNECT_SECONDS, POLL_SECONDS, Board, connect, own_address
 
 EXIT_PEER_LOST = 76
 """Exit code of a rank that exits because another rank has died or hangs."""
@@ -36,61 +33,8 @@ _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
 _END_SECONDS = 3.0  # for the training thread to exit by itself
 _LEAVE_SECONDS = 20.0
-_CONNECT_SECONDS = 20.0
-_POLL_SECONDS = 0.05
 
 logger = logging.getLogger("llm")
-
-
-class Board:
-    """Values that each rank publishes in a store and every rank can read."""
-
-    def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = range(world_size)
-
-    def say(self, name: str, value: Any) -> None:
-        """Publish a value of this rank."""
-        self._store.set(f"{name}/{self._rank}", json.dumps(value))
-
-    def heard(self, name: str) -> dict[int, Any]:
-        """Return the values that ranks have published, by rank."""
-        keys = [f"{name}/{rank}" for rank in self._ranks]
-        if self._store.check(keys):
-            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
-        # Reading a missing key blocks.
-        values = {rank: self.heard_from(name, rank) for rank in self._ranks}
-        return {rank: value for rank, value in values.items() if value is not None}
-
-    def heard_from(self, name: str, rank: int) -> Any:
-        """Return the value of one rank; None if it has not published one."""
-        key = f"{name}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
-        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
-        keys = [f"{name}/{rank}" for rank in self._ranks]
-        while time.monotonic() < deadline:
-            if self._store.check(keys):
-                return True
-            if unless is not None and self.read(unless) is not None:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return False
-
-    def post(self, key: str, text: str) -> None:
-        """Write a text for all ranks, unless one is there already."""
-        self._store.compare_set(key, "", text or "-")
-
-    def read(self, key: str, deadline: float = -math.inf) -> str | None:
-        """Return what was posted; None if nothing was until the deadline."""
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-        text = self._store.get(key).decode()
-        return "" if text == "-" else text
 
 
 @dataclass
@@ -155,7 +99,7 @@ class Health:
         if self._host_0 == socket.gethostname():
             names.insert(0, "127.0.0.1")
         # A connection for each thread, since one that blocks in a store blocks its other users.
-        stores = [_connect(names, port) for _ in range(2)]
+        stores = [connect(names, port) for _ in range(2)]
         if None in stores:
             logger.warning(
                 f"Rank {rank} does not reach rank 0 on {self._host_0}, port {port}: if it hangs, "
@@ -163,7 +107,7 @@ class Health:
             )
             return
         board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
-        board.say("address", (_own_address(), self._own.port))
+        board.say("address", (own_address(), self._own.port))
         self._heard = time.monotonic()
         self._start(self._attend, board)
         if rank + 1 < world_size:
@@ -171,7 +115,7 @@ class Health:
         if rank > 0:
             self._start(self._watch_clock)
             with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
-                board.read(f"watched/{rank}", time.monotonic() + _CONNECT_SECONDS)
+                board.read(f"watched/{rank}", time.monotonic() + CONNECT_SECONDS)
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
         self._threads.append(threading.Thread(target=work, args=args, daemon=True))
@@ -211,7 +155,7 @@ class Health:
         """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
         deadline = time.monotonic() + (seconds if self._threads else 0.0)
         while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self.failure
 
     def _attend(self, board: Board) -> None:
@@ -259,10 +203,10 @@ class Health:
         rank = self._rank + 1
         with contextlib.suppress(RuntimeError):  # `_attend` reports the death of rank 0
             while (address := board.heard_from("address", rank)) is None:
-                if self._stopped.wait(_POLL_SECONDS):
+                if self._stopped.wait(POLL_SECONDS):
                     return
             host, port = address
-            store = _connect([host], port)
+            store = connect([host], port)
             board.post(f"watched/{rank}", "")
             if store is None:
                 logger.warning(
@@ -324,7 +268,7 @@ class Health:
                 deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
                 with contextlib.suppress(RuntimeError):
                     while len(board.heard("gone")) < others and time.monotonic() < deadline:
-                        time.sleep(_POLL_SECONDS)
+                        time.sleep(POLL_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
             if not self._stopped.wait(_END_SECONDS):
@@ -342,26 +286,3 @@ class Health:
         for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, name, None)) is not None:
                 (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
-
-
-def _connect(names: list[str], port: int) -> Any:
-    """Connect to a store by the first of its host's names that works; None if none does."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    for name in names:
-        with contextlib.suppress(RuntimeError):
-            return TCPStore(
-                name, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
-            )
-    return None
-
-
-def _own_address() -> str:
-    """Return the address of this host on the network that leads to rank 0."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # UDP: sends nothing
-        except OSError:
-            return socket.gethostname()
-        address: str = probe.getsockname()[0]
-        return address
