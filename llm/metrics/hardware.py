@@ -42,6 +42,7 @@ PEAK_TFLOPS = {
 sums in fp32. A device is what torch counts as one: a die of an MI250X, a tile of a GPU Max."""
 
 _SIZES = (512, 1024, 2048)
+_ACCELERATOR_SIZES = (2048, 4096, 8192)  # smaller products would time the launch of a kernel
 _SECONDS = 0.1
 _MOST_SECONDS = 0.5
 
@@ -87,7 +88,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     slow the products down, so the result is a lower bound of the peak.
     """
     best = 0.0
-    for size in _SIZES:
+    for size in _SIZES if device.type == "cpu" else _ACCELERATOR_SIZES:
         if best and 2.0 * size**3 / best > _MOST_SECONDS:
             break
         # Allocated as one block, which the C library returns to the system when it is freed.

@@ -22,6 +22,13 @@ class PrecisionOptions:
         group=SPEED,
         resume="fixed",
     )
+    deterministic: bool = option(
+        False,
+        "Use deterministic kernels only, which are slower: the same run has the same bits on GPUs "
+        "too.",
+        group=SPEED,
+        resume="logged",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,16 @@ def test_measured_products_grow_while_faster_and_take_under_half_a_second(
     assert measured == pytest.approx(max(2 * size**3 / seconds[size] for size in sizes))
 
 
+def test_an_unknown_accelerator_is_measured_by_large_products(monkeypatch):
+    sizes = []
+    monkeypatch.setattr("llm.metrics.hardware._wait", lambda device: None)
+    monkeypatch.setattr("torch.mm", lambda one, other, out: sizes.append((len(one), one.dtype)))
+
+    measured_flops(torch.device("meta"), torch.bfloat16)
+
+    assert min(sizes) == (2048, torch.bfloat16)
+
+
 def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     caplog.set_level("INFO", logger="llm")
     asked = []

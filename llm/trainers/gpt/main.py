@@ -7,6 +7,7 @@ is nothing to save yet, and a second one seconds after the first end the process
 its number, as a shell counts it.
 """
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 from llm.config.command_line import config_file_of, log_former_names, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
+from llm.runtime.deterministic import deterministic_kernels
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
@@ -119,7 +121,8 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     from llm.trainers.gpt.evaluate import evaluate
     from llm.trainers.gpt.train import train
 
-    if config.eval_only:
+    with deterministic_kernels() if config.deterministic else contextlib.nullcontext():
+        if not config.eval_only:
+            return train(config, world, config_file=config_file)
         evaluate(config, world)
-        return 0
-    return train(config, world, config_file=config_file)
+    return 0
