@@ -22,7 +22,8 @@ def deterministic_kernels() -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace for each stream
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result
+    # Else every new tensor is filled first, which changes no result of a correct program.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     except RuntimeError as error:
