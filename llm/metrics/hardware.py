@@ -112,6 +112,15 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU's memory, or None for a CPU and where torch does not report it."""
+    backend = torch.get_device_module(device)
+    if not (hasattr(backend, "get_device_properties") and backend.is_available()):
+        return None
+    memory: int = backend.get_device_properties(device).total_memory
+    return memory
+
+
 def memory_in_use(device: torch.device) -> int | None:
     """Return the bytes that this process uses, or None where the system does not report them.
 

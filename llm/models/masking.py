@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from llm.errors import ConfigError
+from llm.runtime.float32 import full_float32
 
 _LENGTH = 4  # of each of the two documents of the check; every model has as many positions
 _NEGLIGIBLE = 1e-3
@@ -81,6 +82,7 @@ def _answering(documents: Tensor) -> Iterator[None]:
 
 
 @torch.no_grad()
+@full_float32()
 def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention: bool) -> None:
     """Refuse a model that cannot keep the documents of a window apart.
 

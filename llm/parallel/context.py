@@ -26,6 +26,7 @@ from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.models.masking import documents_of_forward, run_model
 from llm.parallel.dims import ParallelDims
+from llm.runtime.float32 import full_float32
 
 KERNEL = "context_parallel"
 """The name under which the functions are registered."""
@@ -197,6 +198,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
 
 
 @torch.no_grad()
+@full_float32()
 def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
     """Refuse a model whose tokens interact outside attention, or that depends on a shard's length.
 

@@ -1,7 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from llm.metrics.hardware import device_peak_flops, measured_flops, memory_in_use, peak_flops
+from llm.metrics.hardware import (
+    device_memory,
+    device_peak_flops,
+    measured_flops,
+    memory_in_use,
+    peak_flops,
+)
 
 CPU = torch.device("cpu")
 
@@ -115,6 +123,17 @@ def test_memory_in_use_is_the_counter_of_the_device_where_there_is_one(monkeypat
 
     assert memory_in_use(torch.device(kind, 1)) == 101
     assert reset == [torch.device(kind, 1)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_memory_of_a_device_is_the_one_that_torch_reports(monkeypatch, kind):
+    backend = torch.get_device_module(kind)
+    monkeypatch.setattr(backend, "is_available", lambda: True)
+    reported = SimpleNamespace(total_memory=85_899_345_920)
+    monkeypatch.setattr(backend, "get_device_properties", lambda device: reported)
+
+    assert device_memory(torch.device(kind, 1)) == 85_899_345_920
+    assert device_memory(CPU) is None
 
 
 def test_memory_in_use_grows_with_allocations():

@@ -27,6 +27,7 @@ from llm.parallel.pipeline.split import (
     num_parameters,
     sample_tokens,
 )
+from llm.runtime.float32 import full_float32
 
 
 class _StageIO:
@@ -192,6 +193,7 @@ def cut_model(
 
 
 @torch.no_grad()
+@full_float32()
 def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     """Refuse a model whose stages, each by itself, do not compute what the whole model does.
 

@@ -13,9 +13,10 @@ from llm.checkpoint.load import load_state
 from llm.checkpoint.retention import mark_superseded
 from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
+from llm.metrics.hardware import device_memory
 from llm.models.build import build_model
 from llm.models.init import dummy_weights, without_weights
-from llm.models.loss import LanguageModelLoss
+from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
@@ -88,7 +89,12 @@ def make_strategy(
     strategy = choose_strategy(
         config, setup.replicas, setup.layout, accelerator, model, seed=setup.seed
     )
-    loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
+    on_cpu = strategy.device.type == "cpu"
+    loss = LanguageModelLoss(
+        model,
+        chunked=None if config.chunked_loss else False,
+        chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
+    )
     if config.torch_compile:
         loss.compile()
 
