@@ -164,7 +164,10 @@ class _ShardedAttention:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        key, value = _for_all_heads(query, key), _for_all_heads(query, value)
+        # Kernels for half precision share key-value heads, if there is no mask.
+        enable_gqa = attention_mask is None and dtype != torch.float32
+        if not enable_gqa:
+            key, value = _for_all_heads(query, key), _for_all_heads(query, value)
         length = query.shape[2] // 2
         attended = []
         for number, chunk in enumerate(shard.chunks):
@@ -174,8 +177,8 @@ class _ShardedAttention:
                 bias: Tensor = causal_lower_right(length, end)
             else:
                 bias = attention_mask[..., own, :end]
-            own_query, own_key = query[..., own, :], key[..., :end, :]
-            attended.append(_attend(own_query, own_key, value[..., :end, :], bias, **kwargs))
+            tensors = query[..., own, :], key[..., :end, :], value[..., :end, :]
+            attended.append(_attend(*tensors, bias, enable_gqa=enable_gqa, **kwargs))
         return torch.cat(attended, dim=1), None
 
 
@@ -303,6 +306,7 @@ def _attend(
     bias: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
+    enable_gqa: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention, [batch, heads, tokens, width] to [batch, tokens, heads, width]."""
@@ -310,7 +314,7 @@ def _attend(
         if kwargs.get(name) is not None:
             raise ValueError(f"Attention with {name} is not computed over parts of a sequence.")
     attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
+        query, key, value, bias, dropout, scale=scaling, enable_gqa=enable_gqa
     )
     return attended.transpose(1, 2).contiguous()
 
