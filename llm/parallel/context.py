@@ -25,6 +25,7 @@ from transformers.masking_utils import causal_mask_function
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.models.masking import documents_of_forward, run_model
+from llm.models.patches.document_attention import kernel_dtype
 from llm.parallel.dims import ParallelDims
 
 KERNEL = "context_parallel"
@@ -145,7 +146,7 @@ class _ShardedAttention:
             of_keys = shard.gather(documents, 1)[:, None, None]
             visible = visible & (documents[:, None, :, None] == of_keys)
         # An additive mask: each layer would make and keep one from a boolean mask.
-        bias = torch.zeros(visible.shape, dtype=_kernel_dtype(dtype, device), device=device)
+        bias = torch.zeros(visible.shape, dtype=kernel_dtype(dtype, device), device=device)
         return bias.masked_fill_(~visible, -torch.inf)
 
     def attend(
@@ -160,7 +161,7 @@ class _ShardedAttention:
         """Gather keys and values, and attend with each of this rank's two chunks."""
         shard = self._shard
         # Cast before the all-gather: autocast casts in the kernel, after twice the bytes are sent.
-        dtype = _kernel_dtype(query.dtype, query.device)
+        dtype = kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -323,13 +324,6 @@ def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
     """Repeat key or value heads that several query heads share."""
     repeated: Tensor = repeat_kv(tensor, query.shape[1] // tensor.shape[1])
     return repeated
-
-
-def _kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that attention computes in, inside autocast or outside of it."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return dtype
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
