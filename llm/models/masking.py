@@ -121,6 +121,21 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         model.train(training)
 
 
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether no document of a window reaches the next one by attention.
+
+    Args:
+        model: A causal language model with weights; its mode is restored.
+    """
+    training = model.training
+    model.eval()
+    try:
+        return _keeps_attention_apart(_logits_function(model))
+    finally:
+        model.train(training)
+
+
 _Logits = Callable[[list[str], bool, bool], Tensor]
 
 

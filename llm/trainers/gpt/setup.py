@@ -18,6 +18,7 @@ from llm.models.build import build_model
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
+from llm.models.patches.document_attention import use_document_attention
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -73,6 +74,10 @@ def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
 def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model whose results the options would change."""
     ends, layout = setup.ends, setup.layout
+    # Context parallelism has an attention of its own.
+    if ends is not None and ends.attention and layout.context == 1 and model.device.type != "cpu":
+        flex = config.attention_implementation is None and model.device.type == "cuda"
+        use_document_attention(model, flex=flex)
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
     if layout.context > 1:
