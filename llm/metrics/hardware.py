@@ -111,6 +111,16 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device, or of the machine for its CPU; None where it is unknown."""
+    try:
+        if device.type == "cpu":
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.accelerator.get_memory_info(device)[1]
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 def memory_in_use(device: torch.device) -> int | None:
     """Return the bytes that this process uses, or None where the system does not report them.
 

@@ -1,10 +1,10 @@
 """The program: parse the options, train or evaluate, and turn errors into exit codes.
 
-Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
-75 stopped by a signal, --exit_after or the death of its launcher, with everything saved (run the
-same command again), 76 another rank has died or hangs. A signal before training begins, when there
-is nothing to save yet, and a second one seconds after the first end the process at once: 128 plus
-its number, as a shell counts it.
+Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work, or a device
+without the memory for the run, 75 stopped by a signal, --exit_after or the death of its launcher,
+with everything saved (run the same command again), 76 another rank has died or hangs. A signal
+before training begins, when there is nothing to save yet, and a second one seconds after the first
+end the process at once: 128 plus its number, as a shell counts it.
 """
 
 import dataclasses
@@ -117,9 +117,11 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.evaluate import evaluate
+    from llm.trainers.gpt.out_of_memory import explain_out_of_memory
     from llm.trainers.gpt.train import train
 
-    if config.eval_only:
+    with explain_out_of_memory(config, world):
+        if not config.eval_only:
+            return train(config, world, config_file=config_file)
         evaluate(config, world)
-        return 0
-    return train(config, world, config_file=config_file)
+    return 0
