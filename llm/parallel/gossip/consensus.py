@@ -29,8 +29,7 @@ class Consensus:
         on_mps = any(tensor.device.type == "mps" for tensor in self._tensors)
         self._dtype = torch.float32 if on_mps else torch.float64
         self._replicas = world_size // shards
-        self._group = dist.new_group() if world_size > 1 else None
-        self._same_shard = self._group
+        self._same_shard = None  # the default group
         if shards > 1:
             groups = [list(range(shard, world_size, shards)) for shard in range(shards)]
             self._same_shard, _ = dist.new_subgroups_by_enumeration(groups)
@@ -53,7 +52,7 @@ class Consensus:
         for tensor, mean in zip(self._tensors, means, strict=True):
             squares[0] += (tensor - mean).to(self._dtype).square().sum()
             squares[1] += mean.to(self._dtype).square().sum()
-        dist.all_reduce(squares, group=self._group)
+        dist.all_reduce(squares)
         self.distance = (squares[0] / squares[1]).sqrt()
         return means
 

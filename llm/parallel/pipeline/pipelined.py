@@ -267,13 +267,13 @@ class PipelineStrategy(ShardedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
             elif self.rank == sender[name]:
-                dist.send(gathered.detach().cpu().contiguous(), 0, group=self._host_group)
+                dist.send(gathered.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive as they were sent.
         for name, rank in sender.items():
             if self.rank == 0 and rank > 0:
                 shape, dtype = listed[rank][name]
                 whole[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(whole[name], rank, group=self._host_group)
+                dist.recv(whole[name], rank)
         return whole
 
 

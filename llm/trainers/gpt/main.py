@@ -20,6 +20,7 @@ from typing import Any
 from llm.config.command_line import config_file_of, log_former_names, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
+from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
@@ -113,6 +114,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         config_file: The TOML file of `--config`.
     """
     adopt_launcher()
+    raise_file_limit()
     limit_spin_wait()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
