@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.gossip.averaging import make_buckets
+from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import DecentralizedOptions
 
 
@@ -37,7 +37,7 @@ class OuterOptimizer:
         self._inner_steps = torch.zeros((), dtype=torch.int64)
         self._start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start.items()}
-        self._buckets = make_buckets(list(tensors.values()))
+        self._buckets = [Bucket(group) for group in bucket_groups(list(tensors.values()))]
 
     def before_step(self) -> None:
         """Before the first inner step, remember the weights at which all replicas start."""
