@@ -113,7 +113,12 @@ def _wait(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory, or None for a CPU and where torch does not report it."""
+    """Return the bytes of a device, or of the machine for its CPU; None where they are unknown."""
+    if device.type == "cpu":
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            return None
     backend = torch.get_device_module(device)
     if not (hasattr(backend, "get_device_properties") and backend.is_available()):
         return None

@@ -105,7 +105,8 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
     """Form the group of all ranks, unless there is one already, or one rank; all ranks call it.
 
     Accelerate's own would have NCCL only, whose default time-out is ten minutes, and would leave
-    it to the first `barrier` to guess the device of each rank.
+    it to the first `barrier` to guess the device of each rank. Gloo carries values on the host:
+    each of its groups of all ranks costs a process one file descriptor for every rank.
     """
     if world_from_environment().world_size == 1 or dist.is_initialized():
         return

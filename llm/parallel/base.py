@@ -56,7 +56,6 @@ class AcceleratedStrategy:
         self.rng_rank = self.rank
         self.scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
-        self._host_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._pending_flags: tuple[Any, Tensor] | None = None
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -252,8 +251,8 @@ class AcceleratedStrategy:
         """Return which flags any rank has set now or up to `answer_delay` calls ago.
 
         Every rank must call it. The answer is the same on all ranks, and comes once. Here the
-        all-reduce runs on the host while the next step is computed, and the next call returns its
-        result: neither the device nor another rank is waited for.
+        all-reduce runs on the host, in the default group's gloo, while the next step is computed,
+        and the next call returns its result: neither the device nor another rank is waited for.
         """
         if self.world_size == 1:
             return list(flags)
@@ -263,7 +262,7 @@ class AcceleratedStrategy:
             work.wait()
             answer = [value > 0 for value in values.tolist()]
         values = torch.tensor([float(flag) for flag in flags])
-        work = dist.all_reduce(values, group=self._host_group, async_op=True)
+        work = dist.all_reduce(values, async_op=True)
         self._pending_flags = work, values
         return answer
 
@@ -271,14 +270,14 @@ class AcceleratedStrategy:
         """Return rank 0's value on every rank; every rank must call it."""
         values = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0, group=self._host_group)
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks on every rank; every rank must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self._host_group)
+            dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:

@@ -133,7 +133,7 @@ def test_the_memory_of_a_device_is_the_one_that_torch_reports(monkeypatch, kind)
     monkeypatch.setattr(backend, "get_device_properties", lambda device: reported)
 
     assert device_memory(torch.device(kind, 1)) == 85_899_345_920
-    assert device_memory(CPU) is None
+    assert device_memory(CPU) > 2**28
 
 
 def test_memory_in_use_grows_with_allocations():

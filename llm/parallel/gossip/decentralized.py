@@ -73,9 +73,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._ranks_per_replica = ranks_per_replica
         self._replicas_differ = False
         if self.world_size > 1:
-            self._flags = FlagReducer(
-                rank=self.rank, world_size=self.world_size, group=self._host_group
-            )
+            self._flags = FlagReducer(rank=self.rank, world_size=self.world_size)
             self.answer_delay = self._flags.delay
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:

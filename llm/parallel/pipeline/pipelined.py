@@ -21,7 +21,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import MakeOptimizer
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor
-from llm.parallel.gossip.averaging import make_buckets
+from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
@@ -274,13 +274,13 @@ class PipelineStrategy(ShardedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
             elif self.rank == sender[name]:
-                dist.send(gathered.detach().cpu().contiguous(), 0, group=self._host_group)
+                dist.send(gathered.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive as they were sent.
         for name, rank in sender.items():
             if self.rank == 0 and rank > 0:
                 shape, dtype = listed[rank][name]
                 whole[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(whole[name], rank, group=self._host_group)
+                dist.recv(whole[name], rank)
         return whole
 
 
@@ -291,7 +291,8 @@ def _arguments(micro_batch: MicroBatch) -> dict[str, Tensor]:
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any) -> None:
     """Sum tensors over ranks, in place, in a few large messages."""
-    for bucket in make_buckets(tensors):
+    for tensors_of_bucket in bucket_groups(tensors):
+        bucket = Bucket(tensors_of_bucket)
         bucket.fill()
         dist.all_reduce(bucket.flat, group=group)
         bucket.empty()
