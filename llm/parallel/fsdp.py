@@ -8,7 +8,7 @@ any elementwise optimizer works. See Rajbhandari et al. 2020, arXiv:1910.02054, 
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class ShardedStrategy(AcceleratedStrategy):
             divide_attention(self.model, self._sequence)
         self._divide_layers()
         if self._gradient_ranks > 1:
-            self._shard_modules(self.loss, find_blocks(self.model), self._fsdp_mesh)
+            self._shard_modules(self.loss, [*find_blocks(self.model)], self._fsdp_mesh)
             register_fsdp_forward_method(self.loss, "predictions")
         self._materialize([self.loss])
 
@@ -98,7 +98,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return self.mesh["shard"]
 
     def _shard_modules(
-        self, root: nn.Module, blocks: Collection[nn.Module], mesh: DeviceMesh, **options: Any
+        self, root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, **options: Any
     ) -> None:
         """Shard each block as one group, and everything else as the group of the root.
 
