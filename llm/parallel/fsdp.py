@@ -81,9 +81,7 @@ class ShardedStrategy(AcceleratedStrategy):
             divide_attention(self.model, self._sequence)
         self._divide_layers()
         if self._gradient_ranks > 1:
-            for block in find_blocks(self.model):
-                self._shard_block(block, self._fsdp_mesh)
-            fully_shard(self.loss, mesh=self._fsdp_mesh)
+            self._shard_modules(self.loss, [*find_blocks(self.model)], self._fsdp_mesh)
             register_fsdp_forward_method(self.loss, "predictions")
         self._materialize([self.loss])
 
@@ -99,18 +97,35 @@ class ShardedStrategy(AcceleratedStrategy):
             return self.mesh["replicate", "shard"]
         return self.mesh["shard"]
 
-    def _shard_block(self, block: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-        """Shard a block; in bf16 runs its weights are all-gathered in bf16."""
+    def _shard_modules(
+        self, root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, **options: Any
+    ) -> None:
+        """Shard each block as one group, and everything else as the group of the root.
+
+        In bf16 runs a block is all-gathered in bf16, and its gradients are summed in float32, since
+        in bf16 each addition would round. What autocast leaves in float32, the embeddings and the
+        gains of norms, is in the root's group: an all-gather of its own for the few norms of each
+        block would take as long as that of the block's matrices.
+
+        Args:
+            root: The module whose forward runs the blocks.
+            blocks: The transformer blocks in it.
+            mesh: The ranks.
+            options: Further arguments of `fully_shard`.
+        """
+        half = self.accelerator.mixed_precision in ("bf16", "fp8")
         policy = MixedPrecisionPolicy()
-        if self.accelerator.mixed_precision == "bf16":
-            # Autocast leaves the weights of norms in float32: they are gathered in float32.
-            norms = [module for module in block.modules() if _is_norm(module)]
-            if norms:
-                fully_shard(norms, mesh=mesh, mp_policy=policy, **options)
+        if half:
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
+        # The root comes first: it does not look for norms inside blocks that are sharded.
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
+        fully_shard(root, mesh=mesh, ignored_params=inside - norms, **options)
+        for block in blocks:
+            norms = _norm_weights(block) if half else set()  # sharded: other tensors than before
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms, **options)
 
     def _materialize(self, roots: Sequence[nn.Module]) -> None:
         """Allocate and initialize a model on the meta device.
@@ -154,10 +169,13 @@ class ShardedStrategy(AcceleratedStrategy):
         """All-reduce over replicas in the last micro-batch only.
 
         The reduce-scatter over shards runs in every micro-batch: an unsharded gradient to
-        accumulate into would not fit.
+        accumulate into would not fit. The weights outside the blocks stay gathered until the last
+        micro-batch: they are needed from the beginning of a forward pass to the end of its
+        backward pass, so that this takes no more memory.
         """
         if isinstance(self.loss, FSDPModule):
             self.loss.set_requires_all_reduce(last)
+            self.loss.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
     def _reduce_gradients(self) -> None:
@@ -232,10 +250,14 @@ class ShardedStrategy(AcceleratedStrategy):
         return whole
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module has a gain or a bias of its own, and no matrix."""
-    own = list(module.parameters(recurse=False))
-    return bool(own) and all(parameter.ndim < 2 for parameter in own)
+def _norm_weights(block: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a block's modules that have a gain or a bias, and no matrix."""
+    weights: set[nn.Parameter] = set()
+    for module in block.modules():
+        own = set(module.parameters(recurse=False))
+        if all(parameter.ndim < 2 for parameter in own):
+            weights |= own
+    return weights
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -64,9 +64,10 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
         sent.append(_ring("context", "keys and values", size, c, per_node // t))
     if n > 1:
-        gathers = 2 * layers * block * sent_width + FP32 * others
+        gathers = 2 * layers * block * sent_width
         sums = FP32 * (layers * block + others)
-        size = micro_batches * (gathers + sums) * (n - 1) / n
+        # The weights outside the blocks stay gathered for all micro-batches of a step.
+        size = (micro_batches * (gathers + sums) + FP32 * others) * (n - 1) / n
         sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
     if r > 1:
         size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n

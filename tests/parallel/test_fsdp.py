@@ -1,8 +1,11 @@
 """Weights divided over ranks train as the whole model does on one rank."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
@@ -82,3 +85,42 @@ def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives inside the context by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(family: str, precision: str) -> dict[str, int]:
+    """Collectives of one step of two micro-batches, after another one, by their names."""
+    disable_packing_detection()
+    strategy = make_strategy({"shard": 2}, precision)
+    strategy.prepare(LanguageModelLoss(make_model(family)), make_optimizer)
+    tokens = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:])] * 2
+    for _ in range(2):
+        with Collectives() as collectives:
+            strategy.forward_backward(batches, num_tokens=4 * LENGTH * 2)
+        strategy.optimizer_step(0.5)
+    strategy.close()
+    return dict(collectives.counts)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_block_is_gathered_and_reduced_as_one_group(family, precision):
+    """Two blocks, forward and backward, twice; all other weights are gathered once."""
+    for counts in values(run_ranks(count_collectives, 2, family, precision)):
+        assert counts == {
+            "c10d::_allgather_base_": 2 * 2 * 2 + 1,
+            "c10d::_reduce_scatter_base_": 2 * (2 + 1),
+        }

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from transformers import PreTrainedModel
 
@@ -101,12 +100,10 @@ class PipelineStrategy(ShardedStrategy):
         if mesh.size() > 1:
             # Weights stay gathered for all micro-batches of a step, and gradients unsharded: the
             # schedule reduce-scatters them once.
-            own = set(self.loss.modules())
-            for block in blocks:
-                if block in own:
-                    self._shard_block(block, mesh, reshard_after_forward=False)
             for stage in self.stages:
-                fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+                own = set(stage.modules())
+                inside = [block for block in blocks if block in own]
+                self._shard_modules(stage, inside, mesh, reshard_after_forward=False)
         self._materialize(self.stages)
 
     def _wrap(self) -> nn.Module:
