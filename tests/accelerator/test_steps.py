@@ -39,7 +39,6 @@ CASES = {
     "Mixtral": (Case(1, family="mixtral"), _ALONE),
     "DDP, 4 ranks": (Case(4), _ALL_REDUCE),
     "FSDP, 4 ranks": (Case(4, {_FSDP: 4}), _SHARDED),
-    "SOAP, 4 ranks": (Case(4, {"optimizer": "soap"}), _ALL_REDUCE),
     "K-FAC, 4 ranks": (Case(4, {"kfac": True}), _KFAC),
     "tensor, 4 ranks": (
         Case(4, {_TENSOR: 2}),
@@ -82,8 +81,7 @@ CASES = {
         {"gradient": {}, "update": {"allreduce": 1}, "evaluation": {"allreduce": 3}},
     ),
     "DDP, 8 ranks": (Case(8), _ALL_REDUCE),
-    "Muon, 8 ranks": (Case(8, {"optimizer": "muon"}), _ALL_REDUCE),
-    "K-FAC, 8 ranks": (Case(8, {"kfac": True}), _KFAC),
+    "SOAP, 8 ranks": (Case(8, {"optimizer": "soap"}), _ALL_REDUCE),
     "HSDP, 8 ranks": (
         Case(8, {_FSDP: 4}),
         {**_SHARDED, "gradient": {**_SHARDED["gradient"], "allreduce": 5}},
