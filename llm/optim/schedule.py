@@ -94,6 +94,6 @@ _SHAPES = {
 """By `lr_scheduler_type`, the course between the peak (1) and the minimum (0) after the warm-up."""
 
 
-def is_constant(kind: str) -> bool:
+def is_constant(kind: str | None) -> bool:
     """Return whether the learning rate after the warm-up is the same for any length of the run."""
-    return _SHAPES[kind] is constant
+    return kind is not None and _SHAPES[kind] is constant

@@ -122,7 +122,7 @@ def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: st
 def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     """Return the options of length that may grow because the learning rates so far stay."""
     saved = checkpoint.metadata["fixed"]
-    kind = saved["lr_scheduler_type"]
+    kind = saved.get("lr_scheduler_type")
     if kind == "warmup_stable_decay":
         total = saved.get("max_train_steps")
         if total is None:
