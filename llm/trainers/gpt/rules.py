@@ -188,11 +188,6 @@ def _pipeline_problems(config: GPTConfig) -> list[str]:
     if config.pipeline_parallel_size == 1:
         return []
     problems = []
-    if config.torch_compile:
-        problems.append(
-            "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "
-            "one of them out."
-        )
     if config.mixed_precision == "fp8":
         problems.append(
             "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."

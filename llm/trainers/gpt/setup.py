@@ -17,6 +17,7 @@ from llm.models.build import build_model
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
+from llm.models.sizes import find_blocks
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -90,7 +91,10 @@ def make_strategy(
     )
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
-        loss.compile()
+        # Block by block: one graph serves all blocks, and what runs between them stays eager, as
+        # FSDP's collectives, pipeline stages and the lookup of a tied embedding do.
+        for block in find_blocks(model):
+            block.compile()
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
