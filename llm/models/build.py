@@ -79,8 +79,8 @@ def build_model(
         _hold_biases_at_zero(model)
     if options.fused_gelu:
         fuse_gelu(model)
-    # torch.compile cannot trace TiedEmbedding, and tensor parallelism replaces the lookup.
-    if options.tied_gradients and not options.torch_compile and tensor_parallel_size == 1:
+    # Tensor parallelism replaces the lookup.
+    if options.tied_gradients and tensor_parallel_size == 1:
         tie_gradients(model)
     recompute_activations(model, recomputation(options))
     disable_packing_detection()

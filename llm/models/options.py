@@ -127,7 +127,7 @@ class ModelOptions:
         False, "The older name of activation_checkpointing full.", group=SPEED
     )
     torch_compile: bool = option(
-        False, "Compile the model with torch.compile.", group=SPEED, resume="logged"
+        False, "Compile each block of the model with torch.compile.", group=SPEED, resume="logged"
     )
     fused_gelu: bool = option(
         True,
@@ -144,8 +144,7 @@ class ModelOptions:
     )
     tied_gradients: bool = option(
         True,
-        "Where the embedding is also the output head, make one gradient of its two; not with "
-        "torch_compile.",
+        "Where the embedding is also the output head, make one gradient of its two.",
         group=SPEED,
         resume="logged",
     )

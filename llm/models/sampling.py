@@ -52,7 +52,9 @@ def sample_text(
     training = model.training
     model.eval()
     try:
-        with keyed_generator(seed, "sample", model.device):
+        # A compiled model would be compiled again as the text grows.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, keyed_generator(seed, "sample", model.device):
             output = model.generate(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),

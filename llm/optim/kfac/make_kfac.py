@@ -159,7 +159,8 @@ def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
 def _sample_forward(model: torch.nn.Module) -> None:
     """Run the model once on a few tokens, to see which layers read the same tensor."""
     device = next(model.parameters()).device
-    model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
+    with torch.compiler.set_stance("force_eager"):  # its hooks have no place in a graph
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -55,7 +55,6 @@ def check_planned(config: GPTConfig) -> list[str]:
         *_optimizer_problems(config),
         *_replica_problems(config),
         *_size_problems(config),
-        *_pipeline_problems(config),
         *_fp8_problems(config),
         *lacking(config),
     ]
@@ -181,18 +180,6 @@ def _size_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--context_parallel_size computes attention by sdpa, not by {kernel}; leave "
             "--attention_implementation out."
-        )
-    return problems
-
-
-def _pipeline_problems(config: GPTConfig) -> list[str]:
-    if config.pipeline_parallel_size == 1:
-        return []
-    problems = []
-    if config.torch_compile:
-        problems.append(
-            "--torch_compile compiles a whole model, which --pipeline_parallel_size cuts; leave "
-            "one of them out."
         )
     return problems
 

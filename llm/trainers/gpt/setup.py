@@ -19,6 +19,7 @@ from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
 from llm.models.patches.document_attention import use_document_attention
+from llm.models.sizes import find_blocks
 from llm.models.weight_files import find_weight_files
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
@@ -111,7 +112,10 @@ def make_strategy(
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
     )
     if config.torch_compile:
-        loss.compile()
+        # Block by block: one graph serves all blocks, and what runs between them stays eager, as
+        # FSDP's collectives, pipeline stages and the lookup of a tied embedding do.
+        for block in find_blocks(model):
+            block.compile()
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.

@@ -54,7 +54,6 @@ def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
     [
         ({"kfac": True}, "--kfac needs whole weights"),
         ({"data_parallel": "gossip"}, "--pipeline_parallel_size divides one model over ranks"),
-        ({"torch_compile": True}, "--torch_compile compiles a whole model"),
         ({"mixed_precision": "fp8"}, "--mixed_precision fp8 does not go with"),
         ({"virtual_stages": 2}, "and --virtual_stages of 2 or more go together"),
         ({"pipeline_schedule": "interleaved-1f1b"}, "and --virtual_stages of 2 or more go"),
