@@ -14,10 +14,10 @@ from llm.checkpoint.retention import mark_superseded
 from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
 from llm.models.build import build_model
+from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import check_documents_apart
-from llm.models.sizes import find_blocks
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -91,16 +91,13 @@ def make_strategy(
     )
     loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
     if config.torch_compile:
-        # Block by block: one graph serves all blocks, and what runs between them stays eager, as
-        # FSDP's collectives, pipeline stages and the lookup of a tied embedding do.
-        for block in find_blocks(model):
-            block.compile()
+        compile_blocks(model)
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
-                kfac = make_kfac(config, model, torch_compile=config.torch_compile)
+                kfac = make_kfac(config, model, torch_compile=bool(config.torch_compile))
             strategy.second_order = kfac
             return kfac.optimizer
         return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)
