@@ -131,7 +131,11 @@ def cases_of(
     """Return all programs, each training one model."""
     cases = [
         our_case(
-            shape, inputs, folder, name=f"llm, {precision}", flags=("--mixed_precision", precision)
+            shape,
+            inputs,
+            folder,
+            name=f"llm, {precision}",
+            flags=("--mixed_precision", precision, "--no_torch_compile"),
         )
         for precision in options.precisions
     ]
@@ -220,7 +224,7 @@ def largest_batches(shape: Shape, inputs: Inputs, folder: Path) -> list[str]:
         # Doubled each time, with a bound for the toy, which always fits.
         while batch <= 64 * shape.batch_size:
             tried = replace(shape, batch_size=batch, steps=3)
-            flags = ("--mixed_precision", "bf16")
+            flags = ("--mixed_precision", "bf16", "--no_torch_compile")
             case = (
                 our_case(tried, inputs, folder, name="largest", flags=flags)
                 if name == "llm"

@@ -126,8 +126,12 @@ class ModelOptions:
     gradient_checkpointing: bool = option(
         False, "The older name of activation_checkpointing full.", group=SPEED
     )
-    torch_compile: bool = option(
-        False, "Compile each block of the model with torch.compile.", group=SPEED, resume="logged"
+    torch_compile: bool | None = option(
+        None,
+        "Compile each block of the model with torch.compile. By default on CUDA GPUs with Triton "
+        "and a C compiler.",
+        group=SPEED,
+        resume="logged",
     )
     fused_gelu: bool = option(
         True,

@@ -4,6 +4,7 @@ import logging
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,23 @@ def check_device(device: torch.device) -> None:
         f"This machine has an NVIDIA driver, but PyTorch {torch.__version__} {reason}. To train on "
         "the CPU all the same, set CUDA_VISIBLE_DEVICES to an empty string."
     )
+
+
+def default_precision(device: torch.device) -> dict[str, Any]:
+    """Return the options of the precision, by name, that a device has unless they are given."""
+    on_cuda = device.type == "cuda"
+    half = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    return {"mixed_precision": "bf16" if half else "no", "tf32": on_cuda}
+
+
+def set_float32_precision(options: PrecisionOptions, device: torch.device) -> None:
+    """Set in which precision a GPU multiplies float32 matrices.
+
+    The newer setting, `torch.backends.cuda.matmul.fp32_precision`, is not used: the compiler of
+    torch 2.13 reads the older one, which raises once the newer one has been set alone.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
 
 
 def check_precision(options: PrecisionOptions, device: torch.device) -> None:
@@ -132,6 +150,7 @@ def make_accelerator(
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
         setattr(distributed_c10d, name, patience)
     form_default_group(device, timeout=patience)
+    set_float32_precision(options, device)
     on_cpu = device.type == "cpu"
     # By default DistributedDataParallel is given the local rank as its device, which is wrong
     # where the job's launcher shows each task its own GPU only. Batches are on the device already.
@@ -142,7 +161,7 @@ def make_accelerator(
     fp16_on_cpu = on_cpu and options.mixed_precision == "fp16"
     accelerator = Accelerator(
         cpu=on_cpu,  # without it, Accelerate does not join the processes of a CPU
-        mixed_precision="no" if fp16_on_cpu else options.mixed_precision,
+        mixed_precision="no" if fp16_on_cpu else options.mixed_precision or "no",
         kwargs_handlers=[data_parallel],
     )
     if fp16_on_cpu:

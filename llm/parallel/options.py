@@ -16,9 +16,10 @@ Topology = Literal["complete", "exp", "ring", "alternating-exp-ring"]
 class PrecisionOptions:
     """The precision of forward and backward."""
 
-    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = option(
-        "no",
-        "Arithmetic of forward and backward; weights stay float32.",
+    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] | None = option(
+        None,
+        "Arithmetic of forward and backward; weights stay float32. By default bf16 on CUDA GPUs "
+        "that have it, no elsewhere.",
         group=SPEED,
         resume="fixed",
     )
@@ -26,6 +27,13 @@ class PrecisionOptions:
         False,
         "Use deterministic kernels only, which are slower: the same run has the same bits on GPUs "
         "too.",
+        group=SPEED,
+        resume="logged",
+    )
+    tf32: bool | None = option(
+        None,
+        "Whether float32 matrix products round their inputs to TF32. By default on CUDA GPUs, "
+        "without effect elsewhere.",
         group=SPEED,
         resume="logged",
     )

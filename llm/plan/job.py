@@ -36,7 +36,7 @@ class Device:
     Attributes:
         gib: GiB that a process can allocate.
         tflops: Dense bf16 TFLOP/s of matrix products; of a GPU, the figure that the log's MFU uses.
-        fp32_tflops: The same in fp32, which torch does not replace by tf32 unless told to.
+        fp32_tflops: The same in fp32, without tf32.
         bandwidth: GB/s of its memory.
         node_link: GB/s, one way, to other devices of the node.
         network_link: GB/s, one way, to other nodes, by the adapters of the node over its devices.
@@ -93,6 +93,9 @@ class Job:
     """
 
     def __init__(self, options: PlanOptions) -> None:
+        if options.mixed_precision is None:  # as the trainer chooses on the device
+            on_cuda = options.device not in ("cpu", "pvc")
+            options = dataclasses.replace(options, mixed_precision="bf16" if on_cuda else "no")
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)

@@ -152,7 +152,7 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
         optimizer = make_optimizer(options, model, accum_steps=accum_steps)
         return OptimizerMemory(per_element=_per_element(optimizer, model))
     with fake_ranks(options.nodes * options.gpus_per_node):
-        kfac = make_kfac(options, model, torch_compile=options.torch_compile)
+        kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
     curvature = kfac.recorder
     assert isinstance(curvature, Curvature)  # `check` refuses the library
     # In a step in which all factors are due, as in the first.

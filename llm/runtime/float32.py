@@ -14,12 +14,11 @@ def full_float32() -> Iterator[None]:
     divides each entry by its own size. TF32 on GPUs, and bf16 on some CPUs, round by a thousandth
     of the largest entries. The setting is that of the process; the former one is restored.
     """
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    # By the older of torch's two settings: its compiler, which may run inside, reads that one, and
+    # raises where only the newer `fp32_precision` was changed.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        torch.set_float32_matmul_precision(before)

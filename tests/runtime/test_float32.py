@@ -32,11 +32,12 @@ class Precisions(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _tf32():
-    before = ON_GPUS.fp32_precision, ON_CPUS.fp32_precision
-    ON_GPUS.fp32_precision, ON_CPUS.fp32_precision = "tf32", "bf16"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    assert (ON_GPUS.fp32_precision, ON_CPUS.fp32_precision) == ("tf32", "bf16")
     yield
     assert (ON_GPUS.fp32_precision, ON_CPUS.fp32_precision) == ("tf32", "bf16")
-    ON_GPUS.fp32_precision, ON_CPUS.fp32_precision = before
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,12 @@ def test_rotating_back_keeps_the_precision_that_is_set():
         rotate_back(SQUARE, [torch.eye(4)], [torch.eye(4)])
 
     assert precisions.seen == [("tf32", "bf16")] * 2
+
+
+def test_the_compiler_can_ask_for_the_precision_inside():
+    with full_float32():
+        assert not ON_GPUS.allow_tf32
+    assert ON_GPUS.allow_tf32
 
 
 def test_an_error_restores_the_precision():

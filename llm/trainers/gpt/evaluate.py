@@ -1,5 +1,6 @@
 """The story of an evaluation (`--eval_only`)."""
 
+import dataclasses
 import json
 import logging
 
@@ -27,6 +28,7 @@ def evaluate(config: GPTConfig, world: World) -> None:
         LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
     """
     setup = read_evaluation(config, world)
+    config = dataclasses.replace(config, **setup.by_device)
     model = make_model(config, setup, world)
     whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)

@@ -34,6 +34,7 @@ from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
+    choose_by_device,
     choose_seed,
     find_init,
     find_resume,
@@ -50,6 +51,7 @@ class RunSetup:
         resume_from: The checkpoint to resume from or to evaluate, or None.
         init_from: The checkpoint whose weights a new run starts from, or None.
         seed: The run's seed, drawn unless the options have one.
+        by_device: Values of the options whose default depends on the device, by name.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
@@ -65,6 +67,7 @@ class RunSetup:
     resume_from: Checkpoint | None
     init_from: Checkpoint | None
     seed: int
+    by_device: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase
     model_config: PreTrainedConfig
     weights_from: str | None
@@ -155,9 +158,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
 
 def _open_run(config: GPTConfig, world: World) -> RunFolder:
     """Return the run's folder, after the checks that read nothing."""
-    device = device_of(world)
-    check_device(device)
-    check_precision(config, device)
+    check_device(device_of(world))
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
@@ -171,6 +172,9 @@ def _read(
 ) -> RunSetup:
     # In the order of what they cost: wrong options are refused before text is tokenised.
     replicas = plan_replicas(config, world.world_size, resume_from)
+    device = device_of(world)
+    by_device = choose_by_device(config, resume_from, device)
+    check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)
     layout = choose_layout(config, model_config, world.world_size)
@@ -187,6 +191,7 @@ def _read(
         resume_from=resume_from,
         init_from=init_from,
         seed=choose_seed(config, resume_from),
+        by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
         weights_from=None if resume_from or init_from else find_weights(config),

@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
         prog="python -m llm.trainers.gpt",
         description="Pretrain any Hugging Face causal language model on any text.",
     )
-    if config.mixed_precision == "no":
+    if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
         asked: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if asked in ("fp8", "fp16", "bf16"):

@@ -67,9 +67,11 @@ def log_start(
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
+    switches = {"TF32": config.tf32, "compiled blocks": config.torch_compile}
+    faster = "".join(f"{name}, " for name, on in switches.items() if on)
     logger.info(
         f"world: {strategy.world_size} ranks, {setup.layout.describe()}, {strategy.device.type}, "
-        f"mixed precision {config.mixed_precision}, seed {setup.seed}",
+        f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
             step=setup.resume_from.step if setup.resume_from else 0,
@@ -147,7 +149,9 @@ def make_tracker(
     def find_peak_flops() -> float:
         if config.device_peak_tflops is not None:
             return config.device_peak_tflops * 1e12 * strategy.world_size
-        return device_peak_flops(strategy.device, config.mixed_precision) * strategy.world_size
+        return (
+            device_peak_flops(strategy.device, config.mixed_precision or "no") * strategy.world_size
+        )
 
     return Tracker(
         metrics_path=setup.run.metrics if strategy.rank == 0 else None,

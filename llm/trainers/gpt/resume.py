@@ -5,18 +5,24 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of
 from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
+from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
+from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
+BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
+"""Options whose default depends on the device."""
 LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 
 logger = logging.getLogger("llm")
@@ -176,11 +182,13 @@ def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> d
 
     Args:
         config: The options.
-        like: Fixed options of a checkpoint, which have the seed if the options do not.
+        like: Fixed options of a checkpoint, which have the seed and the precision if the options
+            do not.
     """
     fixed = _options(config, resume="fixed")
-    if like is not None and fixed["seed"] is None:
-        fixed["seed"] = like.get("seed")
+    for name in ("seed", *BY_DEVICE):
+        if like is not None and name in fixed and fixed[name] is None:
+            fixed[name] = like.get(name)
     return fixed
 
 
@@ -213,6 +221,19 @@ def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> Non
     ]
     if changed:
         logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
+
+
+def choose_by_device(
+    config: GPTConfig, resume_from: Checkpoint | None, device: torch.device
+) -> dict[str, Any]:
+    """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
+    values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
+    if resume_from is not None and not config.eval_only:
+        fixed, logged = (_saved_options(resume_from, kind) for kind in ("fixed", "logged"))
+        values |= {"tf32": False}  # what runs had before there was the option
+        values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
+    given = {name: getattr(config, name) for name in BY_DEVICE}
+    return values | {name: value for name, value in given.items() if value is not None}
 
 
 def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:

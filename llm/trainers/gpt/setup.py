@@ -15,11 +15,11 @@ from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.build import build_model
+from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
 from llm.models.patches.document_attention import use_document_attention
-from llm.models.sizes import find_blocks
 from llm.models.weight_files import find_weight_files
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
@@ -112,16 +112,13 @@ def make_strategy(
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
     )
     if config.torch_compile:
-        # Block by block: one graph serves all blocks, and what runs between them stays eager, as
-        # FSDP's collectives, pipeline stages and the lookup of a tied embedding do.
-        for block in find_blocks(model):
-            block.compile()
+        compile_blocks(model)
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
-                kfac = make_kfac(config, model, torch_compile=config.torch_compile)
+                kfac = make_kfac(config, model, torch_compile=bool(config.torch_compile))
             strategy.second_order = kfac
             return kfac.optimizer
         return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)

@@ -64,7 +64,9 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # Everything is read before process groups form: bad input is refused by one sentence, and no
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
-    config = dataclasses.replace(config, seed=setup.seed, output_dir=str(setup.run.path))
+    config = dataclasses.replace(
+        config, seed=setup.seed, output_dir=str(setup.run.path), **setup.by_device
+    )
     model = make_model(config, setup, world)
     repository = None
     if world.is_main:

@@ -1,0 +1,88 @@
+"""Options whose default depends on the device: what a GPU gets, what resuming keeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm.checkpoint.format import Checkpoint
+from llm.parallel.accelerator import set_float32_precision
+from llm.parallel.options import PrecisionOptions
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.resume import choose_by_device, fixed_options
+from tests.support.training import Bench
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+FAST = {"mixed_precision": "bf16", "tf32": True, "torch_compile": True}
+PLAIN = {"mixed_precision": "no", "tf32": False, "torch_compile": False}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A made-up GPU with bf16, Triton and a C compiler."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr("llm.models.compilation.has_triton", lambda: True)
+    monkeypatch.setenv("CC", "cc")
+
+
+def saved(fixed: dict[str, object], logged: dict[str, object]) -> Checkpoint:
+    metadata = {"fixed": fixed, "logged": logged}
+    return Checkpoint(
+        path=Path("step"), step=1, saved_at="", world_size=1, metadata=metadata, files={}
+    )
+
+
+def test_a_gpu_gets_what_an_expert_would_set_and_a_cpu_does_not(gpu):
+    assert choose_by_device(GPTConfig(), None, CUDA) == FAST
+    assert choose_by_device(GPTConfig(), None, CPU) == PLAIN
+
+
+def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert choose_by_device(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
+
+
+def test_what_is_given_counts_on_every_device(gpu):
+    assert choose_by_device(GPTConfig(**PLAIN), None, CUDA) == PLAIN
+    assert choose_by_device(GPTConfig(**FAST), None, CPU) == FAST
+
+
+def test_a_resumed_run_keeps_what_it_began_with(gpu):
+    older = saved({"mixed_precision": "no", "seed": 1}, {"torch_compile": False})
+    newer = saved({"mixed_precision": "bf16"}, {"torch_compile": True, "tf32": True})
+    assert choose_by_device(GPTConfig(), older, CUDA) == PLAIN
+    assert choose_by_device(GPTConfig(), newer, CPU) == FAST
+    assert choose_by_device(GPTConfig(torch_compile=True), older, CUDA)["torch_compile"]
+    # An evaluation has no run to go on with.
+    assert choose_by_device(GPTConfig(eval_only=True), older, CUDA) == FAST
+
+
+def test_a_default_is_no_change_of_a_fixed_option():
+    recorded = {"mixed_precision": "fp16", "seed": 3}
+    assert fixed_options(GPTConfig(), like=recorded)["mixed_precision"] == "fp16"
+    given = GPTConfig(mixed_precision="no")
+    assert fixed_options(given, like=recorded)["mixed_precision"] == "no"
+
+
+def test_tf32_is_set_on_a_gpu_and_only_there(monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.set_float32_matmul_precision", asked.append)
+    set_float32_precision(PrecisionOptions(tf32=True), CPU)
+    set_float32_precision(PrecisionOptions(tf32=True), CUDA)
+    set_float32_precision(PrecisionOptions(tf32=False), CUDA)
+    assert asked == ["high", "highest"]
+
+
+def test_the_log_says_which_of_them_are_on(tmp_path):
+    bench = Bench(tmp_path)
+    plain = bench.train_well("plain", max_train_steps=1)
+    assert "cpu, mixed precision no, seed 1" in plain.output
+    fast = bench.train_well("fast", max_train_steps=1, tf32=True)
+    assert "cpu, mixed precision no, TF32, seed 1" in fast.output
+    config = (fast.folder / "config.toml").read_text()
+    assert 'mixed_precision = "no"' in config
+    assert "torch_compile = false" in config
