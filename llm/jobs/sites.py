@@ -34,7 +34,7 @@ class Site:
         system: Name of the machine when PBS selects nodes.
         filesystems: File systems that a job has to name.
         pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
-        numa: Whether the GPUs of a node belong to different NUMA nodes, to which torchrun then binds
+        numa: Whether GPUs of a node belong to different NUMA nodes, to which torchrun then binds
             the ranks.
         queues: Queues in the order of preference; a job takes the first that fits its size.
         queue_option: Slurm's option that names the queue.

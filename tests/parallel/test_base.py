@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from llm.errors import ParallelError
-from llm.parallel.accelerator import check_device, check_precision, form_default_group
+from llm.parallel.accelerator import (
+    check_device,
+    check_precision,
+    ddp_settings,
+    form_default_group,
+)
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.options import PrecisionOptions
 from tests.support.data_parallel import make_model, make_strategy, share, step_data
@@ -184,6 +189,11 @@ def votes():
 def test_all_ranks_receive_a_flag_at_the_next_call():
     first, second = values(run_ranks(votes, 2))
     assert first == second == [[False, False], [False, False], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 25), ("cuda", 100), ("xpu", 100)])
+def test_an_all_reduce_is_larger_on_accelerators(device, size):
+    assert ddp_settings(torch.device(device)).bucket_cap_mb == size
 
 
 def test_fp8_on_a_cpu_is_refused_by_name():

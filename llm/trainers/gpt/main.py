@@ -20,6 +20,7 @@ from typing import Any
 from llm.config.command_line import config_file_of, log_former_names, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
+from llm.runtime.gpu_allocator import expand_segments
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
@@ -114,6 +115,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     """
     adopt_launcher()
     limit_spin_wait()
+    expand_segments()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.evaluate import evaluate
