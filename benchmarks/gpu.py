@@ -49,6 +49,12 @@ _MODELS: dict[str, Shape] = {
     "toy": SHAPES["toy"],
 }  # fmt: skip
 _LEAST_MFU = {"gpt2": 0.5, "gpt2-xl": 0.55, "llama-1b": 0.55}
+_TORCHTITAN = (
+    "torchtitan publishes 6,667 tokens/s a GPU, 33 to 39 % MFU, for Llama 3.1 8B on 8 H100, "
+    "compiled, in bf16 (its benchmarks of December 2024)"
+)
+_KFAC_TOKENS = 8192
+"""Tokens of a step in the comparison of K-FAC's step with AdamW's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,9 @@ def cases_of(
         )
         for precision in options.precisions
     ]
+    cases.append(
+        peer_case("HF Trainer, bf16", "hf_trainer", shape, inputs, folder, precision="bf16")
+    )
     if options.nanogpt is not None and model == "gpt2":
         nano = nanogpt_case(
             shape,
@@ -157,6 +166,16 @@ def cases_of(
     return cases
 
 
+def kfac_cases(shape: Shape, inputs: Inputs, folder: Path) -> list[Case]:
+    """Return AdamW and K-FAC on steps of at most `_KFAC_TOKENS` tokens."""
+    samples = max(1, min(shape.batch_size, _KFAC_TOKENS // shape.block_size))
+    smaller = replace(shape, batch_size=samples)
+    return [
+        our_case(smaller, inputs, folder, name=name, flags=("--mixed_precision", "bf16", *flags))
+        for name, flags in (("AdamW", ()), ("K-FAC", ("--kfac",)))
+    ]
+
+
 def measure(options: GPUBenchmarkOptions, model: str, folder: Path) -> Section:
     """Measure speed and memory of all programs on one model."""
     shape = _MODELS[model]
@@ -164,6 +183,7 @@ def measure(options: GPUBenchmarkOptions, model: str, folder: Path) -> Section:
     cases = cases_of(options, model, shape, inputs, folder)
     run(cases[0])  # warm-up: tokenises
     results = interleave(cases, options.repeats)
+    steps = interleave(kfac_cases(shape, inputs, folder), options.repeats)
     bf16 = results["llm, bf16"]
 
     def cells(_: str, runs: Sequence[Usage]) -> Sequence[str]:
@@ -179,9 +199,16 @@ def measure(options: GPUBenchmarkOptions, model: str, folder: Path) -> Section:
 
     header = ["program", "tokens/s", "MFU", "peak MB of the device", "first step, s"]
     lines = program_table(header, results, cells)
+    found = goals(model, results)
+    if all(steps.values()):
+        adamw, kfac = (median(runs, "tokens_per_second") for runs in steps.values())
+        lines += ["", f"K-FAC's median step takes {adamw / kfac:.2f} of AdamW's, in bf16."]
+        if model in _LEAST_MFU:
+            name = f"{shape.name}: K-FAC's step, AdamW's = 1"
+            found.append(at_most(name, adamw / kfac, 1.15, ""))
     if options.largest:
         lines += ["", *largest_batches(shape, inputs, folder)]
-    return Section(title=str(shape), lines=lines, goals=goals(model, results))
+    return Section(title=str(shape), lines=lines, goals=found)
 
 
 def _one(runs: Sequence[Usage], name: str) -> str:
@@ -246,6 +273,7 @@ def report(options: GPUBenchmarkOptions, folder: Path) -> str:
         *machine(("torch", "transformers", "accelerate")),
         f"GPU: {device_name() or 'none, so that the figures say nothing'}",
         f"Medians of {options.repeats} interleaved runs",
+        _TORCHTITAN,
     ]
     sections = [measure(options, model, folder / model) for model in options.models]
     return render("Training on a GPU", facts, sections)

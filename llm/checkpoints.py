@@ -150,7 +150,8 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
         for said in (f"{path}/", f"{path} ", "is damaged: ", "is no checkpoint: "):
             problem = problem.removeprefix(said)
         return Entry(path=path, checkpoint=None, problem=problem)
-    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(read=verify))
+    read = checkpoint.files if verify else ()
+    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(read=read))
 
 
 def _row(entry: Entry, marks: list[str]) -> str:

@@ -5,6 +5,7 @@
       DataError              text or token files that are missing, broken or too small
       CheckpointError        a checkpoint that is absent, damaged or does not fit
       ParallelError          ranks, devices or precisions that the machine does not offer
+      DeviceMemoryError      a device with less memory than the run needs
       PeerLostError          another rank that has died or hangs
 
 Each message is a full sentence that names the option, its value and what to do.
@@ -51,6 +52,10 @@ class DivergedError(LLMError):
 
 class ParallelError(LLMError):
     """Ranks, devices or precisions that the machine does not offer."""
+
+
+class DeviceMemoryError(LLMError):
+    """A device with less memory than the run needs."""
 
 
 class PeerLostError(LLMError):

@@ -24,7 +24,8 @@ from llm import __version__
 from llm.config.command_line import parse
 from llm.config.options import option
 from llm.errors import LLMError, ParallelError
-from llm.runtime.health import Board
+from llm.runtime.board import Board
+from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Ask every rank of a job for a sign of life, and time its network.",
         )
         adopt_launcher()
+        raise_file_limit()
         return check(options, world_from_environment())
     except LLMError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -355,7 +355,8 @@ def test_the_programs_of_the_gpu_benchmark_run_at_toy_size():
     assert "- GPU: none, so that the figures say nothing" in done.stdout
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     speeds = {row[0][2:]: float(row[1].replace(",", "")) for row in rows if row[0] != "| program"}
-    assert speeds.keys() == {"llm, bf16", "plain loop, bf16"}
+    assert speeds.keys() == {"llm, bf16", "plain loop, bf16", "HF Trainer, bf16"}
+    assert "K-FAC's median step takes" in done.stdout
     assert min(speeds.values()) > 0
 
 

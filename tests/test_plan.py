@@ -118,6 +118,15 @@ def test_a_sequence_shard_attends_to_the_keys_of_all_shards() -> None:
     assert half.block > whole.block / 2
 
 
+def test_a_device_of_little_memory_is_planned_with_small_chunks_of_logits() -> None:
+    # 2,048 tokens of 50,304 columns are one chunk of 393 MiB, or 16 of 25 MiB in 2 GiB.
+    sizes = {"device": "a100-40gb", "config_overrides": "vocab_size=50257", "block_size": 1024}
+    large, small = job_of(**sizes).trace(1, 1), job_of(**sizes, memory_gib=2.0).trace(1, 1)
+
+    assert large.loss_extra > 393 * 2**20
+    assert small.loss_extra < 150 * 2**20
+
+
 def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
     threshold = gc.get_threshold()
     traces = []

@@ -9,7 +9,7 @@ everything else is JSON. Nothing is a pickle. torch is imported only where tenso
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,6 +91,12 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
     return parameters | buffers
 
 
+def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if a saved state has other names than this run's."""
+    if own.keys() != saved.keys():
+        raise CheckpointError(f"The {name} of the saved state has other parameters.")
+
+
 def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     """Split a nested dict into its tensors, by path such as `model/wte.weight`, and the rest."""
     import torch
@@ -142,11 +148,11 @@ class Checkpoint:
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
 
-    def problem(self, *, read: bool = False) -> str | None:
+    def problem(self, *, read: Container[str] = ()) -> str | None:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            read: Compare the checksums too, not only names and sizes.
+            read: The files whose checksums are compared too, not only names and sizes.
         """
         # torch.distributed.checkpoint reads every file of tensors in the folder.
         foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
@@ -159,7 +165,7 @@ class Checkpoint:
                     return f"{name} is missing"
                 if path.stat().st_size != size:
                     return f"{name} has {path.stat().st_size} bytes instead of {size}"
-                if read and checksum(path) != digest:
+                if name in read and checksum(path) != digest:
                     return f"{name} does not match its checksum"
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"

@@ -17,6 +17,7 @@ from llm.checkpoint.format import (
     read_manifest,
     split_state,
 )
+from llm.checkpoint.verify import ALONE, Verifiers
 from llm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,31 +45,51 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def newest_valid(folder: Path, *, say: Callable[[str], object] = logger.info) -> Checkpoint | None:
+def newest_valid(
+    folder: Path, *, verifiers: Verifiers = ALONE, say: Callable[[str], object] = logger.info
+) -> Checkpoint | None:
     """Return the newest checkpoint whose every byte matches its checksum, or None.
 
     Args:
         folder: The run's `checkpoints` folder.
+        verifiers: The ranks that call this together; all return the same one.
         say: Logs each damaged checkpoint that is passed over.
+
+    Raises:
+        ParallelError: Ranks see different folders.
     """
-    for path in reversed(checkpoint_folders(folder)):
+    folders = checkpoint_folders(folder)
+    verifiers.check_same(" ".join(path.name for path in folders), f"checkpoints in {folder}")
+    for path in reversed(folders):
         try:
-            return read_valid(path)
+            return read_valid(path, verifiers=verifiers)
         except CheckpointError as error:
             say(f"A checkpoint is passed over. {error}")
     return None
 
 
-def read_valid(path: Path) -> Checkpoint:
+def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
     """Read a checkpoint's manifest and compare every byte with its checksums.
+
+    Args:
+        path: Its folder.
+        verifiers: The ranks that call this together. Each reads some of the files, and a file that
+            one of them finds damaged is damaged for all.
 
     Raises:
         CheckpointError: There is no manifest, or a file is missing or damaged.
     """
-    checkpoint = read_manifest(path)
-    problem = checkpoint.problem(read=True)
-    if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}.")
+    checkpoint = None
+    try:
+        checkpoint = read_manifest(path)
+        problem = checkpoint.problem(read=verifiers.share(checkpoint.files))
+        if problem is not None:
+            problem = f"{path} is damaged: {problem}."
+    except CheckpointError as error:
+        problem = str(error)
+    problem = verifiers.verdict(problem)
+    if checkpoint is None or problem is not None:
+        raise CheckpointError(problem or f"{path} is damaged.")
     return checkpoint
 
 

@@ -86,7 +86,7 @@ class Saver:
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        # A group of its own: the thread communicates while training steps use theirs.
+        # A group of its own: the thread communicates while training steps use the default one.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 

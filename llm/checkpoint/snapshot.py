@@ -6,13 +6,15 @@ shard, each shard once.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 _FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
+_SLAB_BYTES = 1 << 30
+_ALIGNMENT = 64
 
 OwnerRanks = Callable[[str], Sequence[int]]
 """Maps the path of a tensor to the ranks that hold it, in order."""
@@ -113,25 +115,70 @@ def copy_to_host(
         tensors: What to copy, by path.
         buffers: Memory of the last copies, which is used again; updated.
     """
-    on_cuda = False
+    local = {
+        path: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        for path, tensor in tensors.items()
+    }
+    if any(not _fits(buffers.get(path), tensor) for path, tensor in local.items()):
+        buffers.clear()  # before the new memory is allocated
+        buffers.update(_allocate(local))
     copies: dict[str, torch.Tensor] = {}
     for path, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        on_cuda = on_cuda or local.is_cuda
-        buffer = buffers.get(path)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            # Contiguous, as in a file, whatever the strides of the tensor are.
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            buffers[path] = buffer
-        buffer.copy_(local.detach(), non_blocking=local.is_cuda)
-        copies[path] = buffer
+        copies[path] = buffers[path].copy_(local[path], non_blocking=local[path].is_cuda)
         if isinstance(tensor, DTensor):
             # from_local would move the copy back to the mesh's device.
-            copies[path] = DTensor(buffer, tensor._spec, requires_grad=False)
-    if on_cuda:
+            copies[path] = DTensor(buffers[path], tensor._spec, requires_grad=False)
+    if any(tensor.is_cuda for tensor in local.values()):
         # Training changes the tensors as soon as this returns.
         torch.cuda.current_stream().synchronize()
     return copies
+
+
+def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
+def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return host memory for a copy of each tensor, pinned for those of a GPU.
+
+    torch rounds each pinned block up to a power of two, so tensors share slabs of such sizes. The
+    largest are placed first, each in the first slab that has room.
+    """
+    pinned = any(tensor.is_cuda for tensor in tensors.values())
+    slabs: list[_Slab] = []
+    for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        room = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab = next((slab for slab in slabs if slab.used + room <= slab.capacity), None)
+        if slab is None:
+            slab = _Slab(capacity=max(_SLAB_BYTES, 1 << (room - 1).bit_length()))
+            slabs.append(slab)
+        slab.offsets[path] = slab.used
+        slab.used += room
+    buffers = {}
+    for slab in slabs:
+        memory = torch.empty(slab.used, dtype=torch.uint8, pin_memory=pinned).numpy()
+        for path, offset in slab.offsets.items():
+            tensor = tensors[path]
+            # By way of NumPy, so that its storage is its own: the writer copies views of a larger
+            # one. Contiguous, as in a file, whatever the strides of the tensor are.
+            part = torch.from_numpy(memory[offset : offset + tensor.nbytes])
+            buffers[path] = part.view(tensor.dtype).view(tensor.shape)
+    return buffers
+
+
+@dataclass(kw_only=True)
+class _Slab:
+    """A block of host memory that several tensors share.
+
+    Attributes:
+        capacity: Its largest size in bytes.
+        used: Bytes that are taken; it is allocated with these only.
+        offsets: Where each tensor begins, in bytes.
+    """
+
+    capacity: int
+    used: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

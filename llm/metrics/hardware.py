@@ -42,6 +42,7 @@ PEAK_TFLOPS = {
 sums in fp32. A device is what torch counts as one: a die of an MI250X, a tile of a GPU Max."""
 
 _SIZES = (512, 1024, 2048)
+_ACCELERATOR_SIZES = (2048, 4096, 8192)  # smaller products would time the launch of a kernel
 _SECONDS = 0.1
 _MOST_SECONDS = 0.5
 
@@ -87,7 +88,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     slow the products down, so the result is a lower bound of the peak.
     """
     best = 0.0
-    for size in _SIZES:
+    for size in _SIZES if device.type == "cpu" else _ACCELERATOR_SIZES:
         if best and 2.0 * size**3 / best > _MOST_SECONDS:
             break
         # Allocated as one block, which the C library returns to the system when it is freed.
@@ -109,6 +110,20 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device, or of the machine for its CPU; None where they are unknown."""
+    if device.type == "cpu":
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            return None
+    backend = torch.get_device_module(device)
+    if not (hasattr(backend, "get_device_properties") and backend.is_available()):
+        return None
+    memory: int = backend.get_device_properties(device).total_memory
+    return memory
 
 
 def memory_in_use(device: torch.device) -> int | None:

@@ -4,6 +4,7 @@ All changes to a model are made here from outside, in one order (`build_model`).
 in the model's configuration, which always describes the model that will be exported.
 """
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -55,7 +57,7 @@ def build_model(
         weights_from: A Hub name or folder to load weights from; None initialises them.
         seed: Keys the initial weights, together with each parameter's name.
         device: Where the model will live; initial weights are never anywhere else. On the meta
-            device it has no weights until `fill_model`, unless they are loaded.
+            device it has no weights, initial or loaded, until `fill_model`.
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
         tensor_parallel_size: Ranks over which each layer will be sharded. With more than one,
             `tied_gradients` has no effect.
@@ -64,7 +66,7 @@ def build_model(
         ConfigError: The architecture does not offer an option, or the weights do not fit.
     """
     config = copy.deepcopy(config)
-    if weights_from is None:
+    if weights_from is None or device.type == "meta":
         model = _fresh_model(options, config, vocab_size=vocab_size, seed=seed, device=device)
     else:
         model = _loaded_model(options, config, weights_from, seed=seed, device=device)
@@ -83,7 +85,16 @@ def build_model(
     recompute_activations(model, recomputation(options))
     disable_packing_detection()
     autocast_grouped_products()
+    if weights_from is not None and device.type == "meta":
+        _set_origin(model, weights_from)
     return model.train()
+
+
+def _set_origin(model: PreTrainedModel, weights_from: str) -> None:
+    """Give a model without weights what else transformers loads with them."""
+    model.name_or_path = model.config.name_or_path = weights_from
+    with contextlib.suppress(OSError):  # older folders have no such file
+        model.generation_config = GenerationConfig.from_pretrained(weights_from)
 
 
 def _fresh_model(

@@ -32,6 +32,7 @@ def chunked_cross_entropy(
     *,
     vocab_size: int,
     rows: int,
+    align: int = 1,
     tied: TiedEmbedding | None = None,
     buffer: Tensor | None = None,
 ) -> Tensor:
@@ -45,14 +46,16 @@ def chunked_cross_entropy(
         labels: [tokens], int64; -100 for no loss.
         vocab_size: Columns of the vocabulary; the others are padding.
         rows: Tokens of a chunk.
+        align: Number of which the columns of the matrix products are a multiple. The weight is
+            copied into a larger matrix where they are not; gradients have the weight's shape.
         tied: The input embedding, if it has the same weight; takes the gradient of the weight.
-        buffer: [rows, columns]: memory for the logits of a chunk.
+        buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
     """
     # torch.compile traces no DTensor. It unrolls the loop over chunks, which pays only where they
     # are few and large, as on a GPU.
     compiles = hidden.device.type != "cpu" and not isinstance(weight, DTensor)
     apply = _cross_entropy if compiles else _uncompiled_cross_entropy
-    return apply(hidden, weight, bias, labels, vocab_size, rows, tied, buffer)
+    return apply(hidden, weight, bias, labels, vocab_size, rows, align, tied, buffer)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def _cross_entropy(
     labels: Tensor,
     vocab_size: int,
     rows: int,
+    align: int,
     tied: TiedEmbedding | None,
     buffer: Tensor | None,
 ) -> Tensor:
@@ -87,7 +91,7 @@ def _cross_entropy(
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, vocab_size, rows, shard, tied, buffer, grad_enabled
+        hidden, weight, bias, labels, vocab_size, rows, align, shard, tied, buffer, grad_enabled
     )
     return loss_sum
 
@@ -107,6 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocab_size: int,
         rows: int,
+        align: int,
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
@@ -116,24 +121,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         # Gradients are summed over chunks in fp32: in bf16 each addition would round.
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        grad_bias = None
-        if bias is not None and wanted[2]:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         first = 0 if shard is None else shard.first
         columns = len(weight)
+        width = -(-columns // align) * align
         device_type = hidden.device.type
         autocasts = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
         with torch.autocast(device_type, enabled=False):
-            matrix = weight.to(dtype)
+            matrix = _padded(weight, width, dtype)
+            offsets = None if bias is None else _padded(bias, width, dtype)
+            grad_weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
+            grad_bias = None
+            if offsets is not None and wanted[2]:
+                grad_bias = torch.zeros_like(offsets, dtype=torch.float32)
             for start in range(0, len(labels), rows):
                 span = slice(start, start + rows)
                 chunk = hidden[span].to(dtype)
-                logits = _logits(chunk, matrix, bias, buffer)
+                logits = _logits(chunk, matrix, offsets, buffer)
                 # Padding columns get probability 0.
-                logits[:, max(0, vocab_size - first) :] = -torch.inf
+                logits[:, min(columns, max(0, vocab_size - first)) :] = -torch.inf
                 log_probs = _log_softmax(logits, shard)
                 counted = labels[span] != IGNORED
                 targets = labels[span] - first
@@ -159,6 +166,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(losses, group=shard.group)
             if grad_hidden is not None:
                 dist.all_reduce(grad_hidden, group=shard.group)
+        if width > columns:
+            grad_weight, grad_bias = (
+                None if gradient is None else gradient[:columns]
+                for gradient in (grad_weight, grad_bias)
+            )
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.tied = tied
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -174,13 +186,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, None, None, None, None, None, None, None
+        return hidden, weight, bias, *[None] * 8
+
+
+def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in a dtype, with zeros at the end of its first dimension up to a size."""
+    if len(tensor) == size:
+        return tensor.to(dtype)
+    padded = tensor.new_zeros((size, *tensor.shape[1:]), dtype=dtype)
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
     """Return [rows, columns] in the matrix' dtype."""
     if buffer is None:
-        return F.linear(chunk, matrix, None if bias is None else bias.to(matrix.dtype))
+        return F.linear(chunk, matrix, bias)
     logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
     if bias is not None:
         logits += bias

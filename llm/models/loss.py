@@ -15,10 +15,14 @@ from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 
-_CHUNK_BYTES = {"cpu": 32 * 2**20}
-ACCELERATOR_CHUNK_BYTES = 512 * 2**20
-"""Memory for the fp32 logits of one chunk on any device but a CPU."""
-_MIN_ROWS = 64
+_CPU_CHUNK_BYTES = 32 * 2**20
+_CPU_MIN_ROWS = 64
+# Products of 2,560 tokens with GPT-2's vocabulary; larger ones are hardly faster. The logits and
+# their gradients in half precision take as many bytes again.
+_ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+_MEMORY_SHARE = 64  # 512 MiB of 32 GiB; smaller devices get smaller chunks
+_TILE = 128
+"""Rows and columns of the tiles that an accelerator's matrix products are made of."""
 
 logger = logging.getLogger("llm.models")
 
@@ -33,6 +37,8 @@ class LanguageModelLoss(nn.Module):
         chunked: Whether to compute the loss in chunks, for which the logits must be exactly
             `head(hidden states)`. By `has_plain_head` unless given.
         chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
+        aligned: Whether matrix products have the sizes that are fast on an accelerator: multiples
+            of 128, in chunks of equal length. On all devices but a CPU unless given.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -45,6 +51,7 @@ class LanguageModelLoss(nn.Module):
         vocab_size: int | None = None,
         chunked: bool | None = None,
         chunk_bytes: int | None = None,
+        aligned: bool | None = None,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -57,6 +64,7 @@ class LanguageModelLoss(nn.Module):
             chunked = not self._router and has_plain_head(model)
         self.chunked = chunked
         self._chunk_bytes = chunk_bytes
+        self._aligned = aligned
         self._buffer: Tensor | None = None
 
     def forward(
@@ -117,7 +125,7 @@ class LanguageModelLoss(nn.Module):
             return logits[..., : self.vocab_size].argmax(dim=-1)
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         head = self.model.get_output_embeddings()
-        chunks = hidden.split(self._chunk_rows(hidden.device, head.weight.shape[0]))
+        chunks = hidden.split(self._chunk_rows(hidden, head.weight.shape[0]))
         best = [head(chunk)[:, : self.vocab_size].argmax(dim=-1) for chunk in chunks]
         return torch.cat(best).view_as(input_ids)
 
@@ -136,7 +144,7 @@ class LanguageModelLoss(nn.Module):
         if tied is not None and tied.lookups != 1:
             tied = None  # exactly one lookup must complete the gradient of the head
         head = self.model.get_output_embeddings()
-        rows = self._chunk_rows(hidden.device, head.weight.shape[0])
+        rows = self._chunk_rows(hidden, head.weight.shape[0])
         return chunked_cross_entropy(
             hidden,
             head.weight,
@@ -144,6 +152,7 @@ class LanguageModelLoss(nn.Module):
             labels.flatten(),
             vocab_size=self.vocab_size,
             rows=rows,
+            align=_TILE if self._is_aligned(hidden.device) else 1,
             tied=tied,
             buffer=self._logits_buffer(hidden, rows, head.weight),
         )
@@ -163,7 +172,8 @@ class LanguageModelLoss(nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         sharded = isinstance(weight, DTensor)
-        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu") or compiling or sharded:
+        on_accelerator = self._is_aligned(hidden.device)
+        if on_accelerator or torch.is_autocast_enabled("cpu") or compiling or sharded:
             return None
         shape = (min(rows, len(hidden)), len(weight))
         if (
@@ -174,12 +184,43 @@ class LanguageModelLoss(nn.Module):
             self._buffer = torch.empty(shape, dtype=hidden.dtype)
         return self._buffer
 
-    def _chunk_rows(self, device: torch.device, columns: int) -> int:
-        size = self._chunk_bytes
-        if size is None:
-            size = _CHUNK_BYTES.get(device.type, ACCELERATOR_CHUNK_BYTES)
-            return max(_MIN_ROWS, size // (4 * columns))
-        return max(1, size // (4 * columns))
+    def _is_aligned(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self._aligned is None else self._aligned
+
+    def _chunk_rows(self, hidden: Tensor, columns: int) -> int:
+        if self._is_aligned(hidden.device):
+            return aligned_rows(len(hidden), columns, self._chunk_bytes or _ACCELERATOR_CHUNK_BYTES)
+        if self._chunk_bytes is None:
+            return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * columns))
+        return max(1, self._chunk_bytes // (4 * columns))
+
+
+def accelerator_chunk_bytes(memory: int | None) -> int:
+    """Return the memory for the fp32 logits of one chunk on an accelerator.
+
+    Args:
+        memory: Bytes of the device; None if they are unknown.
+    """
+    if memory is None:
+        return _ACCELERATOR_CHUNK_BYTES
+    return min(_ACCELERATOR_CHUNK_BYTES, memory // _MEMORY_SHARE)
+
+
+def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:
+    """Return the tokens of a chunk: a multiple of 128, such that all chunks are equally long.
+
+    The last one is shorter where their number times 128 does not divide the tokens.
+
+    Args:
+        tokens: Tokens of a micro-batch.
+        columns: Columns of the logits.
+        chunk_bytes: Memory for the fp32 logits of one chunk, unless 128 tokens take more.
+    """
+    columns = -(-columns // _TILE) * _TILE
+    most = max(1, chunk_bytes // (4 * columns * _TILE))
+    tiles = max(1, -(-tokens // _TILE))
+    chunks = -(-tiles // most)
+    return _TILE * -(-tiles // chunks)
 
 
 @torch.no_grad()

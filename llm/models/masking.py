@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from llm.errors import ConfigError
+from llm.runtime.float32 import full_float32
 
 _LENGTH = 4  # of each of the two documents of the check; every model has as many positions
 _NEGLIGIBLE = 1e-3
@@ -81,6 +82,7 @@ def _answering(documents: Tensor) -> Iterator[None]:
 
 
 @torch.no_grad()
+@full_float32()
 def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention: bool) -> None:
     """Refuse a model that cannot keep the documents of a window apart.
 
@@ -115,6 +117,21 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
                 f"--reset_position_ids has no effect on {name}, which does not take positions "
                 "from outside; leave it out."
             )
+    finally:
+        model.train(training)
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether no document of a window reaches the next one by attention.
+
+    Args:
+        model: A causal language model with weights; its mode is restored.
+    """
+    training = model.training
+    model.eval()
+    try:
+        return _keeps_attention_apart(_logits_function(model))
     finally:
         model.train(training)
 

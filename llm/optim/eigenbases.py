@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from llm.runtime.float32 import full_float32
+
 Blocks = list[Tensor] | None
 """The blocks of a block-diagonal matrix, [n, n] each; None is the identity."""
 
@@ -26,6 +28,7 @@ class Solution(NamedTuple):
     order: Tensor | None = None
 
 
+@full_float32()
 def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
     """Decompose a symmetric matrix, with fallbacks; the largest eigenvalue comes first.
 
@@ -49,6 +52,7 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
     return _previous(matrix, previous)
 
 
+@full_float32()
 def damped_inverse(
     matrix: Tensor, damping: Tensor | float, previous: Tensor | None = None
 ) -> Solution:
@@ -70,6 +74,7 @@ def damped_inverse(
     return _previous(matrix, previous)._replace(values=torch.ones_like(matrix[0]))
 
 
+@full_float32()
 def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     """Take one step of orthogonal iteration, as in SOAP (Vyas et al. 2024, arXiv:2409.11321).
 
@@ -92,8 +97,12 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite), order)
 
 
+@full_float32()
 def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right.
+    """Return left^T @ matrix @ right for block-diagonal left and right, in full float32.
+
+    Optimizers divide entries of the result by their own size: they would enlarge the error of TF32
+    to a full step.
 
     Args:
         matrix: [..., rows, columns].
@@ -104,9 +113,9 @@ def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
 
 
 def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left @ matrix @ right^T, which undoes `rotate`."""
-    transposed = (blocks and [block.T for block in blocks] for blocks in (left, right))
-    return rotate(matrix, *transposed)
+    """Return left @ matrix @ right^T, which undoes `rotate`, in the precision that is set."""
+    left, right = (blocks and [block.T for block in blocks] for blocks in (left, right))
+    return _times_blocks(_times_blocks(matrix, right, dim=-1), left, dim=-2)
 
 
 def _attempts(matrix: Tensor) -> list[Tensor]:

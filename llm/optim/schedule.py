@@ -92,3 +92,8 @@ _SHAPES = {
     "warmup_stable_decay": stable_then_decay,
 }
 """By `lr_scheduler_type`, the course between the peak (1) and the minimum (0) after the warm-up."""
+
+
+def is_constant(kind: str | None) -> bool:
+    """Return whether the learning rate after the warm-up is the same for any length of the run."""
+    return kind is not None and _SHAPES[kind] is constant

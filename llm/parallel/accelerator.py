@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, is_fp8_available
+from accelerate.utils import DistributedDataParallelKwargs, is_torchao_available
+from accelerate.utils.ao import convert_model_to_fp8_ao
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from llm.errors import ParallelError
@@ -74,10 +76,9 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
                 f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
                 f"this process runs on {device.type}; use bf16 or no."
             )
-        if not is_fp8_available():
+        if not is_torchao_available():
             raise ParallelError(
-                "--mixed_precision fp8 needs a library that has its kernels: "
-                "pip install torchao, or transformer-engine[pytorch]."
+                "--mixed_precision fp8 needs a library that has its kernels: pip install torchao."
             )
     has_half_matmul = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if precision in ("bf16", "fp16") and device.type == "cpu" and not has_half_matmul:
@@ -96,11 +97,38 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
 
 
+def convert_to_fp8(model: nn.Module) -> None:
+    """Let the linear layers of a model multiply in float8, but for the first and the last.
+
+    Accelerate converts a model in its `prepare` only, which would shard and wrap it too. Weights
+    stay float32 and keep their names.
+
+    Args:
+        model: Not yet sharded nor wrapped; changed in place.
+
+    Raises:
+        ParallelError: It has no layer to convert.
+    """
+    from torchao.float8 import Float8LinearConfig
+
+    before = {type(module) for module in model.modules()}
+    # Padded, since the float8 product takes multiples of 16 only, of tokens too.
+    convert_model_to_fp8_ao(model, config=Float8LinearConfig(pad_inner_dim=True))
+    converted = sum(type(module) not in before for module in model.modules())
+    if not converted:
+        raise ParallelError(
+            "--mixed_precision fp8 changes linear layers whose sizes are multiples of 16, and this "
+            "model has none (GPT-2's are of another type); use bf16."
+        )
+    logger.info(f"{converted} linear layers multiply in float8, the rest in bf16.")
+
+
 def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
     """Form the group of all ranks, unless there is one already, or one rank; all ranks call it.
 
     Accelerate's own would have NCCL only, whose default time-out is ten minutes, and would leave
-    it to the first `barrier` to guess the device of each rank.
+    it to the first `barrier` to guess the device of each rank. Gloo carries values on the host:
+    each of its groups of all ranks costs a process one file descriptor for every rank.
     """
     if world_from_environment().world_size == 1 or dist.is_initialized():
         return

@@ -24,13 +24,11 @@ class FlagReducer:
     Args:
         rank: Rank of this process.
         world_size: Number of ranks; more than one.
-        group: A group of all ranks, for tensors on the host.
     """
 
-    def __init__(self, *, rank: int, world_size: int, group: Any) -> None:
+    def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._group = group
         self._rounds = (world_size - 1).bit_length()
         self.delay = 2 * self._rounds - 1
         self._round = self._rounds
@@ -63,8 +61,8 @@ class FlagReducer:
         distance = 2**self._round
         self._incoming = torch.empty_like(self._known)
         self._in_flight = [
-            dist.isend(self._known, (self._rank + distance) % self._world_size, self._group),
-            dist.irecv(self._incoming, (self._rank - distance) % self._world_size, self._group),
+            dist.isend(self._known, (self._rank + distance) % self._world_size),
+            dist.irecv(self._incoming, (self._rank - distance) % self._world_size),
         ]
         self._round += 1
         return answer

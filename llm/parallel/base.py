@@ -10,11 +10,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llm.checkpoint.format import model_tensors
+from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
-from llm.errors import ParallelError
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
+from llm.parallel.accelerator import convert_to_fp8
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -56,7 +56,6 @@ class AcceleratedStrategy:
         self.rng_rank = self.rank
         self.scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
-        self._host_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._pending_flags: tuple[Any, Tensor] | None = None
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -68,6 +67,8 @@ class AcceleratedStrategy:
         """
         self.loss: Any = loss
         self.model: Any = loss.get_submodule("model")
+        if self.accelerator.mixed_precision == "fp8":
+            convert_to_fp8(self.model)
         self._shard()
         self.optimizer = make_optimizer(self.model)
         self.parameters = _optimized(self.optimizer)
@@ -250,8 +251,8 @@ class AcceleratedStrategy:
         """Return which flags any rank has set now or up to `answer_delay` calls ago.
 
         Every rank must call it. The answer is the same on all ranks, and comes once. Here the
-        all-reduce runs on the host while the next step is computed, and the next call returns its
-        result: neither the device nor another rank is waited for.
+        all-reduce runs on the host, in the default group's gloo, while the next step is computed,
+        and the next call returns its result: neither the device nor another rank is waited for.
         """
         if self.world_size == 1:
             return list(flags)
@@ -261,7 +262,7 @@ class AcceleratedStrategy:
             work.wait()
             answer = [value > 0 for value in values.tolist()]
         values = torch.tensor([float(flag) for flag in flags])
-        work = dist.all_reduce(values, group=self._host_group, async_op=True)
+        work = dist.all_reduce(values, async_op=True)
         self._pending_flags = work, values
         return answer
 
@@ -269,14 +270,14 @@ class AcceleratedStrategy:
         """Return rank 0's value on every rank; every rank must call it."""
         values = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0, group=self._host_group)
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks on every rank; every rank must call it."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self._host_group)
+            dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:
@@ -307,7 +308,7 @@ class AcceleratedStrategy:
         """Load what `state_dict` returned.
 
         Raises:
-            ParallelError: The state belongs to another model.
+            CheckpointError: The state belongs to another model.
         """
         own = self.state_dict()
         for name in ("model", "optimizer"):
@@ -342,9 +343,3 @@ class AcceleratedStrategy:
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise a ParallelError if a saved state has other names than this run's."""
-    if own.keys() != saved.keys():
-        raise ParallelError(f"The {name} of the saved state has other parameters.")

@@ -25,7 +25,9 @@ from transformers.masking_utils import causal_mask_function
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.models.masking import documents_of_forward, run_model
+from llm.models.patches.document_attention import kernel_dtype
 from llm.parallel.dims import ParallelDims
+from llm.runtime.float32 import full_float32
 
 KERNEL = "context_parallel"
 """The name under which the functions are registered."""
@@ -145,7 +147,7 @@ class _ShardedAttention:
             of_keys = shard.gather(documents, 1)[:, None, None]
             visible = visible & (documents[:, None, :, None] == of_keys)
         # An additive mask: each layer would make and keep one from a boolean mask.
-        bias = torch.zeros(visible.shape, dtype=_kernel_dtype(dtype, device), device=device)
+        bias = torch.zeros(visible.shape, dtype=kernel_dtype(dtype, device), device=device)
         return bias.masked_fill_(~visible, -torch.inf)
 
     def attend(
@@ -160,11 +162,14 @@ class _ShardedAttention:
         """Gather keys and values, and attend with each of this rank's two chunks."""
         shard = self._shard
         # Cast before the all-gather: autocast casts in the kernel, after twice the bytes are sent.
-        dtype = _kernel_dtype(query.dtype, query.device)
+        dtype = kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        key, value = _for_all_heads(query, key), _for_all_heads(query, value)
+        # Kernels for half precision share key-value heads, if there is no mask.
+        enable_gqa = attention_mask is None and dtype != torch.float32
+        if not enable_gqa:
+            key, value = _for_all_heads(query, key), _for_all_heads(query, value)
         length = query.shape[2] // 2
         attended = []
         for number, chunk in enumerate(shard.chunks):
@@ -174,8 +179,8 @@ class _ShardedAttention:
                 bias: Tensor = causal_lower_right(length, end)
             else:
                 bias = attention_mask[..., own, :end]
-            own_query, own_key = query[..., own, :], key[..., :end, :]
-            attended.append(_attend(own_query, own_key, value[..., :end, :], bias, **kwargs))
+            tensors = query[..., own, :], key[..., :end, :], value[..., :end, :]
+            attended.append(_attend(*tensors, bias, enable_gqa=enable_gqa, **kwargs))
         return torch.cat(attended, dim=1), None
 
 
@@ -197,6 +202,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
 
 
 @torch.no_grad()
+@full_float32()
 def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
     """Refuse a model whose tokens interact outside attention, or that depends on a shard's length.
 
@@ -303,6 +309,7 @@ def _attend(
     bias: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
+    enable_gqa: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention, [batch, heads, tokens, width] to [batch, tokens, heads, width]."""
@@ -310,7 +317,7 @@ def _attend(
         if kwargs.get(name) is not None:
             raise ValueError(f"Attention with {name} is not computed over parts of a sequence.")
     attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
+        query, key, value, bias, dropout, scale=scaling, enable_gqa=enable_gqa
     )
     return attended.transpose(1, 2).contiguous()
 
@@ -319,13 +326,6 @@ def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
     """Repeat key or value heads that several query heads share."""
     repeated: Tensor = repeat_kv(tensor, query.shape[1] // tensor.shape[1])
     return repeated
-
-
-def _kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that attention computes in, inside autocast or outside of it."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return dtype
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

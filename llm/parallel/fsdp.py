@@ -113,7 +113,7 @@ class ShardedStrategy(AcceleratedStrategy):
             mesh: The ranks.
             options: Further arguments of `fully_shard`.
         """
-        half = self.accelerator.mixed_precision == "bf16"
+        half = self.accelerator.mixed_precision in ("bf16", "fp8")
         policy = MixedPrecisionPolicy()
         if half:
             policy = MixedPrecisionPolicy(

@@ -23,6 +23,13 @@ class PrecisionOptions:
         group=SPEED,
         resume="fixed",
     )
+    deterministic: bool = option(
+        False,
+        "Use deterministic kernels only, which are slower: the same run has the same bits on GPUs "
+        "too.",
+        group=SPEED,
+        resume="logged",
+    )
     tf32: bool | None = option(
         None,
         "Whether float32 matrix products round their inputs to TF32. By default on CUDA GPUs, "

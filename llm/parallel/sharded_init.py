@@ -1,14 +1,16 @@
-"""Initial weights for a sharded model, one whole parameter at a time.
+"""Initial or pretrained weights for a sharded model, of which each rank keeps its shards.
 
 transformers' own initialization runs on a second model, the recipe, on the meta device. Each write
 to one of its parameters goes to a whole tensor on the device instead, of which this rank's shard is
 kept. So the weights are bit for bit those of `init.materialize` on every layout, and no rank
 ever holds a whole model.
+
+Of pretrained weights each rank reads its shards from safetensors, one file at a time.
 """
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 from llm.models.build import biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
 from llm.models.options import ModelOptions
+from llm.models.weight_files import WeightFile
 
 logger = logging.getLogger("llm.models")
 
@@ -33,9 +36,14 @@ _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__
 
 
 def fill_model(
-    options: ModelOptions, model: PreTrainedModel, *, seed: int, device: torch.device
+    options: ModelOptions,
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    device: torch.device,
+    files: Sequence[WeightFile] = (),
 ) -> None:
-    """Allocate and initialize a model that was built on the meta device and then sharded.
+    """Allocate and fill a model that was built on the meta device and then sharded.
 
     The weights are those that `build_model` gives an unsharded model.
 
@@ -44,6 +52,7 @@ def fill_model(
         model: Changed in place.
         seed: As for `build_model`.
         device: Where the shards will be.
+        files: Of pretrained weights, all of them; empty to initialize the model.
     """
     model_class, config = type(model), model.config
 
@@ -52,7 +61,13 @@ def fill_model(
             recipe: PreTrainedModel = model_class(copy.deepcopy(config))
         return recipe
 
-    init_shards(model, make_recipe, seed=seed, device=device)
+    loaded = {name for file in files for name in file.key_of}
+    init_shards(model, make_recipe, seed=seed, device=device, loaded=loaded)
+    own = _tensors(model)
+    for file in files:
+        with file.open() as opened, torch.no_grad():
+            for name in file.key_of.keys() & own.keys():
+                _copy_shard(own[name], opened.get_slice(file.key_of[name]))
     if options.no_bias:
         with torch.no_grad():
             for bias in biases(model):
@@ -65,6 +80,7 @@ def init_shards(
     *,
     seed: int,
     device: torch.device,
+    loaded: Container[str] = (),
 ) -> None:
     """Allocate a sharded model on the meta device, and initialize its shards.
 
@@ -78,6 +94,7 @@ def init_shards(
         make_recipe: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
         device: Where parameters and buffers will be.
+        loaded: Names of weights that are left as they are allocated.
     """
     _allocate(model, device)
     recipe = make_recipe()
@@ -88,7 +105,7 @@ def init_shards(
         untied._is_hf_initialized = True  # type: ignore[attr-defined]
         setattr(recipe.get_submodule(owner), leaf, untied)
     try:
-        ShardedDraws(recipe, model, seed=seed).run(device)
+        ShardedDraws(recipe, model, seed=seed, loaded=loaded).run(device)
     except _NeedsWholeModelError as reason:
         logger.warning(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
@@ -98,7 +115,7 @@ def init_shards(
         materialize(whole, seed=seed, device=device)
         own = _tensors(model)
         for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
-            if name in own:
+            if name in own and name not in loaded:
                 _copy_shard(own[name], tensor.detach())
 
 
@@ -136,11 +153,20 @@ class ShardedDraws(KeyedDraws):
         recipe: An unsharded model on the meta device, whose initialization runs.
         model: Gets the weights.
         seed: The run's seed.
+        loaded: Names of weights that the model is not given.
     """
 
-    def __init__(self, recipe: PreTrainedModel, model: PreTrainedModel, *, seed: int) -> None:
+    def __init__(
+        self,
+        recipe: PreTrainedModel,
+        model: PreTrainedModel,
+        *,
+        seed: int,
+        loaded: Container[str] = (),
+    ) -> None:
         super().__init__(recipe, seed)
-        self._targets = _tensors(model)
+        own = _tensors(model)
+        self._targets = {name: own[name] for name in own if name not in loaded}
         self._device = _META
         self._held: tuple[str, Tensor] | None = None
 
@@ -221,17 +247,25 @@ class ShardedDraws(KeyedDraws):
             _copy_shard(self._targets[name], whole)
 
 
-def _copy_shard(target: Tensor, whole: Tensor) -> None:
-    """Copy this rank's shard of a whole tensor; rows that the whole tensor lacks become zero."""
+def _copy_shard(target: Tensor, whole: Any) -> None:
+    """Copy this rank's shard of a whole tensor; rows that the whole tensor lacks become zero.
+
+    Args:
+        target: A parameter or a buffer.
+        whole: A tensor, or one in a safetensors file, of which no more than the shard is read.
+    """
+    shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
     local, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
         local = target.to_local()
         _, offsets = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )
-    if target.shape != whole.shape:
+    if list(target.shape) != list(shape):
         local.zero_()
-    if local.numel() == 0:
-        return
-    own = whole[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))]
-    local[tuple(slice(n) for n in own.shape)].copy_(own)
+    own = tuple(
+        slice(min(offset, size), min(offset + length, size))
+        for offset, length, size in zip(offsets, local.shape, shape, strict=True)
+    )
+    if all(part.stop > part.start for part in own):
+        local[tuple(slice(part.stop - part.start) for part in own)].copy_(whole[own or ...])

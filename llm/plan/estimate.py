@@ -52,6 +52,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     block, others = num_elements(param_counts.blocks[0]), num_elements(param_counts.others)
     t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
     width = FP32 if options.mixed_precision == "no" else 2
+    sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
     tokens = options.per_device_train_batch_size * job.length // c
     hidden = tokens * trace.width * width
     passes = 2 + (recomputation(options) == "full")
@@ -63,8 +64,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
         sent.append(_ring("context", "keys and values", size, c, per_node // t))
     if n > 1:
-        gathered_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32
-        gathers = 2 * layers * block * gathered_width
+        gathers = 2 * layers * block * sent_width
         sums = FP32 * (layers * block + others)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
         size = (micro_batches * (gathers + sums) + FP32 * others) * (n - 1) / n
@@ -73,7 +73,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n
         sent.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
     if layout.pipeline > 1:
-        size = 2 * micro_batches * options.virtual_stages * hidden * (FP32 / width)
+        size = 2 * micro_batches * options.virtual_stages * hidden * (sent_width / width)
         inside = t * n * r * 2 <= per_node
         sent.append(
             Transfer(

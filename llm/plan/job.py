@@ -101,8 +101,8 @@ class Job:
         self.length = choose_block_size(options, self._config)
         self.layout = choose_layout(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _device(options)
-        memory = int(self.device.gib * GIB)
-        self.usable = memory if options.device == "cpu" else int(USABLE * memory)
+        self._memory = int(self.device.gib * GIB)
+        self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
         self.optimizer = optimizer_memory(options, self.outline())
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace)
@@ -164,7 +164,14 @@ class Job:
                 "sample; choose a divisor of --block_size."
             )
         model = copy.deepcopy(self._rank_model(tensor)[1])
-        return trace(model, self.options, length=self.length, tensor=tensor, context=context)
+        return trace(
+            model,
+            self.options,
+            memory=self._memory,
+            length=self.length,
+            tensor=tensor,
+            context=context,
+        )
 
     @functools.cached_property
     def _modules(self) -> PipelineModules:

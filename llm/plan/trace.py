@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llm.models.loss import ACCELERATOR_CHUNK_BYTES, LanguageModelLoss
+from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.sizes import find_blocks
 from llm.plan.options import PlanOptions
 
@@ -131,13 +131,20 @@ class Trace:
 
 
 def trace(
-    model: PreTrainedModel, options: PlanOptions, *, length: int, tensor: int, context: int
+    model: PreTrainedModel,
+    options: PlanOptions,
+    *,
+    memory: int,
+    length: int,
+    tensor: int,
+    context: int,
 ) -> Trace:
     """Run one block of a model, with its loss, on fake tensors.
 
     Args:
         model: Model of one block on the meta device, in the shapes of one rank; changed in place.
         options: The run and its devices.
+        memory: Bytes of a device.
         length: Tokens of a sample.
         tensor: Size of tensor parallelism, by which the shapes are divided already.
         context: Size of context parallelism.
@@ -150,8 +157,12 @@ def trace(
     with FakeTensorMode(), _gathered_keys(model, context):
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         model.tie_weights()
-        chunk_bytes = None if on_host else ACCELERATOR_CHUNK_BYTES
-        loss = LanguageModelLoss(model, chunked=options.chunked_loss, chunk_bytes=chunk_bytes)
+        loss = LanguageModelLoss(
+            model,
+            chunked=options.chunked_loss,
+            chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
+            aligned=not on_host,
+        )
         samples = options.per_device_train_batch_size
         ids = torch.zeros(samples, length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)

@@ -10,7 +10,6 @@ would time out half an hour later, without the name of the failed rank.
 
 import contextlib
 import faulthandler
-import json
 import logging
 import math
 import os
@@ -19,12 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+from llm.runtime.board import CONNECT_SECONDS, POLL_SECONDS, Board, connect, own_address
 
 EXIT_PEER_LOST = 76
 """Exit code of a rank that exits because another rank has died or hangs."""
@@ -36,61 +33,8 @@ _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
 _END_SECONDS = 3.0  # for the training thread to exit by itself
 _LEAVE_SECONDS = 20.0
-_CONNECT_SECONDS = 20.0
-_POLL_SECONDS = 0.05
 
 logger = logging.getLogger("llm")
-
-
-class Board:
-    """Values that each rank publishes in a store and every rank can read."""
-
-    def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = range(world_size)
-
-    def say(self, name: str, value: Any) -> None:
-        """Publish a value of this rank."""
-        self._store.set(f"{name}/{self._rank}", json.dumps(value))
-
-    def heard(self, name: str) -> dict[int, Any]:
-        """Return the values that ranks have published, by rank."""
-        keys = [f"{name}/{rank}" for rank in self._ranks]
-        if self._store.check(keys):
-            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
-        # Reading a missing key blocks.
-        values = {rank: self.heard_from(name, rank) for rank in self._ranks}
-        return {rank: value for rank, value in values.items() if value is not None}
-
-    def heard_from(self, name: str, rank: int) -> Any:
-        """Return the value of one rank; None if it has not published one."""
-        key = f"{name}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
-        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
-        keys = [f"{name}/{rank}" for rank in self._ranks]
-        while time.monotonic() < deadline:
-            if self._store.check(keys):
-                return True
-            if unless is not None and self.read(unless) is not None:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return False
-
-    def post(self, key: str, text: str) -> None:
-        """Write a text for all ranks, unless one is there already."""
-        self._store.compare_set(key, "", text or "-")
-
-    def read(self, key: str, deadline: float = -math.inf) -> str | None:
-        """Return what was posted; None if nothing was until the deadline."""
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-        text = self._store.get(key).decode()
-        return "" if text == "-" else text
 
 
 @dataclass
@@ -137,9 +81,10 @@ class Health:
         self._on_loss = on_loss
         self._stacks = stacks
         self._peers: dict[int, _Peer] = {}
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
+        self._leaves = False
         self._ending = threading.Lock()
-        self._attending: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
@@ -154,7 +99,7 @@ class Health:
         if self._host_0 == socket.gethostname():
             names.insert(0, "127.0.0.1")
         # A connection for each thread, since one that blocks in a store blocks its other users.
-        stores = [_connect(names, port) for _ in range(2)]
+        stores = [connect(names, port) for _ in range(2)]
         if None in stores:
             logger.warning(
                 f"Rank {rank} does not reach rank 0 on {self._host_0}, port {port}: if it hangs, "
@@ -162,16 +107,19 @@ class Health:
             )
             return
         board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
-        board.say("address", (_own_address(), self._own.port))
+        board.say("address", (own_address(), self._own.port))
         self._heard = time.monotonic()
-        self._attending = threading.Thread(target=self._attend, args=(board,), daemon=True)
-        self._attending.start()
+        self._start(self._attend, board)
         if rank + 1 < world_size:
-            threading.Thread(target=self._watch_next, args=(other,), daemon=True).start()
+            self._start(self._watch_next, other)
         if rank > 0:
-            threading.Thread(target=self._watch_clock, daemon=True).start()
+            self._start(self._watch_clock)
             with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
-                board.read(f"watched/{rank}", time.monotonic() + _CONNECT_SECONDS)
+                board.read(f"watched/{rank}", time.monotonic() + CONNECT_SECONDS)
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=args, daemon=True))
+        self._threads[-1].start()
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
         """Record that this rank makes progress.
@@ -187,16 +135,27 @@ class Health:
         self._since = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching; the other ranks go on, unwatched if this is rank 0."""
-        self._ended.set()
-        if self._attending is not None:
-            self._attending.join(_LEAVE_SECONDS)
+        """Tell the others that this rank leaves, and stop; unless it is rank 0 they go on."""
+        self._leaves = True
+        self._stopped.set()
+        for thread in self._threads[:1]:  # `_attend`, which tells the others
+            thread.join(_LEAVE_SECONDS)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching before an exit; the others take this rank for lost if it was not closed.
+
+        A thread that returned from a store while Python shuts down would abort the process.
+        """
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
-        deadline = time.monotonic() + (0.0 if self._attending is None else seconds)
+        deadline = time.monotonic() + (seconds if self._threads else 0.0)
         while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self.failure
 
     def _attend(self, board: Board) -> None:
@@ -204,7 +163,9 @@ class Health:
         first = None
         try:
             while True:
-                leaves = self._ended.is_set() or board.read("closed") is not None
+                if self._stopped.is_set() and not self._leaves:
+                    return
+                leaves = self._leaves or board.read("closed") is not None
                 beat = {
                     "name": f"rank {self._rank} on {socket.gethostname()}",
                     "step": self._step,
@@ -222,9 +183,9 @@ class Health:
                 if self._rank == 0 and (hung := self._find_hung(board)) is not None:
                     board.post("failure", hung)
                     continue
-                self._ended.wait(_BEAT_SECONDS)
+                self._stopped.wait(_BEAT_SECONDS)
             if leaves:
-                self._ended.set()
+                self._stopped.set()
                 if self._rank == 0:
                     board.post("closed", "")
             board.say("gone", True)
@@ -233,7 +194,7 @@ class Health:
             elif self._rank == 0:  # its exit closes the board
                 board.wait("gone", time.monotonic() + _LEAVE_SECONDS)
         except RuntimeError:  # the store has lost its connection
-            if not self._ended.is_set():
+            if not self._stopped.is_set():
                 self.reporter = 1
                 self._end(f"rank 0 on {self._host_0} has died, about step {self._step}")
 
@@ -242,9 +203,10 @@ class Health:
         rank = self._rank + 1
         with contextlib.suppress(RuntimeError):  # `_attend` reports the death of rank 0
             while (address := board.heard_from("address", rank)) is None:
-                time.sleep(_POLL_SECONDS)
+                if self._stopped.wait(POLL_SECONDS):
+                    return
             host, port = address
-            store = _connect([host], port)
+            store = connect([host], port)
             board.post(f"watched/{rank}", "")
             if store is None:
                 logger.warning(
@@ -253,9 +215,9 @@ class Health:
                 )
                 return
             with contextlib.suppress(RuntimeError):  # the connection has closed
-                while True:
+                while not self._stopped.wait(_BEAT_SECONDS):
                     store.check(["alive"])  # blocks while the process is stopped
-                    time.sleep(_BEAT_SECONDS)
+                return
             last = board.heard_from("beat", rank) or {}
             if not last.get("left"):
                 name, step = last.get("name", f"rank {rank} at {host}"), last.get("step", 0)
@@ -263,7 +225,7 @@ class Health:
 
     def _watch_clock(self) -> None:
         """Detect a rank 0 that hangs, even while `_attend` is blocked in its store."""
-        while not self._ended.wait(_BEAT_SECONDS):
+        while not self._stopped.wait(_BEAT_SECONDS):
             silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
                 self.reporter = 1
@@ -306,10 +268,10 @@ class Health:
                 deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
                 with contextlib.suppress(RuntimeError):
                     while len(board.heard("gone")) < others and time.monotonic() < deadline:
-                        time.sleep(_POLL_SECONDS)
+                        time.sleep(POLL_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
-            if not self._ended.wait(_END_SECONDS):
+            if not self._stopped.wait(_END_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 
     def _dump_stacks(self, failure: str) -> None:
@@ -324,26 +286,3 @@ class Health:
         for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, name, None)) is not None:
                 (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
-
-
-def _connect(names: list[str], port: int) -> Any:
-    """Connect to a store by the first of its host's names that works; None if none does."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    for name in names:
-        with contextlib.suppress(RuntimeError):
-            return TCPStore(
-                name, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
-            )
-    return None
-
-
-def _own_address() -> str:
-    """Return the address of this host on the network that leads to rank 0."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # UDP: sends nothing
-        except OSError:
-            return socket.gethostname()
-        address: str = probe.getsockname()[0]
-        return address

@@ -1,7 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from llm.metrics.hardware import device_peak_flops, measured_flops, memory_in_use, peak_flops
+from llm.metrics.hardware import (
+    device_memory,
+    device_peak_flops,
+    measured_flops,
+    memory_in_use,
+    peak_flops,
+)
 
 CPU = torch.device("cpu")
 
@@ -74,6 +82,16 @@ def test_measured_products_grow_while_faster_and_take_under_half_a_second(
     assert measured == pytest.approx(max(2 * size**3 / seconds[size] for size in sizes))
 
 
+def test_an_unknown_accelerator_is_measured_by_large_products(monkeypatch):
+    sizes = []
+    monkeypatch.setattr("llm.metrics.hardware._wait", lambda device: None)
+    monkeypatch.setattr("torch.mm", lambda one, other, out: sizes.append((len(one), one.dtype)))
+
+    measured_flops(torch.device("meta"), torch.bfloat16)
+
+    assert min(sizes) == (2048, torch.bfloat16)
+
+
 def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     caplog.set_level("INFO", logger="llm")
     asked = []
@@ -105,6 +123,17 @@ def test_memory_in_use_is_the_counter_of_the_device_where_there_is_one(monkeypat
 
     assert memory_in_use(torch.device(kind, 1)) == 101
     assert reset == [torch.device(kind, 1)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_memory_of_a_device_is_the_one_that_torch_reports(monkeypatch, kind):
+    backend = torch.get_device_module(kind)
+    monkeypatch.setattr(backend, "is_available", lambda: True)
+    reported = SimpleNamespace(total_memory=85_899_345_920)
+    monkeypatch.setattr(backend, "get_device_properties", lambda device: reported)
+
+    assert device_memory(torch.device(kind, 1)) == 85_899_345_920
+    assert device_memory(CPU) > 2**28
 
 
 def test_memory_in_use_grows_with_allocations():

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -10,8 +11,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llm.models.cross_entropy import chunked_cross_entropy
-from llm.models.loss import LanguageModelLoss, has_plain_head
+from llm.models.cross_entropy import _cross_entropy, chunked_cross_entropy
+from llm.models.loss import (
+    LanguageModelLoss,
+    accelerator_chunk_bytes,
+    aligned_rows,
+    has_plain_head,
+)
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 NARROW = {
@@ -253,3 +259,97 @@ def test_an_fp16_head_gradient_does_not_overflow_in_a_large_chunk():
 
     # Of 4,096 tokens with the label 7 each adds about -100 to its row.
     assert weight.grad[7].mean().item() == pytest.approx(-100.0, rel=0.01)
+
+
+class ProductSizes(TorchDispatchMode):
+    """Collects the sizes of the matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            self.sizes |= {size for matrix in args[-2:] for size in matrix.shape}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "phi"])  # a tied head, an untied one, a bias
+@pytest.mark.parametrize("tied_gradients", [True, False])
+def test_an_odd_vocabulary_is_multiplied_in_multiples_of_128(family, tied_gradients):
+    config = tiny_config(family, vocab_size=321)
+    model = tiny_model(config, tied_gradients=tied_gradients).eval()
+    reference = reference_loss(model, vocab_size=321)
+    expected = gradients(model, reference)
+
+    loss = LanguageModelLoss(model, aligned=True)
+    with ProductSizes() as products:
+        objective, loss_sum = loss(*batch())
+        actual = gradients(model, objective)
+    assert 384 in products.sizes
+    assert 321 not in products.sizes
+    torch.testing.assert_close(loss_sum, reference.detach(), rtol=1e-6, atol=0)
+    assert_same_gradients(actual, expected)
+    for parameter in model.get_output_embeddings().parameters():
+        assert parameter.grad.shape[0] == 321
+
+
+def test_a_cpu_multiplies_an_odd_vocabulary_as_it_is():
+    model = tiny_model(tiny_config("gptj", vocab_size=321))
+    loss = LanguageModelLoss(model)
+    with ProductSizes() as products:
+        loss(*batch())
+
+    assert 321 in products.sizes
+    assert 384 not in products.sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_aligned_products_under_autocast_give_the_same_gradients(dtype):
+    model = tiny_model(tiny_config("phi", vocab_size=321)).eval()
+    found = []
+    for aligned in (False, True):
+        with torch.autocast("cpu", dtype):
+            objective, _ = LanguageModelLoss(model, aligned=aligned)(*batch())
+        found.append(gradients(model, objective))
+
+    for name, reference in found[0].items():
+        assert found[1][name].dtype == torch.float32
+        # The head's products may be summed in another order, in half precision.
+        assert (found[1][name] - reference).norm() <= 0.02 * reference.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "chunk_bytes", "rows"),
+    [
+        (8192, 50257, 512 * 2**20, 2048),  # 2,668 tokens fit: four equal chunks, not three and 512
+        (16384, 50304, 512 * 2**20, 2432),  # seven chunks, the last of 1,792 tokens
+        (4096, 128256, 512 * 2**20, 1024),
+        (1024, 50257, 512 * 2**20, 1024),  # one chunk
+        (63, 320, 512 * 2**20, 128),
+        (8192, 262144, 2**20, 128),  # 128 tokens at least
+        (0, 320, 2**20, 128),
+    ],
+)
+def test_chunks_are_equal_and_multiples_of_128(tokens, columns, chunk_bytes, rows):
+    assert aligned_rows(tokens, columns, chunk_bytes) == rows
+
+
+@pytest.mark.parametrize(
+    ("memory", "mebibytes"), [(80 * 2**30, 512), (32 * 2**30, 512), (8 * 2**30, 128), (None, 512)]
+)
+def test_a_small_device_computes_small_chunks(memory, mebibytes):
+    assert accelerator_chunk_bytes(memory) == mebibytes * 2**20
+
+
+def test_torch_compile_traces_the_loss_of_an_odd_vocabulary_in_one_graph():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 32, generator=generator)
+    labels = torch.randint(321, (300,), generator=generator)
+    weights = [torch.randn(321, 32, generator=generator).requires_grad_()]
+    weights.append(weights[0].detach().clone().requires_grad_())
+    compiled = torch.compile(_cross_entropy, backend="aot_eager", fullgraph=True)
+    for compute, weight in zip((_cross_entropy, compiled), weights, strict=True):
+        compute(hidden, weight, None, labels, 321, 128, 128, None, None).backward()
+
+    torch.testing.assert_close(weights[1].grad, weights[0].grad)

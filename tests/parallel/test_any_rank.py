@@ -15,7 +15,7 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     heard = []
     for asked_at in range(4):
-        votes = FlagReducer(rank=rank, world_size=world_size, group=dist.group.WORLD)
+        votes = FlagReducer(rank=rank, world_size=world_size)
         said = [
             votes.any_rank([False, rank == asking and call == asked_at]) for call in range(CALLS)
         ]

@@ -1,21 +1,28 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
+import sys
+import types
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import imports
+from torch import nn
 
 from llm.errors import ParallelError
+from llm.models.loss import LanguageModelLoss
 from llm.parallel.accelerator import (
     check_device,
     check_precision,
     ddp_settings,
     form_default_group,
+    make_accelerator,
 )
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.options import PrecisionOptions
 from tests.support.data_parallel import make_model, make_strategy, share, step_data
+from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
 STEPS = 5
@@ -199,6 +206,46 @@ def test_an_all_reduce_is_larger_on_accelerators(device, size):
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
         check_precision(PrecisionOptions(mixed_precision="fp8"), torch.device("cpu"))
+
+
+class Float8Linear(nn.Linear):
+    """A stand-in for torchao's."""
+
+
+def convert_to_float8_training(model, *, module_filter_fn, config):
+    assert config == {"pad_inner_dim": True}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module_filter_fn(module, name):
+            module.__class__ = Float8Linear
+
+
+def fp8_layers(family: str) -> list[str]:
+    torchao = types.ModuleType("torchao.float8")
+    torchao.Float8LinearConfig = dict
+    torchao.convert_to_float8_training = convert_to_float8_training
+    sys.modules["torchao.float8"] = torchao
+    imports.is_torchao_available = lambda: True
+    model = tiny_model(tiny_config(family))
+    strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=torch.device("cpu")))
+    strategy.accelerator.state._mixed_precision = "fp8"  # refused on a CPU
+    strategy.prepare(LanguageModelLoss(model), lambda model: torch.optim.AdamW(model.parameters()))
+    return [name for name, module in model.named_modules() if type(module) is Float8Linear]
+
+
+def test_fp8_converts_all_linear_layers_but_the_first_and_the_last():
+    [layers] = values(run_ranks(fp8_layers, 1, "llama"))
+    attention = ["self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert layers == [
+        *(f"model.layers.0.{name}" for name in [*attention, *mlp]),
+        *(f"model.layers.1.{name}" for name in ["self_attn.q_proj", *attention, *mlp]),
+    ]
+
+
+def test_fp8_is_refused_for_a_model_in_which_it_converts_no_layer():
+    [outcome] = run_ranks(fp8_layers, 1, "gpt2")
+    assert "--mixed_precision fp8 changes linear layers" in outcome.error
+    assert "use bf16" in outcome.error
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Samples divided over ranks train as whole samples do on one rank."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
@@ -116,6 +118,33 @@ def test_sharded_sequences_train_in_half_precision(mixed_precision):
     expected = values(run_ranks(half_precision_loss, 1, mixed_precision))[0]
     for found in values(run_ranks(half_precision_loss, 2, mixed_precision)):
         assert found == pytest.approx(expected, rel=0.01)
+
+
+def exchange_keys_and_values():
+    """The bytes that each layer exchanges, and the heads that its kernel is given, in bf16."""
+    accelerator = layouts.cpu_accelerator("bf16")
+    context._MASKED_DEVICES = ()
+    model = tiny_model(tiny_config("llama", num_attention_heads=8, num_key_value_heads=2))
+    shard = SequenceShard(ParallelDims(context=2), int(os.environ["RANK"]))
+    context.divide_attention(model, shard)
+    with (
+        patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
+        patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as scatter,
+        patch.object(context, "_attend", wraps=context._attend) as attend,
+    ):
+        with accelerator.autocast():
+            objective, _ = LanguageModelLoss(model)(*shard.of(make_batch(0)))
+        objective.backward()
+    gathered = [call.args[1].nbytes for call in gather.call_args_list]
+    scattered = [call.args[0].nbytes for call in scatter.call_args_list]
+    return gathered, scattered, {tuple(t.shape[1] for t in c.args[:3]) for c in attend.mock_calls}
+
+
+def test_each_rank_exchanges_and_keeps_only_the_key_value_heads():
+    # Two layers: 4 samples x 16 tokens x 2 heads of width 4 x keys and values x 2 bytes.
+    for gathered, scattered, heads in values(run_ranks(exchange_keys_and_values, 2)):
+        assert gathered == scattered == [2048, 2048]
+        assert heads == {(8, 2, 2)}
 
 
 def test_ranks_with_different_tokens_have_different_dropout():

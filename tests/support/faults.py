@@ -23,7 +23,7 @@ VARIABLE = "LLM_TEST_FAULTS"
 
 What = Literal[
     *("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"),
-    *("wait", "nan", "small files", "large files", "note"),
+    *("wait", "nan", "small files", "large files", "note", "out of memory"),
 ]
 
 
@@ -36,7 +36,7 @@ class Fault:
             its name up.
         what: A signal to this process; `wait` for so many seconds; `nan` in what the function
             returns; `small files`, the largest of so many bytes, until `large files` lifts that;
-            or `note` the call.
+            `note` the call; or `out of memory`, raised as torch raises it on a GPU.
         call: Which call of the function, counted from 1 in each process; 0 is every one.
         rank: On which rank; None is every one.
         amount: Seconds by which a signal comes later; seconds to wait; or bytes.
@@ -117,6 +117,10 @@ def _happen(fault: Fault) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         limit = int(fault.amount) if fault.what == "small files" else most
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    elif fault.what == "out of memory":
+        import torch  # here, since every process of a launch imports this module
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     elif fault.what != "note":
         number = signal.Signals[fault.what]
         if fault.amount:

@@ -350,7 +350,7 @@ def old_checkpoint(tmp_path, monkeypatch):
         metadata={"fixed": fixed, "replicas": 2, "accum_steps": 4},
         files={},
     )
-    monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
+    monkeypatch.setattr(resume, "newest_valid", lambda folder, verifiers: found)
     return found
 
 

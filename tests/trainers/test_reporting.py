@@ -49,7 +49,9 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.nan)
     setup: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), seed=1)
-    strategy: Any = SimpleNamespace(averaged=contextlib.nullcontext, rank=0)
+    strategy: Any = SimpleNamespace(
+        averaged=contextlib.nullcontext, autocast=contextlib.nullcontext, rank=0
+    )
 
     log_sample(GPTConfig(sample_prompt="The king"), setup, strategy, model, step=3)
 

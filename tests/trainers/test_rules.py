@@ -25,6 +25,7 @@ OPTIONS = {
     "`--sample_steps`": [{"sample_steps": 5}],
     "`--torch_compile`": [{"torch_compile": True}],
     "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
+    "`--mixed_precision fp8`": [{"mixed_precision": "fp8"}],
 }
 
 
@@ -42,7 +43,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def test_the_table_has_all_pairs_of_ways_to_parallelise():
-    assert len(cells()) == 4 * 3 + 6 * 4
+    assert len(cells()) == 4 * 3 + 7 * 4
     assert {row for row, _, _ in cells()} == set(OPTIONS)
 
 

@@ -278,3 +278,22 @@ def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench
     assert without_times(resumed) == without_times(straight)
     model = "model.safetensors"
     assert (resumed.folder / model).read_bytes() == (straight.folder / model).read_bytes()
+
+
+def test_a_run_forms_two_gloo_groups_of_all_ranks(bench, tmp_path):
+    formed = tmp_path / "formed"
+    fault = Fault(
+        at="torch.distributed.distributed_c10d:_new_process_group_helper",
+        what="note",
+        call=0,
+        rank=1,
+        file=formed,
+    )
+    limits = tmp_path / "limits"
+    limit = Fault(at="llm.trainers.gpt.main:raise_file_limit", what="note", rank=1, file=limits)
+
+    bench.train_well("groups", ranks=2, max_train_steps=2, faults=[fault, limit])
+
+    # The default one, and that of the thread which saves: each costs a descriptor for every rank.
+    assert len(formed.read_text(encoding="utf-8").splitlines()) == 2
+    assert limits.exists()

@@ -12,6 +12,7 @@ from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_ite
 from llm.optim.kfac.distribution import Exchange, KFACStrategy, assign
 from llm.optim.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.optim.kfac.layers import Coverage, Layer
+from llm.runtime.float32 import full_float32
 
 Method = Literal["ekfac", "eigen", "cholesky"]
 
@@ -240,6 +241,7 @@ class Curvature:
     def _phase(self, factor: Factor) -> float:
         return self._assignment.phase_of[factor.name] if self._spread else 0.0
 
+    @full_float32()
     def _decompose(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
         before = {}
         if self.method == "ekfac":

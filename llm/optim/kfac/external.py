@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llm.errors import ConfigError
 from llm.optim.kfac.layers import Coverage, Layer
+from llm.runtime.float32 import full_float32
 
 _SOLVED = {"eigen": ("qa", "qg", "dgda"), "cholesky": ("a_inv", "g_inv")}
 
@@ -121,6 +122,7 @@ class ExternalPreconditioner:
             yield
 
     @torch.no_grad()
+    @full_float32()
     def precondition(self, *, learning_rate: float) -> None:
         """Replace the gradients of the covered layers; all ranks must call it.
 

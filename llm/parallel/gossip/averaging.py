@@ -25,6 +25,8 @@ BUCKET_BYTES = 64 * 2**20
 class Bucket:
     """Tensors of one type on one device, with a flat buffer that has room for all of them.
 
+    Groups of tensors come from `bucket_groups`.
+
     Attributes:
         flat: The buffer, one-dimensional; its end may be padding.
 
@@ -33,7 +35,7 @@ class Bucket:
         multiple_of: A divisor of the buffer's number of elements.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int = 1) -> None:
         self._tensors = list(tensors)
         sizes = [tensor.numel() for tensor in tensors]
         length = -(-sum(sizes) // multiple_of) * multiple_of
@@ -52,12 +54,11 @@ class Bucket:
         torch._foreach_copy_(self._tensors, self._views)
 
 
-def make_buckets(tensors: Sequence[Tensor], *, multiple_of: int = 1) -> list[Bucket]:
-    """Put tensors into buckets of `BUCKET_BYTES`, by type and device, in their order.
+def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
 
     Args:
         tensors: In the same order on all ranks, whose buckets are then the same too.
-        multiple_of: A divisor of each buffer's number of elements.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -69,7 +70,7 @@ def make_buckets(tensors: Sequence[Tensor], *, multiple_of: int = 1) -> list[Buc
             group = open_groups[kind] = []
             groups.append(group)
         group.append(tensor)
-    return [Bucket(group, multiple_of=multiple_of) for group in groups]
+    return groups
 
 
 @dataclass
@@ -125,7 +126,9 @@ class GossipAverager:
         self._buckets: list[Bucket] = []
         if replicas == 1:
             return
-        self._buckets = make_buckets(tensors, multiple_of=self._num_slices)
+        self._buckets = [
+            Bucket(group, multiple_of=self._num_slices) for group in bucket_groups(tensors)
+        ]
         own = 0 if sharded else self._slice
         self._slices = [bucket.flat.chunk(self._num_slices)[own] for bucket in self._buckets]
         self._incoming: list[Tensor] = []

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.gossip.averaging import make_buckets
+from llm.parallel.gossip.averaging import Bucket, bucket_groups
 
 
 class Consensus:
@@ -29,32 +29,17 @@ class Consensus:
         on_mps = any(tensor.device.type == "mps" for tensor in self._tensors)
         self._dtype = torch.float32 if on_mps else torch.float64
         self._replicas = world_size // shards
-        self._group = dist.new_group() if world_size > 1 else None
-        self._same_shard = self._group
+        self._same_shard = None  # the default group
         if shards > 1:
             groups = [list(range(shard, world_size, shards)) for shard in range(shards)]
             self._same_shard, _ = dist.new_subgroups_by_enumeration(groups)
         self.distance: Tensor | None = None
 
-    @torch.no_grad()
     def mean(self) -> list[Tensor]:
         """Return the mean over all replicas, in new tensors; every rank must call it."""
         means = [tensor.detach().clone() for tensor in self._tensors]
-        if self._world_size == 1:
-            return means
-        for bucket in make_buckets(means):
-            bucket.fill()
-            # A sum in half precision would round away the differences between replicas.
-            total = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
-            dist.all_reduce(total, group=self._same_shard)
-            bucket.flat.copy_(total.div_(self._replicas))
-            bucket.empty()
-        squares = torch.zeros(2, dtype=self._dtype, device=means[0].device)
-        for tensor, mean in zip(self._tensors, means, strict=True):
-            squares[0] += (tensor - mean).to(self._dtype).square().sum()
-            squares[1] += mean.to(self._dtype).square().sum()
-        dist.all_reduce(squares, group=self._group)
-        self.distance = (squares[0] / squares[1]).sqrt()
+        if self._world_size > 1:
+            self._average(means, self._tensors)
         return means
 
     @contextlib.contextmanager
@@ -64,13 +49,40 @@ class Consensus:
             yield
             return
         own = [tensor.detach().clone() for tensor in self._tensors]
-        with torch.no_grad():
-            torch._foreach_copy_(self._tensors, self.mean())
+        self._average(self._tensors, own)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._tensors, own)
+
+    @torch.no_grad()
+    def _average(self, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        """Overwrite tensors with their mean over all replicas, and set `distance`.
+
+        Besides these two copies of the weights there is one bucket at a time.
+
+        Args:
+            tensors: This replica's weights.
+            own: The same values, which stay.
+        """
+        for group in bucket_groups(tensors):
+            self._average_group(group)
+        squares = torch.zeros(2, dtype=self._dtype, device=tensors[0].device)
+        for before, mean in zip(own, tensors, strict=True):
+            squares[0] += (before - mean).to(self._dtype).square().sum()
+            squares[1] += mean.to(self._dtype).square().sum()
+        dist.all_reduce(squares)
+        self.distance = (squares[0] / squares[1]).sqrt()
+
+    def _average_group(self, group: Sequence[Tensor]) -> None:
+        bucket = Bucket(group)  # freed before the next one is made
+        bucket.fill()
+        # A sum in half precision would round away the differences between replicas.
+        total = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
+        dist.all_reduce(total, group=self._same_shard)
+        bucket.flat.copy_(total.div_(self._replicas))
+        bucket.empty()
 
 
 @torch.no_grad()

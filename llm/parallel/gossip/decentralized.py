@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llm.checkpoint.format import model_tensors
+from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.errors import ParallelError
 from llm.parallel.any_rank import FlagReducer
-from llm.parallel.base import AcceleratedStrategy, MakeOptimizer, check_same_parameters
+from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.consensus import Consensus, read_mean
 from llm.parallel.gossip.diloco import OuterOptimizer
@@ -73,9 +73,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._ranks_per_replica = ranks_per_replica
         self._replicas_differ = False
         if self.world_size > 1:
-            self._flags = FlagReducer(
-                rank=self.rank, world_size=self.world_size, group=self._host_group
-            )
+            self._flags = FlagReducer(rank=self.rank, world_size=self.world_size)
             self.answer_delay = self._flags.delay
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:

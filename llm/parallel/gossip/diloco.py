@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.gossip.averaging import make_buckets
+from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import DecentralizedOptions
 
 
@@ -37,8 +37,7 @@ class OuterOptimizer:
         self._inner_steps = torch.zeros((), dtype=torch.int64)
         self._start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start.items()}
-        self._buckets = make_buckets(list(tensors.values()))
-        self._group = dist.new_group() if world_size > 1 else None
+        self._buckets = [Bucket(group) for group in bucket_groups(list(tensors.values()))]
 
     def before_step(self) -> None:
         """Before the first inner step, remember the weights at which all replicas start."""
@@ -56,7 +55,7 @@ class OuterOptimizer:
         for bucket in self._buckets:
             bucket.fill()
             if self._world_size > 1:
-                dist.all_reduce(bucket.flat, group=self._group)
+                dist.all_reduce(bucket.flat)
                 bucket.flat.div_(self._world_size)
             bucket.empty()
         weights = list(self._tensors.values())

@@ -20,6 +20,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import MakeOptimizer
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor
+from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
@@ -61,6 +62,9 @@ class PipelineStrategy(ShardedStrategy):
         # Ranks of the first and the last stage that hold the same shards, for tied weights.
         ends = [[group[0], group[-1]] for group in dims.groups("pipeline")]
         self._ends, _ = dist.new_subgroups_by_enumeration(ends)
+        # Hidden states can exceed the range of fp16, in which autocast does not keep them either.
+        in_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
+        self._sent_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self._token_weight = 1.0
         self._loss_sums: list[Tensor] = []
 
@@ -84,6 +88,7 @@ class PipelineStrategy(ShardedStrategy):
         self.stages = cut.stages
         for stage in self.stages:
             stage.autocast = self.autocast
+            stage.sent_dtype = self._sent_dtype
         # The whole model has no reference left here: layers of other stages can be freed.
         self.loss, self.model = nn.ModuleList(self.stages), cut.model
         for number, (layers, size) in enumerate(zip(cut.layers, cut.num_parameters, strict=True)):
@@ -128,7 +133,8 @@ class PipelineStrategy(ShardedStrategy):
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
         # With shapes given, the stages need no forward of their own to find them out.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(rows, length, self._cut.width, device="meta", requires_grad=True)
+        shape, dtype = (rows, length, self._cut.width), self._sent_dtype
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         losses = torch.empty((), device="meta"), torch.empty((), device="meta")
         stages = [
             PipelineStage(
@@ -217,7 +223,8 @@ class PipelineStrategy(ShardedStrategy):
             for number, stage in zip(self.stage_numbers, self.stages, strict=True):
                 received = rows["input_ids"]
                 if number > 0:
-                    received = torch.empty(*received.shape, self._cut.width, device=self.device)
+                    shape, dtype = (*received.shape, self._cut.width), self._sent_dtype
+                    received = torch.empty(shape, dtype=dtype, device=self.device)
                     dist.recv(received, group=self._pipeline, group_src=previous)
                 output = stage(received, **rows)
                 if number == self.num_stages - 1:
@@ -264,13 +271,13 @@ class PipelineStrategy(ShardedStrategy):
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
             elif self.rank == sender[name]:
-                dist.send(gathered.detach().cpu().contiguous(), 0, group=self._host_group)
+                dist.send(gathered.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive as they were sent.
         for name, rank in sender.items():
             if self.rank == 0 and rank > 0:
                 shape, dtype = listed[rank][name]
                 whole[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(whole[name], rank, group=self._host_group)
+                dist.recv(whole[name], rank)
         return whole
 
 
@@ -280,8 +287,9 @@ def _arguments(micro_batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any) -> None:
-    """Sum tensors over ranks, in place, all at the same time."""
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-    for work in works:
-        if work is not None:
-            work.wait()
+    """Sum tensors over ranks, in place, in a few large messages."""
+    for tensors_of_bucket in bucket_groups(tensors):
+        bucket = Bucket(tensors_of_bucket)
+        bucket.fill()
+        dist.all_reduce(bucket.flat, group=group)
+        bucket.empty()

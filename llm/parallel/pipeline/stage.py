@@ -27,6 +27,7 @@ from llm.parallel.pipeline.split import (
     num_parameters,
     sample_tokens,
 )
+from llm.runtime.float32 import full_float32
 
 
 class _StageIO:
@@ -80,6 +81,7 @@ class Stage(nn.Module):
 
     Attributes:
         autocast: Returns the context of the run's precision; none by default.
+        sent_dtype: Type in which hidden states and their gradients travel between stages.
     """
 
     def __init__(self, loss: nn.Module, io: _StageIO, *, is_last: bool) -> None:
@@ -87,6 +89,7 @@ class Stage(nn.Module):
         self.loss = loss
         self.is_last = is_last
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.sent_dtype = torch.float32
         self._io = io
 
     def forward(
@@ -101,20 +104,21 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            received: Hidden states [batch, length, width] of the stage before; the first stage
-                ignores it.
+            received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
+                first stage ignores it.
             input_ids: As for the loss; every stage has them.
             labels: As for the loss; without them the last stage predicts.
             positions: As for the loss.
             documents: As for the loss.
 
         Returns:
-            Float32 [batch, length, width] for the next stage; of the last stage what the loss
-            returns, or its predictions.
+            [batch, length, width] of `sent_dtype` for the next stage; of the last stage what the
+            loss returns, or its predictions.
         """
         io, loss = self._io, self.loss
         assert isinstance(loss, LanguageModelLoss)
-        io.received, io.sent = received, None
+        # Layers add to their input, which stays float32 in autocast.
+        io.received, io.sent = received.float(), None
         try:
             with self.autocast():
                 if self.is_last and labels is not None:
@@ -124,7 +128,7 @@ class Stage(nn.Module):
                     return loss.predictions(input_ids, positions, documents)
                 run_model(loss.model.base_model, input_ids, positions, documents)
             assert io.sent is not None
-            return io.sent.float().contiguous()  # as the next stage's receive buffer
+            return io.sent.to(self.sent_dtype).contiguous()  # as the next stage's receive buffer
         finally:
             io.received = io.sent = None
 
@@ -192,6 +196,7 @@ def cut_model(
 
 
 @torch.no_grad()
+@full_float32()
 def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     """Refuse a model whose stages, each by itself, do not compute what the whole model does.
 

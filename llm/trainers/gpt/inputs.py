@@ -1,7 +1,8 @@
 """What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
 
 All of it runs before process groups form, so that bad input is refused by one sentence and no rank
-waits for another that has given up. Only the data cache is written.
+waits for another that has given up, except that they verify a checkpoint together. Only the data
+cache is written.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.checkpoint.verify import Verifiers
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
@@ -108,9 +110,10 @@ def read_training(
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    resume_from = find_resume(config, run)
+    verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
+    resume_from = find_resume(config, run, verifiers=verifiers)
     check_folder(config, run, resume_from, config_file=config_file)
-    setup = _read(config, world, run, resume_from)
+    setup = _read(config, world, run, resume_from, verifiers)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     if config.save_top_k and not setup.corpus.validation:
@@ -139,7 +142,8 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    setup = _read(config, world, run, find_resume(config, run))
+    verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
+    setup = _read(config, world, run, find_resume(config, run, verifiers=verifiers), verifiers)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
@@ -160,7 +164,11 @@ def _open_run(config: GPTConfig, world: World) -> RunFolder:
 
 
 def _read(
-    config: GPTConfig, world: World, run: RunFolder, resume_from: Checkpoint | None
+    config: GPTConfig,
+    world: World,
+    run: RunFolder,
+    resume_from: Checkpoint | None,
+    verifiers: Verifiers,
 ) -> RunSetup:
     # In the order of what they cost: wrong options are refused before text is tokenised.
     replicas = plan_replicas(config, world.world_size, resume_from)
@@ -177,7 +185,7 @@ def _read(
         trust_remote_code=config.trust_remote_code,
     )
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
-    init_from = find_init(config) if resume_from is None else None
+    init_from = find_init(config, verifiers=verifiers) if resume_from is None else None
     return RunSetup(
         run=run,
         resume_from=resume_from,

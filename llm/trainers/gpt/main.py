@@ -1,12 +1,13 @@
 """The program: parse the options, train or evaluate, and turn errors into exit codes.
 
-Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work,
-75 stopped by a signal, --exit_after or the death of its launcher, with everything saved (run the
-same command again), 76 another rank has died or hangs. A signal before training begins, when there
-is nothing to save yet, and a second one seconds after the first end the process at once: 128 plus
-its number, as a shell counts it.
+Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work, or a device
+without the memory for the run, 75 stopped by a signal, --exit_after or the death of its launcher,
+with everything saved (run the same command again), 76 another rank has died or hangs. A signal
+before training begins, when there is nothing to save yet, and a second one seconds after the first
+end the process at once: 128 plus its number, as a shell counts it.
 """
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -20,6 +21,8 @@ from typing import Any
 from llm.config.command_line import config_file_of, log_former_names, parse
 from llm.errors import ConfigError, LLMError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
+from llm.runtime.deterministic import deterministic_kernels
+from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.gpu_allocator import expand_segments
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -114,14 +117,18 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         config_file: The TOML file of `--config`.
     """
     adopt_launcher()
+    raise_file_limit()
     limit_spin_wait()
     expand_segments()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.evaluate import evaluate
+    from llm.trainers.gpt.out_of_memory import explain_out_of_memory
     from llm.trainers.gpt.train import train
 
-    if config.eval_only:
+    deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
+    with explain_out_of_memory(config, world), deterministic:
+        if not config.eval_only:
+            return train(config, world, config_file=config_file)
         evaluate(config, world)
-        return 0
-    return train(config, world, config_file=config_file)
+    return 0

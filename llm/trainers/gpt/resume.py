@@ -10,9 +10,11 @@ import torch
 from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of
 from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
+from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.errors import CheckpointError, ConfigError
 from llm.models.compilation import compiles_by_default
+from llm.optim.schedule import is_constant
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
@@ -26,8 +28,15 @@ LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 logger = logging.getLogger("llm")
 
 
-def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
+def find_resume(
+    config: GPTConfig, run: RunFolder, *, verifiers: Verifiers = ALONE
+) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` asks for; None if there is none yet.
+
+    Args:
+        config: The options.
+        run: The run's folder.
+        verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: The named checkpoint, or every one in the run's folder, is damaged, or a
@@ -37,9 +46,9 @@ def find_resume(config: GPTConfig, run: RunFolder) -> Checkpoint | None:
     if not config.resume_from_checkpoint:
         return None
     if isinstance(config.resume_from_checkpoint, str):
-        checkpoint = read_valid(Path(config.resume_from_checkpoint))
+        checkpoint = read_valid(Path(config.resume_from_checkpoint), verifiers=verifiers)
     else:
-        newest = newest_valid(run.checkpoints)
+        newest = newest_valid(run.checkpoints, verifiers=verifiers)
         if newest is None:
             # A fresh start never replaces checkpoints, not even damaged ones.
             damaged = checkpoint_folders(run.checkpoints)
@@ -127,7 +136,7 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
         decay = saved.get("num_decay_steps")
         if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
             return []  # the decay has begun
-    elif kind not in ("constant", "constant_with_warmup"):
+    elif not is_constant(kind):
         return []
     return [
         name
@@ -136,8 +145,12 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def find_init(config: GPTConfig) -> Checkpoint | None:
+def find_init(config: GPTConfig, *, verifiers: Verifiers = ALONE) -> Checkpoint | None:
     """Return the checkpoint of `init_from`: a run's newest valid one, or that of a step.
+
+    Args:
+        config: The options.
+        verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -146,18 +159,18 @@ def find_init(config: GPTConfig) -> Checkpoint | None:
         return None
     path = Path(config.init_from)
     if (path / MANIFEST).exists():
-        return read_valid(path)
+        return read_valid(path, verifiers=verifiers)
     for run, name in ((path, None), (path.parent, path.name)):
         folder = RunFolder(run).checkpoints
         if not folder.is_dir():
             continue
         if name is None:
-            newest = newest_valid(folder)
+            newest = newest_valid(folder, verifiers=verifiers)
             if newest is not None:
                 return newest
         else:
             step = name_of(int(name)) if name.isdigit() else name
-            return read_valid(folder / step)
+            return read_valid(folder / step, verifiers=verifiers)
     raise CheckpointError(
         f"--init_from {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."

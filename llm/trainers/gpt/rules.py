@@ -55,7 +55,7 @@ def check_planned(config: GPTConfig) -> list[str]:
         *_optimizer_problems(config),
         *_replica_problems(config),
         *_size_problems(config),
-        *_pipeline_problems(config),
+        *_fp8_problems(config),
         *lacking(config),
     ]
 
@@ -184,12 +184,9 @@ def _size_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _pipeline_problems(config: GPTConfig) -> list[str]:
-    if config.pipeline_parallel_size == 1:
-        return []
-    problems = []
-    if config.mixed_precision == "fp8":
-        problems.append(
-            "--mixed_precision fp8 does not go with --pipeline_parallel_size; use bf16 or no."
-        )
-    return problems
+def _fp8_problems(config: GPTConfig) -> list[str]:
+    return [
+        f"--mixed_precision fp8 does not go with --{name}; use bf16 or no."
+        for name in ("tensor_parallel_size", "pipeline_parallel_size")
+        if config.mixed_precision == "fp8" and getattr(config, name) > 1
+    ]

@@ -13,11 +13,14 @@ from llm.checkpoint.load import load_state
 from llm.checkpoint.retention import mark_superseded
 from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
+from llm.metrics.hardware import device_memory
 from llm.models.build import build_model
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
-from llm.models.loss import LanguageModelLoss
+from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
+from llm.models.patches.document_attention import use_document_attention
+from llm.models.weight_files import find_weight_files
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -45,18 +48,21 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
     device = device_of(world)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    # Ranks that hold shards draw their initial weights once the model is sharded; pretrained
-    # weights are read whole.
-    later = setup.weights_from is None and not setup.layout.is_replicated
-    model = build_model(
+    build = partial(
+        build_model,
         config,
         setup.model_config,
         weights_from=setup.weights_from,
         seed=setup.seed,
-        device=torch.device("meta") if later else device,
         vocab_size=len(setup.tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
     )
+    # Ranks that hold shards draw or read them once the model is sharded.
+    model = build(device=device if setup.layout.is_replicated else torch.device("meta"))
+    source = setup.weights_from
+    on_meta = model.device.type == "meta"
+    if source is not None and on_meta and find_weight_files(model, source) is None:
+        model = build(device=device)  # each rank reads all of it
     with dummy_weights(model, device):
         _check_use(config, setup, model)
     return model
@@ -73,6 +79,10 @@ def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
 def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model whose results the options would change."""
     ends, layout = setup.ends, setup.layout
+    # Context parallelism has an attention of its own.
+    if ends is not None and ends.attention and layout.context == 1 and model.device.type != "cpu":
+        flex = config.attention_implementation is None and model.device.type == "cuda"
+        use_document_attention(model, flex=flex)
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
     if layout.context > 1:
@@ -87,9 +97,20 @@ def make_strategy(
     """Form the process groups, and prepare the strategy with the model and its optimizer."""
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     strategy = choose_strategy(
-        config, setup.replicas, setup.layout, accelerator, model, seed=setup.seed
+        config,
+        setup.replicas,
+        setup.layout,
+        accelerator,
+        model,
+        weights_from=setup.weights_from,
+        seed=setup.seed,
     )
-    loss = LanguageModelLoss(model, chunked=None if config.chunked_loss else False)
+    on_cpu = strategy.device.type == "cpu"
+    loss = LanguageModelLoss(
+        model,
+        chunked=None if config.chunked_loss else False,
+        chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
+    )
     if config.torch_compile:
         compile_blocks(model)
 

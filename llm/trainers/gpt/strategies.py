@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint, Stateful
 from llm.checkpoint.load import load_state, read_tensors
 from llm.errors import CheckpointError, ConfigError
+from llm.models.weight_files import find_weight_files
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy
@@ -102,6 +103,7 @@ def choose_strategy(
     accelerator: Accelerator,
     model: PreTrainedModel,
     *,
+    weights_from: str | None,
     seed: int,
 ) -> AcceleratedStrategy:
     """Return the strategy of a run, which is given the model by its `prepare`.
@@ -111,12 +113,16 @@ def choose_strategy(
         replicas: The models that train side by side; an evaluation has one.
         dims: How the ranks divide one model.
         accelerator: The processes, devices and precision.
-        model: On the meta device if each rank is to draw the weights of its shards.
+        model: On the meta device if each rank is to draw or read the weights of its shards.
+        weights_from: Where pretrained weights come from, or None.
         seed: The run's seed.
     """
     init_weights = None
     if model.device.type == "meta":
-        init_weights = partial(fill_model, config, seed=seed, device=accelerator.device)
+        files = find_weight_files(model, weights_from) if weights_from else None
+        init_weights = partial(
+            fill_model, config, seed=seed, device=accelerator.device, files=files or ()
+        )
     decentralized = config.data_parallel != "allreduce" and not config.eval_only
     if decentralized and not dims.is_replicated:
         return ShardedReplicas(

@@ -20,6 +20,7 @@ from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import TrainSetup, read_training
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import (
     generate_command,
     log_end,
@@ -76,7 +77,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     model = whole  # drops the last reference to the layers of other stages
     check_same_start(setup, strategy)
     load_weights(setup.init_from, strategy)
-    with watched(config, setup, strategy) as health:
+    with watched(config, setup, strategy, world) as health:
         log_start(config, setup, strategy, model)
         tracker = make_tracker(config, setup, strategy, model)
         trainer = Trainer(
@@ -107,17 +108,20 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
 
 @contextlib.contextmanager
 def watched(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy
+    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
 ) -> Iterator[Health]:
     """Open the run's folder, watch the other ranks, and write `status.json` if an error ends it.
 
     Raises:
         PeerLostError: In place of an error that the loss of another rank has caused.
+        DeviceMemoryError: In place of an error that says that the device's memory is full.
     """
     run = setup.run
+    reported = False
 
     def report(failure: str) -> None:
-        if strategy.rank == health.reporter:
+        # A rank that waits for its end may see rank 0, which fails with the same error, end first.
+        if strategy.rank == health.reporter and not reported:
             run.say("failed", reason=failure)
 
     health = Health(
@@ -133,16 +137,19 @@ def watched(
             run.open(overwrite=config.overwrite_output_dir, config=to_toml(config))
             log_to_file(run.log)
             logger.addHandler(EventHandler(run.events))
-        yield health
+        with explain_out_of_memory(config, world):  # within, since it goes into `status.json`
+            yield health
         health.close()
     except BaseException as error:
         # A lost rank makes a collective fail on all others; the watchdog names it a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
+        health.stop()
         if failure is not None:
             raise PeerLostError(failure) from error
         with contextlib.suppress(OSError):  # the disk may be the reason of the error
             report(f"{type(error).__name__}: {error}")
+        reported = True
         raise
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from llm.errors import ParallelError
+from llm.errors import LLMError
 from tests.support.decentralized import (
     ALTERNATING,
     BLOCKING,
@@ -174,7 +174,7 @@ def fresh_and_foreign():
     for wrong in (without, other):
         try:
             strategy.load_state_dict(wrong)
-        except ParallelError as error:
+        except LLMError as error:
             complaints.append(str(error))
     finish(strategy)
     return reads_into_live, complaints

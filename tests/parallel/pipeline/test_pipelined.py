@@ -3,9 +3,11 @@
 import gc
 import os
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
@@ -181,6 +183,50 @@ def test_fp16_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precisio
     for seen, outcome in values(run_ranks(train_in, 2, precision)):
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-3, atol=0)
         assert outcome == overflow
+
+
+class Messages(TorchDispatchMode):
+    """Counts collectives, and lists the types of the real numbers that stages send."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.sent_dtypes = Counter(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        if func is torch.ops.c10d.send.default:
+            self.sent_dtypes |= {t.dtype for t in args[0] if t.is_floating_point()}
+        return func(*args, **(kwargs or {}))
+
+
+def messages_of(precision):
+    """The number of all-reduces in a step, and the types of what stages send in an evaluation."""
+    disable_packing_detection()
+    strategy = make_strategy({"pipeline": 2}, "1f1b", 1, precision)
+    strategy.prepare(LanguageModelLoss(make_model("gpt2", 4)), make_optimizer)
+    with Messages() as in_step:
+        strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
+        strategy.optimizer_step(0.5)
+    with Messages() as in_evaluation:
+        strategy.evaluate(MicroBatch(*data_of(1)))
+    all_reduces = in_step.counts[torch.ops.c10d.allreduce_.default]
+    return all_reduces, in_step.sent_dtypes | in_evaluation.sent_dtypes
+
+
+@pytest.mark.parametrize(("ranks", "all_reduces"), [(2, 3), (4, 4)])
+def test_a_step_all_reduces_the_gradients_of_each_group_at_once(ranks, all_reduces):
+    # Those of the tied weight, and of replicas if there are any; the loss; the norm.
+    assert {count for count, _ in values(run_ranks(messages_of, ranks, "no"))} == {all_reduces}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32)],
+)
+def test_stages_exchange_hidden_states_and_gradients_in_bf16(precision, dtype):
+    # In fp16, in which hidden states could overflow, they stay float32.
+    for _, sent in values(run_ranks(messages_of, 2, precision)):
+        assert sent == {dtype}
 
 
 def hold():

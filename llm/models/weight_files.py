@@ -1,0 +1,91 @@
+"""A pretrained model's safetensors files, of which each rank can read its own shards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFile:
+    """A safetensors file.
+
+    Attributes:
+        path: Where it is.
+        key_of: The key in it of each weight that it holds, by the weight's name in the model.
+    """
+
+    path: str
+    key_of: dict[str, str]
+
+    @contextmanager
+    def open(self) -> Iterator[Any]:
+        """Open the file, which maps it into memory until the context ends."""
+        with safe_open(self.path, framework="pt") as opened:
+            yield opened
+
+
+def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightFile] | None:
+    """Return files that hold the weights of a model one by one, as the model has them.
+
+    Args:
+        model: On any device. Its vocabulary may have rows of padding, which the files lack.
+        weights_from: A Hub name or a folder.
+
+    Returns:
+        None if transformers has to load the whole model: from files of another format, under other
+        names or shapes, with weights that it converts or that the files lack.
+    """
+    convert = any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(model))
+    if convert or model.is_custom_code() or hasattr(model.config, "quantization_config"):
+        return None
+    try:
+        paths = _safetensors_of(weights_from)
+    except OSError:
+        return None  # transformers names the reason
+    tensors = model.state_dict()
+    tied: dict[str, str] = model.all_tied_weights_keys
+    prefix = f"{model.base_model_prefix}."
+    files, found = [], set()
+    for path in paths:
+        key_of = {}
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                name = key if key in tensors else prefix + key
+                if name not in tensors or name in found:
+                    continue
+                if not _fits(tensors[name].shape, opened.get_slice(key).get_shape(), model):
+                    return None
+                key_of[name] = key
+                found.add(name)
+        files.append(WeightFile(path=path, key_of=key_of))
+    # Of two tied weights transformers decides which one counts, or that they are not tied.
+    complete = found == tensors.keys() - tied.keys()
+    return files if complete else None
+
+
+def _fits(own: Any, saved: list[int], model: PreTrainedModel) -> bool:
+    rows = model.config.get_text_config().vocab_size
+    padded = own[0] > rows == saved[0] if own and saved else False
+    return list(own) == saved or (padded and list(own[1:]) == saved[1:])
+
+
+def _safetensors_of(weights_from: str) -> list[str]:
+    """Return the paths of the files, after a download if they are on the Hub."""
+    found: dict[str, Any] = {
+        name: cached_file(weights_from, name, _raise_exceptions_for_missing_entries=False)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    }
+    if found[SAFE_WEIGHTS_NAME] is not None:
+        return [found[SAFE_WEIGHTS_NAME]]
+    if found[SAFE_WEIGHTS_INDEX_NAME] is None:
+        return []
+    paths, _ = get_checkpoint_shard_files(weights_from, found[SAFE_WEIGHTS_INDEX_NAME])
+    return sorted(paths)

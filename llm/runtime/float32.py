@@ -1,0 +1,24 @@
+"""The precision of float32 matrix products, which TF32 lowers to that of ten bits."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices in full float32, whatever precision is set outside.
+
+    It is for products whose small entries count: comparisons, and bases in which an optimizer
+    divides each entry by its own size. TF32 on GPUs, and bf16 on some CPUs, round by a thousandth
+    of the largest entries. The setting is that of the process; the former one is restored.
+    """
+    # By the older of torch's two settings: its compiler, which may run inside, reads that one, and
+    # raises where only the newer `fp32_precision` was changed.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,63 @@
+"""An error for a device without the memory that a run needs: one sentence with the remedies."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from llm.errors import DeviceMemoryError
+from llm.metrics.hardware import device_memory
+from llm.models.options import recomputation
+from llm.runtime.world import World, device_of, ranks_per_node
+from llm.trainers.gpt.config import GPTConfig
+
+_GIB = 2**30
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: GPTConfig, world: World) -> Iterator[None]:
+    """Replace an error of an allocation on the device by a sentence that names what helps.
+
+    Raises:
+        DeviceMemoryError: In place of an error that says "out of memory".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch.OutOfMemoryError comes from torch's allocators; NCCL and MPS raise other classes.
+        if "out of memory" not in str(error).lower():
+            raise
+        raise DeviceMemoryError(_sentence(config, world)) from error
+
+
+def _sentence(config: GPTConfig, world: World) -> str:
+    device = device_of(world)
+    total = device_memory(device)
+    size = "" if total is None else f" of its {total / _GIB:.1f} GiB"
+    per_node = ranks_per_node(os.environ, world.world_size)
+    sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
+    if config.data_parallel != "allreduce":  # which the plan refuses
+        return sentence
+    words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
+    if total is not None:
+        words.append(f"--memory_gib {total / _GIB:.1f}")
+    return (
+        f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(words)} shows "
+        "what the memory is for, and with --search the layouts that fit."
+    )
+
+
+def _remedies(config: GPTConfig) -> str:
+    """Return the options that lower the memory and are not used to the full yet."""
+    remedies = []
+    if config.per_device_train_batch_size > 1 and not config.eval_only:
+        remedies.append(f"lower --per_device_train_batch_size {config.per_device_train_batch_size}")
+    if config.per_device_eval_batch_size > 1:
+        remedies.append(
+            f"lower --per_device_eval_batch_size {config.per_device_eval_batch_size}"
+            + ("" if config.eval_only else " if it happens in an evaluation")
+        )
+    if recomputation(config) != "full" and not config.eval_only:
+        remedies.append("recompute activations by --activation_checkpointing full")
+    sizes = "--data_parallel_shard_size, --tensor_parallel_size or --pipeline_parallel_size"
+    remedies.append(f"shard the model over more ranks by {sizes}")
+    return ", or ".join(remedies)

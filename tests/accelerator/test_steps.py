@@ -1,0 +1,170 @@
+"""Each layout and optimizer on a made-up device: what a GPU would refuse, wait for or send.
+
+The device has no values. What depends on them is not seen here: the checks of a model when a run
+starts, resuming, and the log. The counts of collectives are those of a model of two layers and two
+micro-batches; a change that saves some lowers the number here.
+"""
+
+import functools
+from datetime import timedelta
+
+import pytest
+
+from tests.support.made_up_run import Case, run
+from tests.support.ranks import run_ranks, values
+from tests.support.strict_mode import Notes
+
+_ALL_REDUCE = {"gradient": {"allreduce": 1}, "update": {}, "evaluation": {"allreduce": 1}}
+_ALONE = {"gradient": {}, "update": {}, "evaluation": {}}
+_SHARDED = {
+    "gradient": {"allgather_base": 18, "reduce_scatter_base": 10},
+    "update": {"allreduce": 1},
+    "evaluation": {"allgather_base": 5, "allreduce": 1},
+}
+_KFAC = {**_ALL_REDUCE, "update": {"reduce": 4, "broadcast": 4}}
+_GOSSIP = {"data_parallel": "gossip"}
+_NODES = {**_GOSSIP, "gossip_group": "nodes"}
+_FSDP, _TENSOR = "data_parallel_shard_size", "tensor_parallel_size"
+_CONTEXT, _PIPELINE = "context_parallel_size", "pipeline_parallel_size"
+
+CASES = {
+    "one rank": (Case(1), _ALONE),
+    "SGD": (Case(1, {"optimizer": "sgd"}), _ALONE),
+    "AccumAdamW": (Case(1, {"optimizer": "accumadamw"}), _ALONE),
+    "Muon": (Case(1, {"optimizer": "muon"}), _ALONE),
+    "SOAP": (Case(1, {"optimizer": "soap"}), _ALONE),
+    "K-FAC": (Case(1, {"kfac": True}), _ALONE),
+    "gossip alone": (Case(1, _GOSSIP), _ALONE),
+    "Llama": (Case(1, family="llama"), _ALONE),
+    "Mixtral": (Case(1, family="mixtral"), _ALONE),
+    "DDP, 4 ranks": (Case(4), _ALL_REDUCE),
+    "FSDP, 4 ranks": (Case(4, {_FSDP: 4}), _SHARDED),
+    "K-FAC, 4 ranks": (Case(4, {"kfac": True}), _KFAC),
+    "tensor, 4 ranks": (
+        Case(4, {_TENSOR: 2}),
+        {
+            "gradient": {"all_reduce": 22, "allreduce": 13},
+            "update": {"allreduce": 3},
+            "evaluation": {"all_reduce": 5, "allreduce": 4},
+        },
+    ),
+    "context, 4 ranks": (
+        Case(4, {_CONTEXT: 2}, family="llama"),
+        {
+            "gradient": {"allgather_base": 22, "reduce_scatter_base": 14, "allreduce": 5},
+            "update": {"allreduce": 1},
+            "evaluation": {"allgather_base": 7, "allreduce": 1},
+        },
+    ),
+    "pipeline, first of 4 ranks": (
+        Case(4, {_PIPELINE: 2}),
+        {
+            "gradient": {"send": 2, "recv": 2, "allreduce": 16},
+            "update": {"allreduce": 1},
+            "evaluation": {"send": 2, "allreduce": 2},
+        },
+    ),
+    "pipeline, last of 4 ranks": (
+        Case(4, {_PIPELINE: 2}, rank=3),
+        {
+            "gradient": {"send": 2, "recv": 2, "allreduce": 17},
+            "update": {"allreduce": 1},
+            "evaluation": {"recv": 2, "allreduce": 2},
+        },
+    ),
+    "gossip, 4 ranks": (
+        Case(4, _GOSSIP),
+        {"gradient": {}, "update": {"send": 1, "recv": 1}, "evaluation": {"allreduce": 3}},
+    ),
+    "DiLoCo, 4 ranks": (
+        Case(4, {"data_parallel": "diloco", "inner_steps": 3}),
+        {"gradient": {}, "update": {"allreduce": 1}, "evaluation": {"allreduce": 3}},
+    ),
+    "DDP, 8 ranks": (Case(8), _ALL_REDUCE),
+    "SOAP, 8 ranks": (Case(8, {"optimizer": "soap"}), _ALL_REDUCE),
+    "HSDP, 8 ranks": (
+        Case(8, {_FSDP: 4}),
+        {**_SHARDED, "gradient": {**_SHARDED["gradient"], "allreduce": 5}},
+    ),
+    "FSDP and tensor, 8 ranks": (
+        Case(8, {_FSDP: 4, _TENSOR: 2}),
+        {
+            "gradient": {
+                **{"allgather_base": 18, "reduce_scatter_base": 10},
+                **{"all_reduce": 22, "allreduce": 8},
+            },
+            "update": {"allreduce": 3},
+            "evaluation": {"allgather_base": 5, "all_reduce": 5, "allreduce": 4},
+        },
+    ),
+    "FSDP and pipeline, 8 ranks": (
+        Case(8, {_FSDP: 4, _PIPELINE: 2}, rank=7),
+        {
+            "gradient": {
+                **{"allgather_base": 3, "reduce_scatter_base": 3},
+                **{"send": 2, "recv": 2, "allreduce": 2},
+            },
+            "update": {"allreduce": 2},
+            "evaluation": {"allgather_base": 3, "recv": 2, "allreduce": 2},
+        },
+    ),
+    "gossip of nodes, 8 ranks": (
+        Case(8, _NODES),
+        {
+            "gradient": {"allreduce": 1},
+            "update": {"allgather_base": 1, "send": 1, "recv": 1},
+            "evaluation": {"allreduce": 3},
+        },
+    ),
+    "gossip of sharded nodes, 8 ranks": (
+        Case(8, {**_NODES, _FSDP: 2}),
+        {
+            "gradient": {"allgather_base": 18, "reduce_scatter_base": 10},
+            "update": {"allreduce": 1, "send": 1, "recv": 1},
+            "evaluation": {"allgather_base": 5, "allreduce": 3},
+        },
+    ),
+}
+STEP = ("gradient", "update", "log", "evaluation", "save")
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@functools.cache
+def run_case(name: str) -> tuple[dict[str, Notes], set[timedelta]]:
+    [result] = values(run_ranks(run, 1, CASES[name][0]))
+    return result
+
+
+@every_case
+def test_no_tensor_of_the_host_is_sent_through_the_device(name):
+    notes, _ = run_case(name)
+    assert {phase: note.host_messages for phase, note in notes.items() if note.host_messages} == {}
+
+
+@every_case
+def test_nothing_waits_for_the_device_but_decompositions(name):
+    notes, _ = run_case(name)
+    reads = [read for phase in STEP[:-1] for read in notes[phase].reads]  # a save copies
+    assert [read for read in reads if " at optim/eigenbases.py:" not in read] == []
+    assert not reads or name.startswith("K-FAC")
+
+
+@every_case
+def test_no_product_of_the_model_is_computed_in_float32(name):
+    notes, _ = run_case(name)
+    wide = [product for phase in STEP for product in notes[phase].wide_products]
+    # Optimizers choose the precision of their own products.
+    assert [product for product in wide if " at optim/" not in product] == []
+
+
+@every_case
+def test_a_step_has_as_many_collectives_as_before(name):
+    notes, _ = run_case(name)
+    expected = CASES[name][1]
+    assert {phase: dict(notes[phase].collectives) for phase in expected} == expected
+
+
+@every_case
+def test_every_process_group_waits_as_long_as_the_options_say(name):
+    _, timeouts = run_case(name)  # with --timeout 600
+    assert timeouts == ({timedelta(hours=1)} if CASES[name][0].world_size > 1 else set())

@@ -1,0 +1,50 @@
+"""The mean of replicas against its formula, and the memory that it takes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm.parallel.gossip import averaging
+from llm.parallel.gossip.consensus import Consensus
+from llm.plan.trace import MemoryMeter
+from tests.support.ranks import run_ranks, values
+
+NUM_TENSORS, NUMEL = 20, 1000
+COPY = 4 * NUM_TENSORS * NUMEL
+
+
+def weights_of(rank: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(NUMEL, generator=draw) for _ in range(NUM_TENSORS)]
+
+
+def mean_and_peak(how: str, bucket_bytes: int) -> tuple[torch.Tensor, float, int]:
+    """The mean weights, the distance, and the most bytes beside the weights themselves."""
+    dist.init_process_group("gloo")
+    averaging.BUCKET_BYTES = bucket_bytes
+    weights = weights_of(dist.get_rank())
+    consensus = Consensus(weights, world_size=dist.get_world_size())
+    with MemoryMeter(known=weights) as meter:
+        if how == "saved":
+            means = consensus.mean()
+        else:
+            with consensus.averaged():
+                means = [weight.clone() for weight in weights]
+        peak = meter.mark().peak
+    dist.barrier()
+    return torch.cat(means), float(consensus.distance), peak - (COPY if how == "evaluated" else 0)
+
+
+@pytest.mark.parametrize("how", ["saved", "evaluated"])
+def test_the_mean_takes_one_copy_of_the_weights_and_one_bucket(how):
+    small, large = (
+        values(run_ranks(mean_and_peak, 2, how, bytes_)) for bytes_ in (8 * NUMEL, 2 * COPY)
+    )
+    expected = (torch.cat(weights_of(0)) + torch.cat(weights_of(1))) / 2
+    for mean, distance, peak in small:
+        assert torch.equal(mean, small[0][0])
+        torch.testing.assert_close(mean, expected)
+        # The bucket holds two tensors, and the distance takes a few of a tensor's size.
+        assert peak <= COPY + 8 * NUMEL + 24 * NUMEL
+        assert distance == large[0][1]
+    assert torch.equal(small[0][0], large[0][0])

@@ -1,0 +1,130 @@
+"""A made-up accelerator `gpux`, whose tensors have shapes, types and a device, but no values.
+
+Tensors of the host stay real: a program may read them. Call `install` once in a process of its own,
+since PyTorch can neither rename nor remove a device.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+NAME = "gpux"
+
+# What autocast computes in half precision on CUDA, where models and optimizers use it.
+_CAST = (
+    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"),
+    *("conv1d", "scaled_dot_product_attention", "_grouped_mm"),
+)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_libraries: list[torch.library.Library] = []  # their kernels are registered while they live
+
+
+class _Stream:
+    """A stream or an event: nothing runs asynchronously."""
+
+    device_index = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def record_event(self, *args: Any) -> "_Stream":
+        return _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class _Backend(_DummyBackendModule):
+    """The module `torch.gpux`."""
+
+    Stream = Event = stream = device = _Stream
+    default_generators = (torch.default_generator,)
+
+    def current_stream(self, *args: Any) -> _Stream:
+        return _Stream()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, *args: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, *args: Any) -> None: ...
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, *args: Any) -> None: ...
+
+
+def install(rank: int, world_size: int) -> torch.device:
+    """Add the device to PyTorch, and be one of several ranks whose messages are lost."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+    _add_missing_shapes()
+    # Attention has no kernel of its own here: its products stay in the precision of their inputs.
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    if world_size > 1:
+        backend = f"cpu:fake,{NAME}:fake"
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
+        make_group = dist.new_group
+        dist.new_group = lambda *args, backend=None, **kwargs: make_group(
+            *args, backend="cpu:fake" if backend == "gloo" else backend, **kwargs
+        )
+        # It reads the number of parameters of other ranks, which nobody has sent.
+        distributed._verify_param_shape_across_processes = lambda *args, **kwargs: None
+    return torch.device(NAME, 0)
+
+
+def answer_all_reduces(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel have the gradients that it sends for those of all ranks."""
+
+    def send(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        dist.all_reduce(bucket.buffer(), group=group)
+        answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    if isinstance(model, distributed.DistributedDataParallel):
+        model.register_comm_hook(model.process_group, send)
+
+
+def _add_missing_shapes() -> None:
+    """Say what two operations return that fake tensors cannot run."""
+    shapes = torch.library.Library("aten", "IMPL", "Meta")
+    shapes.impl("_fused_sgd_", lambda *args, **kwargs: None)
+    shapes.impl("geqrf", lambda a: (torch.empty_like(a), a.new_empty(min(a.shape))))
+    _libraries.append(shapes)
+
+
+def cast_as_on_cuda() -> None:
+    """Give the device the casts of CUDA's autocast; call it when the package has added its own."""
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    casts = torch.library.Library("aten", "IMPL")
+    for name in _CAST:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
+            operation = getattr(torch.ops.aten, name).default
+            casts.impl(name, functools.partial(_cast, operation), "AutocastPrivateUse1")
+    _libraries.extend((others, casts))
+
+
+def _cast(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    def lower(value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(torch.get_autocast_dtype(NAME)) if is_wide else value
+
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return operation(*map(lower, args), **{name: lower(v) for name, v in kwargs.items()})

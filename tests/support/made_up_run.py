@@ -1,0 +1,163 @@
+"""Steps, an evaluation and the plan of a save by the trainer's own strategies, on a made-up device.
+
+Only one of the ranks exists. Call `run` in a process of its own.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+from llm.checkpoint.format import split_state
+from llm.checkpoint.snapshot import assign_writers
+from llm.data.loader import MicroBatch
+from llm.metrics.meter import Meter
+from llm.parallel import context
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.dims import parallel_dims
+from llm.runtime.world import World
+from llm.trainers.gpt import setup
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.strategies import plan_replicas
+from tests.support import made_up_device
+from tests.support.models import VOCAB_SIZE, tiny_config
+from tests.support.strict_mode import Notes, Strict
+
+BATCH, LENGTH, MICRO_BATCHES, RANKS_PER_NODE = 2, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run.
+
+    Attributes:
+        world_size: Number of ranks.
+        options: Of `GPTConfig`.
+        rank: The one that runs.
+        family: Of `tests.support.models`.
+    """
+
+    world_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    family: str = "gpt2"
+
+
+def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
+    """Run a case in bf16.
+
+    Returns:
+        The notes by phase: "preparation", the two "first steps", in which some things are set up,
+        "gradient" and "update" of the third one, "log", "evaluation" and "save". Then the
+        time-outs of all process groups that the package has made.
+    """
+    for name in ("RANK", "LOCAL_RANK"):  # with which Accelerate would join groups of its own
+        os.environ.pop(name, None)
+    os.environ["WORLD_SIZE"] = str(case.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(RANKS_PER_NODE, case.world_size))
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{made_up_device.NAME}:0"
+    device = made_up_device.install(case.rank, case.world_size)
+    timeouts = _note_timeouts()
+    config = GPTConfig(mixed_precision="bf16", **case.options)
+    with Strict() as strict:
+        strategy = _prepare(case, config, device)
+        return _train(strategy, strict, config), timeouts
+
+
+def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:
+    """Make the strategy as the trainer does, but for what this device cannot do."""
+    make_accelerator = setup.make_accelerator
+
+    def join(*args: Any, **kwargs: Any) -> Any:
+        """Accelerate knows no process groups of this device: let it take them for those of GPUs."""
+        accelerator = make_accelerator(*args, **kwargs)
+        if case.world_size > 1:
+            for state in (PartialState, AcceleratorState):
+                state._shared_state["num_processes"] = case.world_size
+                state._shared_state["process_index"] = case.rank
+                state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return accelerator
+
+    setup.device_of, setup.make_accelerator = lambda _: device, join
+    setup._check_use = lambda *_: None  # it compares values
+    context.causal_lower_right = _outside_modes(context.causal_lower_right)
+    inputs: Any = SimpleNamespace(
+        seed=1,
+        tokenizer=range(VOCAB_SIZE),
+        model_config=tiny_config(case.family),
+        weights_from=None,
+        block_size=LENGTH,
+        ends=None,
+        layout=parallel_dims(config, case.world_size),
+        replicas=plan_replicas(config, case.world_size, None),
+    )
+    world = World(rank=case.rank, local_rank=0, world_size=case.world_size)
+    model = setup.make_model(config, inputs, world)
+    made_up_device.cast_as_on_cuda()
+    strategy = setup.make_strategy(config, inputs, model, world)
+    made_up_device.answer_all_reduces(strategy.wrapped)
+    return strategy
+
+
+def _train(strategy: AcceleratedStrategy, strict: Strict, config: GPTConfig) -> dict[str, Notes]:
+    """Do what the loop does, without reading the results."""
+    notes = {"preparation": strict.take_notes()}
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=strategy.device)
+    batch = MicroBatch(tokens, tokens)
+    num_tokens = MICRO_BATCHES * tokens.numel() * strategy.data_ranks
+    meter = Meter(strategy.device, rank=strategy.rank)
+    for step in range(3):
+        strategy.set_learning_rate(1e-3)
+        loss_sum = strategy.forward_backward([batch] * MICRO_BATCHES, num_tokens=num_tokens)
+        if step == 2:
+            notes["gradient"] = strict.take_notes()
+        if strategy.second_order is not None:
+            strategy.second_order.precondition(learning_rate=1e-3)
+        norm, skipped = strategy.optimizer_step(config.max_grad_norm)
+        meter.add(step, loss_sum, num_tokens, grad_norm=norm, skipped=skipped)
+        strategy.any_rank([False, False])
+        if step > 0:
+            notes["update" if step == 2 else "first steps"] = strict.take_notes()
+    meter.all_reduce(strategy.reduce_sum)
+    notes["log"] = strict.take_notes()
+    with strategy.averaged():
+        loss_sum, counted = strategy.evaluate(batch)
+        strategy.reduce_sum(torch.stack([loss_sum, counted.float()]))
+    notes["evaluation"] = strict.take_notes()
+    parts = {"strategy": strategy, "kfac": strategy.second_order}
+    state, _ = split_state({name: part.state_dict() for name, part in parts.items() if part})
+    world = {"rank": strategy.rank, "world_size": strategy.world_size}
+    assign_writers(state, **world, owner_ranks=strategy.owner_ranks)
+    notes["save"] = strict.take_notes()
+    return notes
+
+
+def _note_timeouts() -> set[timedelta]:
+    """Return the time-outs of process groups that are made from now on."""
+    timeouts: set[timedelta] = set()
+    make = distributed_c10d._new_process_group_helper
+
+    def noted(*args: Any, timeout: timedelta, **kwargs: Any) -> Any:
+        timeouts.add(timeout)
+        return make(*args, timeout=timeout, **kwargs)
+
+    distributed_c10d._new_process_group_helper = noted
+    return timeouts
+
+
+def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's `CausalBias` cannot be made while a mode sees its operations."""
+
+    def made(*args: Any) -> Any:
+        with _disable_current_modes():
+            return make(*args)
+
+    return made

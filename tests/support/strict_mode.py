@@ -1,0 +1,137 @@
+"""A mode that notes what a GPU refuses or waits for, while a program runs on a made-up device."""
+
+import linecache
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.support.made_up_device import NAME
+from tests.support.package import PACKAGE
+
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "convolution"}
+_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
+_ANSWERS = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
+
+
+@dataclass
+class Notes:
+    """What an operation has let the device do, with the lines of the package where it was.
+
+    Attributes:
+        reads: Where the host waits for a value of the device.
+        host_messages: Where a process group of the device is given a tensor of the host.
+        wide_products: Where matrices in float32 are multiplied.
+        collectives: How often each collective was called for tensors of the device.
+    """
+
+    reads: list[str] = field(default_factory=list)
+    host_messages: list[str] = field(default_factory=list)
+    wide_products: list[str] = field(default_factory=list)
+    collectives: Counter[str] = field(default_factory=Counter)
+
+
+class Strict(TorchDispatchMode):
+    """Gives the device fake tensors and the host real ones, and notes what crosses between them.
+
+    Whoever reads a value of the device is told 1, or True. What needs tensors on one device raises
+    if they are on two, as on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack, self._fake = ExitStack(), FakeTensorMode(allow_non_fake_inputs=True)
+        self._notes = Notes()
+
+    def take_notes(self) -> Notes:
+        """Return the notes since the last call."""
+        notes, self._notes = self._notes, Notes()
+        return notes
+
+    def __enter__(self) -> "Strict":
+        self._stack.enter_context(self._fake)
+        # `torch.tensor` then makes its tensor on the host, and copies it to the device.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not all(issubclass(kind, FakeTensor | torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor, which calls the operations of its local tensor
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_message(name.strip("_"), tensors, leaves)
+        if any(tensor.device.type == NAME for tensor in tensors):
+            if name in _READS or _copies_to_host(name, args, kwargs):
+                self._notes.reads.append(f"{name} at {_where()}")
+            if name in _PRODUCTS and any(_is_wide_matrix(tensor) for tensor in tensors):
+                self._notes.wide_products.append(f"{name} at {_where()}")
+            if name == "_local_scalar_dense":
+                return _ANSWERS.get(tensors[0].dtype, 1)
+        elif not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in leaves):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        # Given a tensor of the host only, FakeTensorMode would allocate memory on the device.
+        args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+    def _note_message(self, name: str, tensors: list[torch.Tensor], leaves: list[Any]) -> None:
+        if name in ("barrier", "wait_tensor"):
+            return
+        if all(tensor.device.type == NAME for tensor in tensors):
+            self._notes.collectives[name] += 1
+        elif any(NAME in _device_types(leaf) for leaf in leaves):
+            self._notes.host_messages.append(f"{name} at {_where()}")
+
+
+def _device_types(leaf: Any) -> list[str]:
+    """The devices whose tensors a process group, among the arguments of a collective, is for."""
+    if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+        leaf = dist.ProcessGroup.unbox(leaf)
+    elif isinstance(leaf, str) and leaf in dist.distributed_c10d._world.pg_names.values():
+        leaf = dist.distributed_c10d._resolve_process_group(leaf)
+    if not isinstance(leaf, dist.ProcessGroup):
+        return []
+    return [device.type for device in leaf._device_types]
+
+
+def _copies_to_host(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "copy_":
+        return args[0].device.type == "cpu"
+    target = kwargs.get("device")
+    return name == "_to_copy" and target is not None and target.type == "cpu"
+
+
+def _is_wide_matrix(tensor: torch.Tensor) -> bool:
+    return tensor.ndim >= 2 and tensor.dtype == torch.float32
+
+
+def _where() -> str:
+    """The innermost line of the package that runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(str(PACKAGE)):
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            file = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+            return f"{file}:{frame.f_lineno}: {line}"
+        frame = frame.f_back
+    return "no line of the package"
