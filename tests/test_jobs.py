@@ -1,3 +1,4 @@
+import os
 import re
 import shlex
 import shutil
@@ -202,6 +203,33 @@ def test_a_polaris_script_has_the_required_directives(capsys):
         assert f"\n#PBS {line}\n" in script
     assert "module use /soft/modulefiles\nmodule load conda\nconda activate base\n" in script
     assert "--ppn 1\n    --cpu-bind none\n    torchrun" in script
+
+
+@pytest.mark.parametrize(
+    ("plugin", "choice", "network"),
+    [(True, "", "AWS Libfabric"), (True, "off", ""), (False, "", "")],
+    ids=["a node with the plugin", "the plugin turned off", "a node without it"],
+)
+def test_a_polaris_job_takes_the_fast_network_and_near_gpus(
+    plugin, choice, network, tmp_path, capsys
+):
+    """The lines of the site run in bash, with the plugin's folder moved into the test's."""
+    script = write(capsys, "--site", "polaris", "--nodes", "10", "--time", "3:00:00")
+    assert '--max_restarts=0 "${NUMA[@]}"\n' in script
+    assert "NUMA=(--numa-binding=node)" in script
+    folder = tmp_path / "aws-ofi-nccl" / "v1.9.1-aws" / "lib"
+    if plugin:
+        folder.mkdir(parents=True)
+    begin, end = script.index("# Local rank n"), script.index("# Only now")
+    lines = script[begin:end].replace("/soft/libraries", str(tmp_path))
+    shown = 'echo "$CUDA_VISIBLE_DEVICES|${NCCL_NET:-}|${FI_MR_CACHE_MONITOR:-}|$LD_LIBRARY_PATH"'
+    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/old", "NCCL_PLUGIN": choice}
+    done = subprocess.run(
+        ["bash", "-euc", lines + shown], env=environment, capture_output=True, text=True, check=True
+    )
+    monitor = "userfaultfd" if network else ""
+    paths = f"{tmp_path}/hwloc/lib:{folder}:/old" if network else "/old"
+    assert done.stdout == f"3,2,1,0|{network}|{monitor}|{paths}\n"
 
 
 @pytest.mark.parametrize(

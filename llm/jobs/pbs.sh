@@ -81,12 +81,18 @@ EACH_GPU=(
     python
 )
 {% if torchrun %}
+{% if site.numa %}
+NUMA=()
+if command -v numactl > /dev/null && nvidia-smi > /dev/null 2>&1; then
+    NUMA=(--numa-binding=node)  # each process on the cores beside its GPU
+fi
+{% endif %}
 LAUNCH=(
     mpiexec --hostfile "$PBS_NODEFILE" -n "$NNODES" --ppn 1
 {% if site.pals %}
     --cpu-bind none
 {% endif %}
-    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
     --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
 )
 {% else %}

@@ -34,6 +34,8 @@ class Site:
         system: Name of the machine when PBS selects nodes.
         filesystems: File systems that a job has to name.
         pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
+        numa: Whether GPUs of a node belong to different NUMA nodes, to which torchrun then binds
+            the ranks.
         queues: Queues in the order of preference; a job takes the first that fits its size.
         queue_option: Slurm's option that names the queue.
         set_up: Shell lines that make Python and the network usable.
@@ -49,6 +51,7 @@ class Site:
     system: str | None = None
     filesystems: str | None = None
     pals: bool = False
+    numa: bool = False
     queues: Sequence[Queue] = ()
     queue_option: str = "partition"
     set_up: str = ""

@@ -18,6 +18,10 @@ from llm.errors import ParallelError
 from llm.parallel.options import PrecisionOptions
 from llm.runtime.world import world_from_environment
 
+CPU_BUCKET_MB = 25
+"""Gradients of an all-reduce, in MiB; torch's default."""
+GPU_BUCKET_MB = 100
+"""The same on accelerators, whose links reach their bandwidth with large messages only."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 logger = logging.getLogger("llm.parallel")
@@ -135,6 +139,15 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device, timeout=timeout)
 
 
+def ddp_settings(device: torch.device) -> DistributedDataParallelKwargs:
+    """Return how DistributedDataParallel sends gradients between devices of this kind."""
+    return DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        bucket_cap_mb=CPU_BUCKET_MB if device.type == "cpu" else GPU_BUCKET_MB,
+    )
+
+
 def make_accelerator(
     options: PrecisionOptions, *, device: torch.device, timeout: float = 600.0
 ) -> Accelerator:
@@ -155,14 +168,11 @@ def make_accelerator(
     # By default DistributedDataParallel is given the local rank as its device, which is wrong
     # where the job's launcher shows each task its own GPU only. Batches are on the device already.
     os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-    data_parallel = DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True, broadcast_buffers=False
-    )
     fp16_on_cpu = on_cpu and options.mixed_precision == "fp16"
     accelerator = Accelerator(
         cpu=on_cpu,  # without it, Accelerate does not join the processes of a CPU
         mixed_precision="no" if fp16_on_cpu else options.mixed_precision or "no",
-        kwargs_handlers=[data_parallel],
+        kwargs_handlers=[ddp_settings(device)],
     )
     if fp16_on_cpu:
         # Accelerate would silently train in float32: `AcceleratedStrategy` does this autocast.

@@ -15,6 +15,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.parallel.accelerator import (
     check_device,
     check_precision,
+    ddp_settings,
     form_default_group,
     make_accelerator,
 )
@@ -195,6 +196,11 @@ def votes():
 def test_all_ranks_receive_a_flag_at_the_next_call():
     first, second = values(run_ranks(votes, 2))
     assert first == second == [[False, False], [False, False], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 25), ("cuda", 100), ("xpu", 100)])
+def test_an_all_reduce_is_larger_on_accelerators(device, size):
+    assert ddp_settings(torch.device(device)).bucket_cap_mb == size
 
 
 def test_fp8_on_a_cpu_is_refused_by_name():

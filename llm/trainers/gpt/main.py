@@ -23,6 +23,7 @@ from llm.errors import ConfigError, LLMError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.deterministic import deterministic_kernels
 from llm.runtime.file_limit import raise_file_limit
+from llm.runtime.gpu_allocator import expand_segments
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
@@ -118,6 +119,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     adopt_launcher()
     raise_file_limit()
     limit_spin_wait()
+    expand_segments()
     quiet_libraries()
     # Imported here, so that --help and a wrong option need no torch.
     from llm.trainers.gpt.evaluate import evaluate

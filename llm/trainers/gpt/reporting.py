@@ -26,6 +26,7 @@ from llm.metrics.tracker import Tracker
 from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
 from llm.runtime.world import task_launcher
 from llm.trainers.gpt.config import GPTConfig
@@ -83,6 +84,8 @@ def log_start(
             mixed_precision=config.mixed_precision,
         ),
     )
+    if strategy.device.type == "cuda":
+        logger.info(f"GPU memory: {allocator_settings()}")
     logger.info(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
