@@ -3,6 +3,7 @@
 This happens before process groups form, so they exchange verdicts through the launcher's store.
 """
 
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -29,7 +30,6 @@ class Verifiers:
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self._rank, self._world_size = rank, world_size
         self._exchanges = 0
-        self._connection: Store | None = None
 
     def share(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
         """Return the files that this rank reads; each file has one rank.
@@ -54,7 +54,7 @@ class Verifiers:
         """
         if self._world_size == 1:
             return problem
-        key, store = self._next_key(), self._store()
+        key, store = self._next_key(), _launch_store()
         if problem is not None:
             store.compare_set(f"{key}/problem", "", problem)
         self._count(f"{key}/verified")
@@ -79,7 +79,7 @@ class Verifiers:
         """
         if self._world_size == 1:
             return
-        key, store = self._next_key(), self._store()
+        key, store = self._next_key(), _launch_store()
         if self._rank == 0:
             store.set(f"{key}/value", value)
         self._wait_for(f"{key}/value")
@@ -98,12 +98,12 @@ class Verifiers:
         return f"llm/verify/{restart}/{self._exchanges}"
 
     def _count(self, key: str) -> None:
-        if self._store().add(key, 1) == self._world_size:
-            self._store().set(f"{key}/all", "")
+        if _launch_store().add(key, 1) == self._world_size:
+            _launch_store().set(f"{key}/all", "")
 
     def _wait_for(self, key: str) -> None:
         deadline = time.monotonic() + _SECONDS
-        while not self._store().check([key]):
+        while not _launch_store().check([key]):
             if time.monotonic() > deadline:
                 raise ParallelError(
                     f"Not all {self._world_size} ranks have verified the checkpoint within "
@@ -111,14 +111,19 @@ class Verifiers:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _store(self) -> "Store":
-        """Return the store by which process groups form later; rank 0 or torchrun serves it."""
-        if self._connection is None:
-            from torch.distributed.rendezvous import rendezvous
 
-            seconds = timedelta(seconds=_SECONDS)
-            self._connection, _, _ = next(iter(rendezvous("env://", timeout=seconds)))
-        return self._connection
+@functools.cache
+def _launch_store() -> "Store":
+    """Return the store by which process groups form later; rank 0 or torchrun serves it.
+
+    It is kept as long as the process lives: rank 0 would end the store that it serves, to which
+    faster ranks may have connected again to form the process groups.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    seconds = timedelta(seconds=_SECONDS)
+    store: Store = next(iter(rendezvous("env://", timeout=seconds)))[0]
+    return store
 
 
 ALONE = Verifiers()
