@@ -9,6 +9,8 @@ ranks then all-reduce the largest logit and the sum of the exponentials of each 
 al. 2019, arXiv:1909.08053, section 3).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ def chunked_cross_entropy(
     align: int = 1,
     tied: TiedEmbedding | None = None,
     buffer: Tensor | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
 
@@ -50,12 +53,22 @@ def chunked_cross_entropy(
             copied into a larger matrix where they are not; gradients have the weight's shape.
         tied: The input embedding, if it has the same weight; takes the gradient of the weight.
         buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
+        compiled: Compile what is computed from the logits of a chunk; not of a sharded head.
     """
-    # torch.compile traces no DTensor. It unrolls the loop over chunks, which pays only where they
-    # are few and large, as on a GPU.
-    compiles = hidden.device.type != "cpu" and not isinstance(weight, DTensor)
-    apply = _cross_entropy if compiles else _uncompiled_cross_entropy
-    return apply(hidden, weight, bias, labels, vocab_size, rows, align, tied, buffer)
+    shard = None
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
+        weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
+    softmax = _compiled_softmax() if compiled and shard is None else _softmax
+    # Inside the function, gradients are disabled.
+    grad_enabled = torch.is_grad_enabled()
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        *(hidden, weight, bias, labels, vocab_size, rows, align),
+        *(shard, tied, buffer, softmax, grad_enabled),
+    )
+    return loss_sum
 
 
 @dataclass(frozen=True)
@@ -69,34 +82,6 @@ class _Shard:
 
     group: dist.ProcessGroup
     first: int
-
-
-def _cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    vocab_size: int,
-    rows: int,
-    align: int,
-    tied: TiedEmbedding | None,
-    buffer: Tensor | None,
-) -> Tensor:
-    shard = None
-    if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-        shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
-        weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
-    # Inside the function, gradients are disabled.
-    grad_enabled = torch.is_grad_enabled()
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, vocab_size, rows, align, shard, tied, buffer, grad_enabled
-    )
-    return loss_sum
-
-
-_uncompiled_cross_entropy = torch.compiler.disable(_cross_entropy)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -115,6 +100,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
+        softmax: Callable[..., tuple[Tensor, Tensor | None]],
         grad_enabled: bool,
     ) -> Tensor:
         """Return the sum; the arguments are those of `chunked_cross_entropy`."""
@@ -139,22 +125,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 span = slice(start, start + rows)
                 chunk = hidden[span].to(dtype)
                 logits = _logits(chunk, matrix, offsets, buffer)
-                # Padding columns get probability 0.
-                logits[:, min(columns, max(0, vocab_size - first)) :] = -torch.inf
-                log_probs = _log_softmax(logits, shard)
-                counted = labels[span] != IGNORED
-                targets = labels[span] - first
-                # A label in the columns of another rank adds its loss there.
-                mine = counted & (targets >= 0) & (targets < columns)
-                targets = targets.clamp(0, columns - 1).unsqueeze(1)
-                losses[span] = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
-                if not any(wanted):
+                own_columns = min(columns, max(0, vocab_size - first))
+                losses[span], grad_logits = softmax(
+                    logits, labels[span], own_columns, shard, any(wanted)
+                )
+                if grad_logits is None:
                     continue
-                # d loss / d logits = softmax - one-hot. Ignored rows are zeroed in the products
-                # below, which are narrower than the logits.
-                one = mine.float().unsqueeze(1)
-                grad_logits = log_probs.exp_().scatter_add_(1, targets, -one).to(dtype)
-                keep = counted.to(dtype).unsqueeze(1)
+                keep = (labels[span] != IGNORED).to(dtype).unsqueeze(1)
                 if grad_hidden is not None:
                     grad_hidden[span] = (grad_logits @ matrix) * keep
                 if grad_weight is not None:
@@ -186,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, *[None] * 8
+        return hidden, weight, bias, *[None] * 9
 
 
 def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -206,6 +183,42 @@ def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor |
     if bias is not None:
         logits += bias
     return logits
+
+
+def _softmax(
+    logits: Tensor, labels: Tensor, own_columns: int, shard: _Shard | None, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of a chunk, and their gradient by the logits; overwrites the logits.
+
+    Args:
+        logits: [rows, columns], in the precision of the products.
+        labels: [rows], int64; -100 for no loss, whose row of the gradient is the plain softmax.
+        own_columns: Columns of this rank's part of the vocabulary; the others are padding.
+        shard: The part, if the head is sharded.
+        with_gradient: Whether to compute the gradient.
+
+    Returns:
+        Fp32 [rows], without those of labels in the columns of other ranks; and [rows, columns], in
+        the precision of the logits, or None.
+    """
+    logits[:, own_columns:] = -torch.inf  # probability 0
+    log_probs = _log_softmax(logits, shard)
+    targets = labels if shard is None else labels - shard.first
+    # A label in the columns of another rank adds its loss there.
+    mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
+    targets = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    losses = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
+    if not with_gradient:
+        return losses, None
+    # Softmax minus one-hot. The products with it zero the rows without a label: they are narrower.
+    one = mine.float().unsqueeze(1)
+    return losses, log_probs.exp_().scatter_add_(1, targets, -one).to(logits.dtype)
+
+
+@functools.cache
+def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return `_softmax` as a few kernels, which read and write the logits a fourth as often."""
+    return torch.compile(_softmax, dynamic=False)
 
 
 def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:

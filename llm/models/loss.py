@@ -39,6 +39,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
         aligned: Whether matrix products have the sizes that are fast on an accelerator: multiples
             of 128, in chunks of equal length. On all devices but a CPU unless given.
+        compiled: Whether to compile what is computed from the logits of a chunk.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -52,6 +53,7 @@ class LanguageModelLoss(nn.Module):
         chunked: bool | None = None,
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -65,6 +67,7 @@ class LanguageModelLoss(nn.Module):
         self.chunked = chunked
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
+        self._compiled = compiled
         self._buffer: Tensor | None = None
 
     def forward(
@@ -155,6 +158,7 @@ class LanguageModelLoss(nn.Module):
             align=_TILE if self._is_aligned(hidden.device) else 1,
             tied=tied,
             buffer=self._logits_buffer(hidden, rows, head.weight),
+            compiled=self._compiled,
         )
 
     def _model_outputs(
