@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, ParallelError
 from llm.runtime.files import checksum, sync_file
 
 if TYPE_CHECKING:
@@ -89,6 +89,12 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     return parameters | buffers
+
+
+def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise a ParallelError if a saved state has other names than this run's."""
+    if own.keys() != saved.keys():
+        raise ParallelError(f"The {name} of the saved state has other parameters.")
 
 
 def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llm.checkpoint.format import model_tensors
+from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
-from llm.errors import ParallelError
+from llm.models.weight_casts import cast_weights_once
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
 
@@ -139,7 +139,7 @@ class AcceleratedStrategy:
             capture = self.second_order.capture_stats(
                 token_weight=token_weight, loss_scale=self.loss_scale()
             )
-        with capture:
+        with capture, self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self._cpu_fp16_autocast():
@@ -147,6 +147,12 @@ class AcceleratedStrategy:
                     self._scale(objective * token_weight).backward()
                 total += loss_sum.detach()
         return total
+
+    def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+        """Cast the weights once a step; for one micro-batch the copies would only stay longer."""
+        halves = self._fp16_on_cpu or self.accelerator.mixed_precision != "no"
+        several = halves and micro_batches > 1
+        return cast_weights_once(self.device) if several else contextlib.nullcontext()
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce gradients in the backward of a step's last micro-batch only (no_sync)."""
@@ -342,9 +348,3 @@ class AcceleratedStrategy:
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise a ParallelError if a saved state has other names than this run's."""
-    if own.keys() != saved.keys():
-        raise ParallelError(f"The {name} of the saved state has other parameters.")

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llm.checkpoint.format import model_tensors
+from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.errors import ParallelError
 from llm.parallel.any_rank import FlagReducer
-from llm.parallel.base import AcceleratedStrategy, MakeOptimizer, check_same_parameters
+from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.consensus import Consensus, read_mean
 from llm.parallel.gossip.diloco import OuterOptimizer
