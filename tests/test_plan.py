@@ -21,9 +21,15 @@ from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
 from llm.plan.estimate import Estimate, estimate, nearest, search, transfers
 from llm.plan.job import DEVICES, Job
-from llm.plan.memory import in_flight
+from llm.plan.memory import _Stage, in_flight
 from llm.plan.options import PlanOptions
-from llm.plan.rank_model import count_parameters, fake_ranks, shard_sizes, split_model
+from llm.plan.rank_model import (
+    count_parameters,
+    fake_ranks,
+    num_elements,
+    shard_sizes,
+    split_model,
+)
 from llm.plan.trace import MemoryMeter
 
 SMALL = {
@@ -255,6 +261,20 @@ def test_weights_gradients_and_moments_shrink_with_the_shard_size() -> None:
 
     for kind in ("weights", "optimizer"):
         assert getattr(quarter, kind) == pytest.approx(getattr(whole, kind) / 4, rel=0.01)
+
+
+def test_casts_of_weights_stay_for_all_micro_batches_of_a_step() -> None:
+    totals = []
+    for accumulation in (1, 2):
+        job = job_of(
+            mixed_precision="bf16", gradient_accumulation_steps=accumulation, chunked_loss=False
+        )
+        moments = {memory.moment: memory for memory in _Stage(job, job.layout, 0).moments()}
+        totals.append(moments["backward of its first layer"].activations)
+    trace, counts = job.trace(1, 1), job.param_counts(1)
+
+    casts = 3 * trace.block_casts + 2 * num_elements(counts.head)
+    assert totals[1] - totals[0] == casts + trace.block_casts - trace.casts_left
 
 
 def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding() -> None:

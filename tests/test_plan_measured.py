@@ -116,6 +116,7 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
         pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
         pytest.param(1, HALF, marks=SLOW),
+        pytest.param(1, f"{HALF} --gradient_accumulation_steps 2", marks=SLOW),
         pytest.param(1, "--kfac", marks=SLOW),
         pytest.param(1, "--gradient_checkpointing", marks=SLOW),
         pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llm.models.patches.tied_embedding import TiedEmbedding
+from llm.models.weight_casts import copy_once
 
 IGNORED = -100
 """The label of a position that has no loss."""
@@ -55,17 +56,18 @@ def chunked_cross_entropy(
         buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
         compiled: Compile what is computed from the logits of a chunk; not of a sharded head.
     """
-    shard = None
+    shard, whole = None, weight
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
         shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
+    matrix = copy_once(whole, lambda: _product_matrix(weight, align))
     softmax = _compiled_softmax() if compiled and shard is None else _softmax
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        *(hidden, weight, bias, labels, vocab_size, rows, align),
+        *(hidden, weight, bias, labels, vocab_size, rows, matrix),
         *(shard, tied, buffer, softmax, grad_enabled),
     )
     return loss_sum
@@ -96,7 +98,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocab_size: int,
         rows: int,
-        align: int,
+        matrix: Tensor,
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
@@ -110,12 +112,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         first = 0 if shard is None else shard.first
         columns = len(weight)
-        width = -(-columns // align) * align
-        device_type = hidden.device.type
-        autocasts = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
-        with torch.autocast(device_type, enabled=False):
-            matrix = _padded(weight, width, dtype)
+        width, dtype = len(matrix), matrix.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
             offsets = None if bias is None else _padded(bias, width, dtype)
             grad_weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
             grad_bias = None
@@ -164,6 +162,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
         return hidden, weight, bias, *[None] * 9
+
+
+@torch.no_grad()
+def _product_matrix(weight: Tensor, align: int) -> Tensor:
+    """Return the weight in the precision of its products, with rows up to a multiple of `align`."""
+    device_type = weight.device.type
+    autocasts = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
+    return _padded(weight.detach(), -(-len(weight) // align) * align, dtype)
 
 
 def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:

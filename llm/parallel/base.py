@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llm.checkpoint.format import check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
+from llm.models.weight_casts import cast_weights_once
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
 from llm.parallel.accelerator import convert_to_fp8
@@ -140,28 +141,30 @@ class AcceleratedStrategy:
             capture = self.second_order.capture_stats(
                 token_weight=token_weight, loss_scale=self.loss_scale()
             )
-        with capture:
+        with capture, self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
-                    with self._cpu_fp16_autocast():
+                    with self.autocast():
                         objective, loss_sum = self.wrapped(*micro_batch)
                     self._scale(objective * token_weight).backward()
                 total += loss_sum.detach()
         return total
 
+    def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+        """Cast the weights once a step; for one micro-batch the copies would only stay longer."""
+        halves = self._fp16_on_cpu or self.accelerator.mixed_precision != "no"
+        several = halves and micro_batches > 1
+        return cast_weights_once(self.device) if several else contextlib.nullcontext()
+
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce gradients in the backward of a step's last micro-batch only (no_sync)."""
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
-    def _cpu_fp16_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the one autocast that Accelerate does not put around the model's forward."""
-        if self._fp16_on_cpu:
-            return torch.autocast("cpu", torch.float16)
-        return contextlib.nullcontext()
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the run's autocast, for a forward that does not go through `wrapped`."""
-        return self._cpu_fp16_autocast() if self._fp16_on_cpu else self.accelerator.autocast()
+        """Return the context of the run's precision, to run the model in."""
+        if self._fp16_on_cpu:  # which Accelerate does not know
+            return torch.autocast("cpu", torch.float16)
+        return self.accelerator.autocast()
 
     def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
@@ -219,7 +222,7 @@ class AcceleratedStrategy:
         if self.wrapped.training:
             self.wrapped.eval()
         micro_batch = self._local_batch(micro_batch)
-        with self._cpu_fp16_autocast():
+        with self.autocast():
             _, loss_sum = self.wrapped(*micro_batch)
         return loss_sum, (micro_batch.labels != -100).sum()
 

@@ -165,6 +165,10 @@ class ShardedStrategy(AcceleratedStrategy):
     def _gradient_ranks(self) -> int:
         return self.dims.data_ranks * self.dims.context
 
+    def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+        """Keep no copies of gathered weights, which are freed after each block."""
+        return contextlib.nullcontext()
+
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
 

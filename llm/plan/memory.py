@@ -3,11 +3,15 @@
 import dataclasses
 import itertools
 
+from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.plan.job import GIB, Job
 from llm.plan.rank_model import FP32, num_elements, shard_sizes
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
+
+HALF = 2
+"""Bytes of a number in half precision."""
 
 CONTEXT = GIB
 """Bytes of a GPU that the driver, cuBLAS and NCCL take beside tensors."""
@@ -97,6 +101,15 @@ class _Stage:
         blocks = (self.param_counts.blocks[number] for number in numbers)
         self.own, self.trained = shard_sizes(itertools.chain(self.others, *blocks), ranks)
         self.micro_batches = job.batches(layout).accumulation
+        # On a GPU the backward pass has a thread of its own, in which the autocast of a recomputed
+        # block is the outermost one: its end clears all copies.
+        recomputes_on_gpu = recomputation(job.options) != "none" and job.options.device != "cpu"
+        self.casts_are_held = (
+            layout.is_replicated
+            and self.micro_batches > 1
+            and job.options.mixed_precision != "no"
+            and not recomputes_on_gpu
+        )
         self.flight = in_flight(
             job.options.pipeline_schedule,
             stage=stage,
@@ -112,15 +125,25 @@ class _Stage:
         head = FP32 * num_elements(p for p in param_counts.head if p.requires_grad) * self.is_last
         working = max(0, trace.block_backward_extra - block)
         held = self.flight * self._kept(self.layers)
-        gone = 0 if self.casts_are_gathered else trace.block_casts - trace.casts_left
+        gone = trace.block_casts - trace.casts_left
+        if self.casts_are_gathered or self.casts_are_held:
+            gone = 0
         back = held - self.flight * self.layers * gone
         rest = back - self._kept(self.layers) + self._kept(1) + (self.layers - 1) * gone
+        head_cast = 0
+        if self.casts_are_held:
+            rest += (self.layers - 1) * trace.block_casts
+            head_cast = HALF * num_elements(param_counts.head)  # the loss counts it itself
         left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
         moments = [
-            self._moment("backward of its last layer", back + left + working, fresh=head + block),
-            self._moment("backward of its first layer", rest + working, done=True),
+            self._moment(
+                "backward of its last layer",
+                back + left + working + head_cast,
+                fresh=head + block,
+            ),
+            self._moment("backward of its first layer", rest + working + head_cast, done=True),
             self._moment("optimizer's step", 0, done=True, stepping=True),
-            self._moment("forward of its last layer", held + trace.block_forward_extra),
+            self._moment("forward of its last layer", held + trace.block_forward_extra + head_cast),
         ]
         if self.is_last:
             logits = max(0, trace.loss_extra - head)

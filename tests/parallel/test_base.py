@@ -1,5 +1,6 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
+import contextlib
 import sys
 import types
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import imports
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
@@ -87,6 +89,49 @@ def test_bf16_and_fp16_train_close_to_float32(ranks):
             [record[0] for record in exact], rel=tolerance
         )
         assert records != exact, f"{precision} computed in float32"
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts the casts of a model's weights to half precision."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
+            self.number += args[0].untyped_storage().data_ptr() in self.weights
+        return func(*args, **(kwargs or {}))
+
+
+def casts_of_a_step(precision: str, accumulation: int, once: bool):
+    """Number of casts in a second step, and the gradients of both."""
+    strategy = make_strategy(precision)
+    if not once:
+        strategy._weight_casts = lambda micro_batches: contextlib.nullcontext()
+    gradients = []
+    for step in range(2):
+        micro_batches, num_tokens = share(step, strategy, accumulation)
+        with WeightCasts(strategy.model) as casts:
+            strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        gradients += [p.grad.flatten().tolist() for p in strategy.parameters]
+        strategy.optimizer_step(1.0)
+    return casts.number, gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_are_cast_once_a_step_with_the_same_gradients(ranks, precision):
+    def outcome(accumulation, once):
+        return values(run_ranks(casts_of_a_step, ranks, precision, accumulation, once))[0]
+
+    (of_one, _), (of_four, shared), (repeated, apart) = (
+        outcome(accumulation, once) for accumulation, once in ((1, True), (4, True), (4, False))
+    )
+    assert of_one == of_four > 0
+    assert repeated == 4 * of_one
+    assert shared == apart
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

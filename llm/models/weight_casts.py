@@ -1,0 +1,45 @@
+"""One cast of the weights for all micro-batches of a step."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class _Copies:
+    """The copies that were made since `cast_weights_once` began, by weight; None outside it."""
+
+    held: dict[Tensor, Tensor] | None = None
+
+
+_copies = _Copies()
+
+
+@contextlib.contextmanager
+def cast_weights_once(device: torch.device) -> Iterator[None]:
+    """Let forward passes under autocast share their copies of the weights, which must not change.
+
+    Gradients stay the same bit for bit: the node of a cast saves no tensors, so it serves several
+    backward passes, each of which adds its own gradient to the weight's in float32.
+
+    Args:
+        device: The device of the weights.
+    """
+    _copies.held = {}
+    try:
+        # Autocast keeps its copies until the outermost of its contexts ends: this one, which has
+        # no other effect.
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        _copies.held = None
+
+
+def copy_once(weight: Tensor, copy: Callable[[], Tensor]) -> Tensor:
+    """Return what `copy` returns for a weight; inside `cast_weights_once` it is called once."""
+    if _copies.held is None or torch.compiler.is_compiling():
+        return copy()
+    if weight not in _copies.held:
+        _copies.held[weight] = copy()
+    return _copies.held[weight]
