@@ -164,7 +164,8 @@ class AcceleratedStrategy:
         """Return the context of the run's precision, to run the model in."""
         if self._fp16_on_cpu:  # which Accelerate does not know
             return torch.autocast("cpu", torch.float16)
-        return self.accelerator.autocast()
+        context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
 
     def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
