@@ -298,14 +298,12 @@ class AcceleratedStrategy:
         moments = self._optimizer_state()
         return {
             "model": model_tensors(self.model),
-            "optimizer": {names[p]: moments[p] for p in self.parameters if moments.get(p)},
+            "optimizer": {names[p]: moments[p] for p in self.parameters if p in moments},
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
     def _optimizer_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Return the optimizer's state by the model's parameters."""
-        if isinstance(self.optimizer, EKFAC):
-            return self.optimizer.gathered_state()  # a rank has the state of some layers only
+        """Return the optimizer's state by the model's parameters, for those that have one."""
         return self.optimizer.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -320,7 +318,6 @@ class AcceleratedStrategy:
         with torch.no_grad():
             for name, tensor in own["model"].items():
                 tensor.copy_(state["model"][name])
-            # Not into `own`: what is gathered from ranks is a copy of the optimizer's state.
             for name, parameter in self.model.named_parameters():
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():
                     tensor.copy_(state["optimizer"][name][key])
@@ -331,9 +328,15 @@ class AcceleratedStrategy:
         """Return the ranks that hold a tensor of a checkpoint: one of them writes it.
 
         Args:
-            path: Its path in the checkpoint, which begins with "strategy/".
+            path: Its path in the checkpoint.
         """
-        return range(self.world_size)
+        owner = None
+        kind, _, name = path.rpartition("/")[0].rpartition("/")
+        if kind == "kfac/factors" and self.second_order is not None:
+            owner = self.second_order.owner_of(name)
+        elif kind == "strategy/optimizer" and isinstance(self.optimizer, EKFAC):
+            owner = self.optimizer.owner_of(self.model.get_parameter(name))
+        return range(self.world_size) if owner is None else [owner]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on the host, for export.

@@ -230,6 +230,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 for key, value in self.optimizer.state[local].items()
             }
             for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
+            if self.optimizer.state.get(local)
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -146,6 +146,10 @@ class Curvature:
         """Return whether this rank computes a layer's update."""
         return self._assignment.column_of[layer.input_name] == self.exchange.column
 
+    def owner_of(self, factor: str) -> int | None:
+        """Return the rank that decomposes a factor, by its name; None if there is no such factor."""
+        return self._assignment.owner_of.get(factor)
+
     def broadcast_updates(self, updates: Mapping[str, Sequence[Tensor]]) -> None:
         """Send tensors of layers, by layer name, from the ranks that work on them, in place."""
         columns: dict[int, list[Tensor]] = {}
@@ -314,14 +318,14 @@ class Curvature:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages and bases by factor, and the number of steps, the same on all ranks.
+        """Return averages and bases by factor, and the number of steps; all ranks must call it.
 
-        With one rank they are the live tensors, with several copies; all ranks must call it.
+        They are the live tensors that this rank keeps. A factor's owner keeps all of it.
         """
         return {
             "steps": self.steps,
             "fallbacks": self.exchange.all_reduce(self._fallbacks),
-            "factors": {factor.name: self.exchange.gather(factor) for factor in self.factors},
+            "factors": {factor.name: factor.tensors() for factor in self.factors},
         }
 
     @torch.no_grad()

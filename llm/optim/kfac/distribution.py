@@ -168,24 +168,6 @@ class Exchange:
         for column, source in enumerate(self._assignment.row_ranks(self.rank)):
             _broadcast(list(updates.get(column, ())), source=source, group=self._row)
 
-    def gather(self, factor: Factor) -> dict[str, Tensor]:
-        """Return all that a factor's owner keeps of it, on every rank.
-
-        With one rank these are the live tensors, with several copies on the host.
-        """
-        tensors = factor.tensors()
-        if self._assignment.world_size == 1:
-            return tensors
-        if not factor.owned:  # Tensors of the owner's shapes, to receive into.
-            widest = max(factor.widths)
-            tensors = Factor(
-                factor.name, size=factor.size, max_dim=widest, device=factor.device
-            ).tensors()
-        copies = {key: tensor.clone() for key, tensor in tensors.items()}
-        source = self._assignment.owner_of[factor.name]
-        _broadcast(list(copies.values()), source=source, group=dist.group.WORLD)
-        return {key: tensor.cpu() for key, tensor in copies.items()}
-
     def _by_owner(self, factors: Sequence[Factor]) -> dict[int, list[Factor]]:
         """Group factors by owner, the owners in the same order on every rank."""
         by_owner: dict[int, list[Factor]] = {}

@@ -1,6 +1,6 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,29 +63,22 @@ class EKFAC(torch.optim.Optimizer):
         }
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
         self.state.update({p: adamw_state(p) for p in self._group_of if p not in self._covered})
+        self._owner_of: dict[Tensor, int | None] = {}
         for layer in curvature.layers:
-            if curvature.works_on(layer):
-                self.state.update(_layer_state(layer))
+            # Empty for moments that other ranks keep: a checkpoint has the names of all.
+            kept = curvature.works_on(layer)
+            self.state.update(_layer_state(layer) if kept else {p: {} for p in layer.parameters})
+            if not curvature.is_replicated:
+                owner = curvature.owner_of(f"{layer.name}.G")
+                self._owner_of.update(dict.fromkeys(layer.parameters, owner))
 
-    def gathered_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Return the state of all parameters, the same on all ranks, which must all call it.
+    def owner_of(self, parameter: Tensor) -> int | None:
+        """Return the one rank that saves the moments of a parameter; None if any rank may.
 
-        Where every rank keeps all of it these are the live tensors; else those of covered layers
-        are copies.
+        It is one rank, not all that keep them: these keep different averages besides, so they
+        would not agree on a division by load.
         """
-        if self.curvature.is_replicated:
-            return self.state
-        gathered = {p: state for p, state in self.state.items() if p not in self._covered}
-        copies: dict[str, list[Tensor]] = {}
-        for layer in self.curvature.layers:
-            state = _layer_state(layer)
-            if self.curvature.works_on(layer):
-                for key, tensor in state[layer.weight].items():
-                    tensor.copy_(self.state[layer.weight][key])
-            gathered.update(state)
-            copies[layer.name] = list(state[layer.weight].values())
-        self.curvature.broadcast_updates(copies)
-        return gathered
+        return self._owner_of.get(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

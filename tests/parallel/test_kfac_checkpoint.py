@@ -1,0 +1,139 @@
+"""Checkpoints of K-FAC, whose factors and moments are spread over ranks."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llm.checkpoint.format import PLAIN, split_state
+from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.options import CheckpointOptions
+from llm.checkpoint.save import Saver
+from llm.checkpoint.snapshot import assign_writers
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import disable_packing_detection
+from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.options import OptimizerOptions
+from llm.parallel.base import AcceleratedStrategy
+from tests.support import layouts
+from tests.support.data_parallel import make_model, share
+from tests.support.ranks import run_ranks, values
+
+STRATEGIES = ["comm-opt", "hybrid-opt", "mem-opt"]
+CASES = [
+    *({"kfac_strategy": strategy} for strategy in STRATEGIES),
+    {"kfac_strategy": "mem-opt", "kfac_method": "eigen"},
+]
+
+
+def make_strategy(options):
+    strategy = AcceleratedStrategy(layouts.cpu_accelerator())
+    disable_packing_detection()
+    every = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
+    given = OptimizerOptions(kfac=True, learning_rate=1e-2, **every, **options)
+
+    def make_optimizer(model):
+        strategy.second_order = make_kfac(given, model, torch_compile=False)
+        return strategy.second_order.optimizer
+
+    strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
+    return strategy
+
+
+def parts_of(strategy):
+    return {"strategy": strategy, "kfac": strategy.second_order}
+
+
+def train(strategy, steps):
+    for step in steps:
+        micro_batches, num_tokens = share(step, strategy, 1)
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        strategy.second_order.precondition(learning_rate=1e-2)
+        strategy.optimizer_step(1.0)
+    return torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
+
+
+def save(strategy, folder, step):
+    saver = Saver(
+        CheckpointOptions(),
+        folder,
+        parts=parts_of(strategy),
+        metadata={},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        owner_ranks=strategy.owner_ranks,
+    )
+    saver.save(step=step, eval_loss=None)
+    saver.finish(last=True)
+
+
+def saved_and_trained_on(options, folder):
+    strategy = make_strategy(options)
+    train(strategy, range(6))
+    save(strategy, folder, 6)
+    return train(strategy, range(6, 9))
+
+
+def loaded_and_saved(options, folder, copy):
+    strategy = make_strategy(options)
+    load_state(newest_valid(folder), parts_of(strategy))
+    save(strategy, copy, 6)
+    return train(strategy, range(6, 9))
+
+
+def content(folder):
+    """The tensors and the plain values of a checkpoint."""
+    path = newest_valid(folder).path
+    files = [load_file(name) for name in path.glob("*.safetensors")]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    assert len(tensors) == sum(len(file) for file in files)  # each is written once
+    return tensors, json.loads((path / PLAIN).read_text())
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kfac_resumes_bit_for_bit_and_loads_on_any_ranks(options, ranks, tmp_path):
+    folder = tmp_path / "run"
+    straight = values(run_ranks(saved_and_trained_on, ranks, options, folder))
+
+    resumed = values(run_ranks(loaded_and_saved, ranks, options, folder, tmp_path / "again"))
+    others = {**options, "kfac_strategy": "mem-opt"}
+    values(run_ranks(loaded_and_saved, 6 - ranks, others, folder, tmp_path / "other"))
+    values(run_ranks(loaded_and_saved, 1, options, folder, tmp_path / "alone"))
+
+    assert all(torch.equal(one, other) for one, other in zip(resumed, straight, strict=True))
+    tensors, plain = content(folder)
+    for copy in ("again", "other", "alone"):
+        found, found_plain = content(tmp_path / copy)
+        assert found_plain == plain
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def copied_for_a_save(options):
+    """Bytes of new tensors in the state, of those that this rank writes, and of the whole state."""
+    strategy = make_strategy(options)
+    train(strategy, range(2))
+    live = [*strategy.model.parameters(), *strategy.model.buffers()]
+    live += [t for state in strategy.optimizer.state.values() for t in state.values()]
+    for factor in strategy.second_order.recorder.factors:
+        live += factor.tensors().values()
+    addresses = {tensor.data_ptr() for tensor in live}
+    state, _ = split_state({name: part.state_dict() for name, part in parts_of(strategy).items()})
+    new = sum(t.nbytes for t in state.values() if t.data_ptr() not in addresses)
+    world = {"rank": strategy.rank, "world_size": strategy.world_size}
+    own, _ = assign_writers(state, **world, owner_ranks=strategy.owner_ranks)
+    return new, sum(t.nbytes for t in own.values()), sum(t.nbytes for t in state.values())
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(options.values()))
+def test_all_ranks_together_copy_the_state_once_for_a_save(options):
+    [(_, _, whole)] = values(run_ranks(copied_for_a_save, 1, options))
+    for ranks in (2, 4):
+        found = values(run_ranks(copied_for_a_save, ranks, options))
+
+        # The counts of failures and of clipped steps are sums over ranks or not part of `live`.
+        assert all(new <= 8 for new, _, _ in found)
+        assert sum(own for _, own, _ in found) == whole
+        assert max(own for _, own, _ in found) < 1.2 * whole / ranks
