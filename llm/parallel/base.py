@@ -164,8 +164,7 @@ class AcceleratedStrategy:
         """Return the context of the run's precision, to run the model in."""
         if self._fp16_on_cpu:  # which Accelerate does not know
             return torch.autocast("cpu", torch.float16)
-        context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
@@ -254,9 +253,8 @@ class AcceleratedStrategy:
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return which flags any rank has set now or up to `answer_delay` calls ago.
 
-        Every rank must call it. The answer is the same on all ranks, and comes once. Here the
-        all-reduce runs on the host, in the default group's gloo, while the next step is computed,
-        and the next call returns its result: neither the device nor another rank is waited for.
+        Every rank must call it. The answer is the same on all ranks, and comes once. Here gloo
+        all-reduces the flags while the next step is computed, and the next call returns the result.
         """
         if self.world_size == 1:
             return list(flags)
