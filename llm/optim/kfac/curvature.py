@@ -147,7 +147,7 @@ class Curvature:
         return self._assignment.column_of[layer.input_name] == self.exchange.column
 
     def owner_of(self, factor: str) -> int | None:
-        """Return the rank that decomposes a factor, by its name; None if there is no such factor."""
+        """Return the rank that decomposes a factor, by name; None if there is no such factor."""
         return self._assignment.owner_of.get(factor)
 
     def broadcast_updates(self, updates: Mapping[str, Sequence[Tensor]]) -> None:
