@@ -13,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, is_torchao_available
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from llm.errors import ParallelError
 from llm.parallel.options import PrecisionOptions
@@ -146,6 +147,26 @@ def ddp_settings(device: torch.device) -> DistributedDataParallelKwargs:
         broadcast_buffers=False,
         bucket_cap_mb=CPU_BUCKET_MB if device.type == "cpu" else GPU_BUCKET_MB,
     )
+
+
+def order_buckets(loss: nn.Module, device: torch.device) -> None:
+    """Let DistributedDataParallel order its buckets of gradients now, by a backward pass.
+
+    It does so after its first backward pass, in the order in which gradients arrive. An all-reduce
+    of more than two ranks adds them in an order that depends on their place in a bucket, so that
+    the first step of a resumed run would have other bits than in the run that it resumes.
+
+    Args:
+        loss: As for training; nothing happens unless it is a DistributedDataParallel.
+        device: Its device.
+    """
+    if not isinstance(loss, DistributedDataParallel):
+        return
+    ids = torch.zeros((1, 8), dtype=torch.long, device=device)
+    with torch.compiler.set_stance("force_eager"):  # no graph for this shape
+        objective, _ = loss(ids, ids)
+        objective.backward()
+    loss.zero_grad(set_to_none=True)
 
 
 def make_accelerator(

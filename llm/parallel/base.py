@@ -15,7 +15,7 @@ from llm.data.loader import MicroBatch
 from llm.models.weight_casts import cast_weights_once
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
-from llm.parallel.accelerator import convert_to_fp8
+from llm.parallel.accelerator import convert_to_fp8, order_buckets
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -76,6 +76,8 @@ class AcceleratedStrategy:
         self._localize_optimizer()
         self.local_parameters = _optimized(self.optimizer)
         self.wrapped = self._wrap()
+        with self.autocast():
+            order_buckets(self.wrapped, self.device)
 
     def _shard(self) -> None:
         """Replace the model's parameters by this rank's shards of them."""
@@ -184,9 +186,8 @@ class AcceleratedStrategy:
         if max_grad_norm > 0:
             self._clip(norm, max_grad_norm)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
-        # The fused optimizers read this flag on the device: with it set they leave weights,
-        # moments and step counts as they are. GradScaler.step would read its own flag on the host,
-        # which waits for the device; the norm covers fp16 overflows, bf16 and float32 alike.
+        # The fused optimizers read this flag on the device: with it set they change nothing.
+        # GradScaler.step would wait for its own; the norm covers overflows in every precision.
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.scaler is not None:
@@ -219,8 +220,7 @@ class AcceleratedStrategy:
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
-        if self.wrapped.training:
-            self.wrapped.eval()
+        self.wrapped.eval()
         micro_batch = self._local_batch(micro_batch)
         with self.autocast():
             _, loss_sum = self.wrapped(*micro_batch)

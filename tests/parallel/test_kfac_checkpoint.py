@@ -74,8 +74,6 @@ def saved_and_trained_on(options, folder):
 
 def loaded_and_saved(options, folder, copy):
     strategy = make_strategy(options)
-    # DDP orders its buckets after the first step, and with it the sums over more than two ranks.
-    train(strategy, range(1))
     load_state(newest_valid(folder), parts_of(strategy))
     save(strategy, copy, 6)
     return train(strategy, range(6, 9))
