@@ -11,7 +11,6 @@ import torch
 
 from llm.checkpoint.snapshot import copy_to_host
 
-
 begun: list[Callable[[], None]] = []  # copies that have not ended
 
 
