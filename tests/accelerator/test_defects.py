@@ -1,14 +1,17 @@
 """The made-up device notices defects that a CPU does not: they are put back one by one."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from llm.models import build, loss
+from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.gossip.averaging import GossipAverager
 from tests.support.made_up_device import NAME
 from tests.support.made_up_run import Case, run
 from tests.support.ranks import Outcome, run_ranks, values
@@ -118,3 +121,45 @@ def test_one_more_all_gather_for_each_block_is_noticed():
     # In two blocks and two micro-batches, forward and backward: 9 and 6 without it.
     assert collectives["gradient"].collectives["allgather_base"] == 17
     assert collectives["gradient"].collectives["reduce_scatter_base"] == 10
+
+
+GOSSIP = Case(4, {"data_parallel": "gossip"})
+
+
+def average_without_a_wait() -> None:
+    GossipAverager.settle = lambda self: None
+
+
+def test_gossip_that_does_not_wait_for_its_messages_is_noticed():
+    uses = notes_with(average_without_a_wait, GOSSIP)["update"].in_flight
+    lines = {use.partition(" at ")[2].partition(":")[0] for use in uses}
+    assert lines == {"parallel/gossip/averaging.py"}
+    # The first use of what a partner has sent, and the next message in a buffer that is in flight.
+    assert uses[0].startswith("aten::_foreach_add_.List at ")
+    assert "aten::_foreach_copy_" in {use.partition(" at ")[0] for use in uses}
+
+
+def answer_without_a_wait() -> None:
+    FlagReducer.settle = lambda self: None
+
+
+def test_flags_that_are_read_before_they_arrive_are_noticed():
+    uses = notes_with(answer_without_a_wait, GOSSIP)["update"].in_flight
+    assert uses[0].startswith("aten::maximum at parallel/any_rank.py")
+
+
+def read_the_answer_without_a_wait() -> None:
+    any_rank = AcceleratedStrategy.any_rank
+
+    def read_at_once(self: AcceleratedStrategy, flags: list[bool]) -> list[bool]:
+        if self._pending_flags is not None:
+            self._pending_flags = SimpleNamespace(wait=lambda: None), self._pending_flags[1]
+        return any_rank(self, flags)
+
+    AcceleratedStrategy.any_rank = read_at_once
+
+
+def test_an_answer_that_the_host_reads_before_it_is_there_is_noticed():
+    uses = notes_with(read_the_answer_without_a_wait, Case(4))["update"].in_flight
+    assert uses[0].startswith("tolist at parallel/base.py")
+    assert uses[-1].startswith("free at parallel/base.py")

@@ -153,6 +153,12 @@ def test_nothing_waits_for_the_device_but_decompositions(name):
 
 
 @every_case
+def test_no_buffer_of_a_message_is_used_before_the_wait_for_it(name):
+    notes, _ = run_case(name)
+    assert [use for note in notes.values() for use in note.in_flight] == []
+
+
+@every_case
 def test_no_product_of_the_model_is_computed_in_float32(name):
     notes, _ = run_case(name)
     wide = [product for phase in STEP for product in notes[phase].wide_products]

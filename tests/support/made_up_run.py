@@ -20,6 +20,7 @@ from llm.checkpoint.format import split_state
 from llm.checkpoint.snapshot import assign_writers
 from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
+from llm.models.configuration import load_config
 from llm.parallel import context
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
@@ -42,13 +43,15 @@ class Case:
         world_size: Number of ranks.
         options: Of `GPTConfig`.
         rank: The one that runs.
-        family: Of `tests.support.models`.
+        family: Of `tests.support.models`; None for the model that the options describe.
+        shape: Samples of a micro-batch, and tokens of a sample.
     """
 
     world_size: int
     options: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
-    family: str = "gpt2"
+    family: str | None = "gpt2"
+    shape: tuple[int, int] = (BATCH, LENGTH)
 
 
 def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
@@ -69,7 +72,7 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
     config = GPTConfig(mixed_precision="bf16", **case.options)
     with Strict() as strict:
         strategy = _prepare(case, config, device)
-        return _train(strategy, strict, config), timeouts
+        return _train(case, strategy, strict, config), timeouts
 
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:
@@ -92,9 +95,9 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     inputs: Any = SimpleNamespace(
         seed=1,
         tokenizer=range(VOCAB_SIZE),
-        model_config=tiny_config(case.family),
+        model_config=tiny_config(case.family) if case.family else load_config(config),
         weights_from=None,
-        block_size=LENGTH,
+        block_size=case.shape[1],
         ends=None,
         layout=parallel_dims(config, case.world_size),
         replicas=plan_replicas(config, case.world_size, None),
@@ -107,10 +110,12 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     return strategy
 
 
-def _train(strategy: AcceleratedStrategy, strict: Strict, config: GPTConfig) -> dict[str, Notes]:
+def _train(
+    case: Case, strategy: AcceleratedStrategy, strict: Strict, config: GPTConfig
+) -> dict[str, Notes]:
     """Do what the loop does, without reading the results."""
     notes = {"preparation": strict.take_notes()}
-    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=strategy.device)
+    tokens = torch.zeros(case.shape, dtype=torch.long, device=strategy.device)
     batch = MicroBatch(tokens, tokens)
     num_tokens = MICRO_BATCHES * tokens.numel() * strategy.data_ranks
     meter = Meter(strategy.device, rank=strategy.rank)

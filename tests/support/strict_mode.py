@@ -2,6 +2,7 @@
 
 import linecache
 import sys
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.support.in_flight import InFlight
 from tests.support.made_up_device import NAME
 from tests.support.package import PACKAGE
 
@@ -32,12 +34,16 @@ class Notes:
         host_messages: Where a process group of the device is given a tensor of the host.
         wide_products: Where matrices in float32 are multiplied.
         collectives: How often each collective was called for tensors of the device.
+        peak: Most bytes that tensors of the device took at once.
+        in_flight: Where a buffer of an asynchronous message is used before the wait for it.
     """
 
     reads: list[str] = field(default_factory=list)
     host_messages: list[str] = field(default_factory=list)
     wide_products: list[str] = field(default_factory=list)
     collectives: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
+    in_flight: list[str] = field(default_factory=list)
 
 
 class Strict(TorchDispatchMode):
@@ -51,16 +57,19 @@ class Strict(TorchDispatchMode):
         super().__init__()
         self._stack, self._fake = ExitStack(), FakeTensorMode(allow_non_fake_inputs=True)
         self._notes = Notes()
+        self._in_flight = InFlight(lambda use: self._notes.in_flight.append(f"{use} at {_where()}"))
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def take_notes(self) -> Notes:
         """Return the notes since the last call."""
-        notes, self._notes = self._notes, Notes()
+        notes, self._notes = self._notes, Notes(peak=self._live_bytes())
         return notes
 
     def __enter__(self) -> "Strict":
         self._stack.enter_context(self._fake)
         # `torch.tensor` then makes its tensor on the host, and copies it to the device.
         torch._C._set_only_lift_cpu_tensors(True)
+        self._in_flight.install()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -72,6 +81,7 @@ class Strict(TorchDispatchMode):
         if not all(issubclass(kind, FakeTensor | torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor, which calls the operations of its local tensor
         kwargs = kwargs or {}
+        self._in_flight.check_operation(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = func.name().partition("::")[2].partition(".")[0]
@@ -89,10 +99,28 @@ class Strict(TorchDispatchMode):
                 return func(*args, **kwargs)
         # Given a tensor of the host only, FakeTensorMode would allocate memory on the device.
         args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._count(result)
+        return result
 
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+    def _count(self, result: Any) -> None:
+        """Add the storages that an operation has made to the memory in use."""
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        own = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == NAME]
+        new = [storage for storage in own if storage._cdata not in self._storages]
+        for storage in new:
+            key = storage._cdata
+            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key))
+        if new:
+            self._notes.peak = max(self._notes.peak, self._live_bytes())
+
+    def _live_bytes(self) -> int:
+        """Return the bytes in use; FSDP resizes storages, so that no sum can be kept."""
+        live = [reference() for reference in list(self._storages.values())]
+        return sum(storage.nbytes() for storage in live if storage is not None)
 
     def _note_message(self, name: str, tensors: list[torch.Tensor], leaves: list[Any]) -> None:
         if name in ("barrier", "wait_tensor"):
