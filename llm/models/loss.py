@@ -268,7 +268,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not func.is_view:
+        if not func.is_view and func.namespace != "prim":  # such as to ask for the device
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -215,6 +216,14 @@ def test_the_probe_leaves_the_models_mode_alone() -> None:
 
     assert has_plain_head(model)
     assert model.training
+
+
+def test_the_head_of_a_model_on_fake_tensors_is_found_plain() -> None:
+    model = tiny_model(tiny_config("gpt2"))
+    with FakeTensorMode():
+        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+
+        assert has_plain_head(model)
 
 
 def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
