@@ -21,7 +21,7 @@ from llm.checkpoint.snapshot import assign_writers
 from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
 from llm.models.configuration import load_config
-from llm.parallel import context
+from llm.parallel import base, context
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
@@ -105,9 +105,14 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     world = World(rank=case.rank, local_rank=0, world_size=case.world_size)
     model = setup.make_model(config, inputs, world)
     made_up_device.cast_as_on_cuda()
-    strategy = setup.make_strategy(config, inputs, model, world)
-    made_up_device.answer_all_reduces(strategy.wrapped)
-    return strategy
+    order_buckets = base.order_buckets
+
+    def answer_and_order(loss: torch.nn.Module, device: torch.device) -> None:
+        made_up_device.answer_all_reduces(loss)
+        order_buckets(loss, device)
+
+    base.order_buckets = answer_and_order
+    return setup.make_strategy(config, inputs, model, world)
 
 
 def _train(
