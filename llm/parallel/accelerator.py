@@ -157,10 +157,11 @@ def order_buckets(loss: nn.Module, device: torch.device) -> None:
     the first step of a resumed run would have other bits than in the run that it resumes.
 
     Args:
-        loss: As for training; nothing happens unless it is a DistributedDataParallel.
+        loss: As for training; nothing happens unless it is a DistributedDataParallel of more than
+            two ranks.
         device: Its device.
     """
-    if not isinstance(loss, DistributedDataParallel):
+    if not isinstance(loss, DistributedDataParallel) or loss.process_group.size() <= 2:
         return
     ids = torch.zeros((1, 8), dtype=torch.long, device=device)
     with torch.compiler.set_stance("force_eager"):  # no graph for this shape
