@@ -242,13 +242,11 @@ class AcceleratedStrategy:
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Return the sum over all slices of the data; every rank must call it."""
-        reduced: Tensor = self.accelerator.reduce(values, reduction="sum")
-        return reduced
+        return self.accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate equally shaped tensors of all slices of the data; every rank must call it."""
-        gathered: Tensor = self.accelerator.gather(values)
-        return gathered
+        return self.accelerator.gather(values)  # type: ignore[no-any-return]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return which flags any rank has set now or up to `answer_delay` calls ago.
@@ -288,6 +286,8 @@ class AcceleratedStrategy:
 
     def close(self) -> None:
         """End the trackers and leave the process groups."""
+        # Gloo's threads then drop their last tensors, before a group's end waits with the GIL held.
+        self.barrier()
         self.accelerator.end_training()
 
     def state_dict(self) -> dict[str, Any]:
