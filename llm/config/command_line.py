@@ -27,6 +27,7 @@ from llm.config.options import (
     renamed,
     shown,
 )
+from llm.config.tokens import Tokens
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
 
@@ -262,7 +263,7 @@ def _add(group: Any, field: Field) -> None:
 def _metavar(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    words = {int: "N", float: "X", str: "|".join(field.choices) or "TEXT"}
+    words = {int: "N", float: "X", Tokens: "TOKENS", str: "|".join(field.choices) or "TEXT"}
     return "|".join(words[member] for member in field.members if member in words)
 
 
@@ -274,7 +275,7 @@ def _converter(field: Field) -> Callable[[str], Any]:
         for member in field.members:
             if member is bool and text.lower() in ("true", "false"):
                 return text.lower() == "true"
-            if member in (int, float):
+            if member in (int, float, Tokens):
                 try:
                     return member(text)
                 except ValueError:

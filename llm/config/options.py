@@ -17,6 +17,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
 _BELOW = 128
@@ -136,6 +137,7 @@ class Field:
     def kind(self) -> str:
         """The kind of its values, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        words[Tokens] = "a number of tokens such as 500M or 20B"
         kinds = [words[member] for member in self.members if member is not str or not self.choices]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))

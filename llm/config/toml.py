@@ -1,5 +1,6 @@
 """A dataclass of options as a TOML file whose top-level keys are the options."""
 
+import contextlib
 import dataclasses
 import json
 import tomllib
@@ -16,6 +17,7 @@ from llm.config.options import (
     renamed,
     with_present_names,
 )
+from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
 
@@ -69,6 +71,9 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
     for member in field.members:
         if member is float and type(value) is int:
             return float(value)
+        if member is Tokens and type(value) in (int, str):
+            with contextlib.suppress(ValueError):
+                return Tokens(value)
         if type(value) is member and (
             member is not str or not field.choices or value in field.choices
         ):

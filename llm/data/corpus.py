@@ -195,15 +195,31 @@ class Samples:
             DataError: A source holds an id beyond the vocabulary.
         """
         length = self.block_size + 1
+        sources, starts = self.locate(samples)
         if len(self._streams) == 1:
-            return self._streams[0].windows(self._samplers[0].starts(samples), length)
-        sources, numbers = self._blend.locate(samples)
+            return self._streams[0].windows(starts, length)
         tokens = np.empty((samples.size, length), self._dtype)
         for source in np.unique(sources).tolist():
             here = sources == source
-            starts = self._samplers[source].starts(numbers[here])
-            tokens[here] = self._streams[source].windows(starts, length)
+            tokens[here] = self._streams[source].windows(starts[here], length)
         return tokens
+
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where samples come from.
+
+        Args:
+            samples: Their numbers, counted from 0 over all epochs [num_samples].
+
+        Returns:
+            The source of each, and the position of its first token in the source's stream, each
+            int64 [num_samples].
+        """
+        sources, numbers = self._blend.locate(samples)
+        starts = np.empty_like(numbers)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            starts[here] = self._samplers[source].starts(numbers[here])
+        return sources, starts
 
     def windows_of(self, source: int) -> int:
         """Return the samples of one epoch of a source; 0 for a source of weight 0."""
