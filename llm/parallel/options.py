@@ -102,7 +102,7 @@ class DecentralizedOptions:
         group=DECENTRALIZED,
         resume="fixed",
     )
-    topology: Topology = option(  # noqa: RUF009 - a Literal, which cannot change
+    topology: Topology = option(
         "ring",
         "Which ranks average in which step of gossip; `python -m llm.parallel.topology` shows it.",
         group=DECENTRALIZED,

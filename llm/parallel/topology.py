@@ -39,9 +39,7 @@ _EXACT = 1e-9
 class TopologyOptions:
     """Which topology to show, for how many ranks."""
 
-    topology: Topology = option(  # noqa: RUF009 - a Literal, which cannot change
-        "exp", "Which ranks average in each round.", group="Topology"
-    )
+    topology: Topology = option("exp", "Which ranks average in each round.", group="Topology")
     ranks: int = option(
         8, "Ranks that average with one another.", group="Topology", at_least=1, at_most=1024
     )
