@@ -183,7 +183,6 @@ def train(setting: Setting, method: str, *, learning_rate: float, seed: int) -> 
             num_warmup_steps=setting.steps // 10,
         ),
         total_steps=setting.steps,
-        global_batch_size=setting.batch_size,
     )
     generator = torch.Generator().manual_seed(seed)
     for step in range(setting.steps):

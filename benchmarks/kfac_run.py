@@ -164,7 +164,6 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
             num_warmup_steps=steps // 20,
         ),
         total_steps=steps,
-        global_batch_size=options["batch_size"],
     )
     generator = torch.Generator().manual_seed(options["seed"])
     tokens = options["batch_size"] * options["block_size"]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 from llm.models.loss import LanguageModelLoss
 from llm.models.sizes import find_blocks
@@ -298,6 +299,27 @@ def test_the_search_puts_the_fastest_that_fits_first_and_names_the_nearest() -> 
     assert rates == sorted(rates, reverse=True)
     near = nearest(found, ParallelDims(replicate=4))
     assert near in [plan.layout for plan in fitting]
+
+
+def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size() -> None:
+    def budget(**options: Any) -> float | None:
+        job = job_of(gpus_per_node=2, **options)
+        return job.budget(job.layout)
+
+    parameters = job_of().param_counts(1).parameters
+    assert budget() is None
+    assert budget(max_train_tokens=Tokens("1.5M")) == 1_500_032  # 23,437.5 samples of 64
+    assert budget(tokens_per_parameter=2.0) == -(-2 * parameters // 64) * 64
+
+
+def test_a_batch_that_grows_is_planned_at_its_largest() -> None:
+    growing = {"gpus_per_node": 2, "global_batch_size": "2@0,16@1K", "max_train_steps": 10}
+    job = job_of(**growing)
+
+    # 1,000 tokens are 15.6 samples, which 8 steps of 2 reach; two steps of 16 follow.
+    assert job.budget(job.layout) == (8 * 2 + 2 * 16) * 64
+    plain = plan_of(**{**growing, "global_batch_size": 16})
+    assert estimate(job, job.layout) == plain
 
 
 def test_kfac_has_memory_of_its_own() -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm.config.options import option
+from llm.config.tokens import Tokens
 
 CHECKPOINTS = "Output and checkpoints"
 
@@ -30,6 +31,13 @@ class CheckpointOptions:
         group=CHECKPOINTS,
         at_least=1,
     )
+    checkpointing_tokens: Tokens | None = option(
+        None,
+        "Save a checkpoint after each step that completes so many tokens, in place of "
+        "checkpointing_steps.",
+        group=CHECKPOINTS,
+        at_least=1,
+    )
     checkpointing_minutes: float | None = option(
         None,
         "Save a checkpoint also when so many minutes have passed since the last one.",
@@ -38,17 +46,17 @@ class CheckpointOptions:
     )
     keep_checkpoints: int | None = option(
         None,
-        "Keep this many of the newest checkpoints; by default all.",
+        "Keep this many of the newest checkpoints; by default all. Needs checkpointing_steps, "
+        "checkpointing_tokens or checkpointing_minutes.",
         group=CHECKPOINTS,
-        requires=("checkpointing_steps", "checkpointing_minutes"),
         at_least=1,
     )
     save_top_k: int = option(
         0,
         "Keep also this many checkpoints of the lowest validation loss, with a link `best`; each "
-        "checkpoint is then evaluated before it is saved.",
+        "checkpoint is then evaluated before it is saved. Needs checkpointing_steps, "
+        "checkpointing_tokens or checkpointing_minutes.",
         group=CHECKPOINTS,
-        requires=("checkpointing_steps", "checkpointing_minutes"),
         at_least=0,
     )
     async_checkpoint: bool = option(
@@ -83,9 +91,22 @@ class CheckpointOptions:
 
 def checkpoint_problems(options: CheckpointOptions) -> list[str]:
     """Return what cannot work together, one sentence each."""
+    problems = []
     if options.resume_from_checkpoint and options.overwrite_output_dir:
-        return [
+        problems.append(
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "
             "give one of them."
+        )
+    often = (options.checkpointing_steps, options.checkpointing_tokens)
+    if None not in often:
+        problems.append(
+            "--checkpointing_steps and --checkpointing_tokens exclude each other; give one of them."
+        )
+    if often == (None, None) and options.checkpointing_minutes is None:
+        problems += [
+            f"--{name} needs --checkpointing_steps or --checkpointing_minutes; give that too, or "
+            "leave it out."
+            for name in ("keep_checkpoints", "save_top_k")
+            if getattr(options, name)
         ]
-    return []
+    return problems

@@ -1,13 +1,31 @@
 """The arithmetic of a run: samples, batches, accumulation, steps, epochs. Pure."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llm.config.tokens import Tokens
+from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.options import BatchOptions
 from llm.errors import ConfigError
+
+
+class BatchPhase(NamedTuple):
+    """Consecutive steps of one global batch size.
+
+    Attributes:
+        first_step: The first of them, counted from 0.
+        first_sample: The first sample of that step.
+        global_batch_size: Samples of each step.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +34,12 @@ class BatchPlan:
 
     Attributes:
         num_windows: Samples of one epoch.
-        micro_batch_size: Samples of one micro-batch on one device.
+        micro_batch_size: Samples of one micro-batch on one device; fewer in a phase whose global
+            batch has fewer on each.
         world_size: Data-parallel ranks.
-        global_batch_size: Samples of one optimizer step.
+        global_batch_size: Samples of one optimizer step, in the first phase.
         total_samples: Samples of the whole run; the last step may have fewer than the others.
+        growth: The later phases, if the global batch changes.
     """
 
     num_windows: int
@@ -27,16 +47,48 @@ class BatchPlan:
     world_size: int
     global_batch_size: int
     total_samples: int
+    growth: tuple[BatchPhase, ...] = ()
+
+    @property
+    def phases(self) -> tuple[BatchPhase, ...]:
+        """All phases, in order; the run may end before the last ones."""
+        return (BatchPhase(0, 0, self.global_batch_size), *self.growth)
+
+    def phase(self, step: float) -> BatchPhase:
+        """Return the phase of a step, counted from 0."""
+        return [phase for phase in self.phases if phase.first_step <= step][-1]
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """Return the micro-batches of a step on each device, and the samples of each.
+
+        A smaller batch has fewer micro-batches, and below one on each device smaller ones. The last
+        micro-batch of a step may be empty on some devices.
+        """
+        batch = self.phase(step).global_batch_size
+        size = self.micro_batch_size
+        if self.growth:
+            size = min(size, batch // self.world_size)
+        return math.ceil(batch / (size * self.world_size)), size
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one step on each device; the last may be empty on some."""
-        return math.ceil(self.global_batch_size / (self.micro_batch_size * self.world_size))
+        """Micro-batches of one step on each device, in the first phase."""
+        return self.shape(0)[0]
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
-        return math.ceil(self.total_samples / self.global_batch_size)
+        return math.ceil(self.steps_at(self.total_samples))
+
+    def steps_at(self, samples: float | Fraction) -> float:
+        """Return the steps after which so many samples have been read; between two, a fraction."""
+        phase = [self.phases[0], *(p for p in self.growth if p.first_sample <= samples)][-1]
+        return phase.first_step + float((samples - phase.first_sample) / phase.global_batch_size)
+
+    def samples_at(self, step: int) -> int:
+        """Return the samples of so many steps of a run that does not end before."""
+        phase = self.phase(step)
+        return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
     @property
     def epochs(self) -> float:
@@ -45,8 +97,8 @@ class BatchPlan:
 
     def step_samples(self, step: int) -> tuple[int, int]:
         """Return the samples of one step, counted from 0, as a range [first, stop)."""
-        first = min(step * self.global_batch_size, self.total_samples)
-        return first, min(first + self.global_batch_size, self.total_samples)
+        first, stop = self.samples_at(step), self.samples_at(step + 1)
+        return min(first, self.total_samples), min(stop, self.total_samples)
 
     def rank_samples(self, step: int, rank: int) -> NDArray[np.int64]:
         """Return the samples of one rank in one step.
@@ -60,15 +112,29 @@ class BatchPlan:
             of the step or of the run are used up.
         """
         first, stop = self.step_samples(step)
-        places = self.accumulation * self.world_size * self.micro_batch_size
-        samples = first + np.arange(places, dtype=np.int64)
+        accumulation, size = self.shape(step)
+        samples = first + np.arange(accumulation * self.world_size * size, dtype=np.int64)
         samples[samples >= stop] = -1
-        return samples.reshape(-1, self.world_size, self.micro_batch_size)[:, rank]
+        return samples.reshape(-1, self.world_size, size)[:, rank]
 
     def ends_epoch(self, num_steps: int) -> bool:
         """Return whether the last of `num_steps` steps uses up the samples of an epoch."""
+        return self.reaches_multiple(num_steps, self.num_windows)
+
+    def reaches_multiple(self, num_steps: int, samples: int | Fraction) -> bool:
+        """Return whether the last of `num_steps` steps reaches a multiple of so many samples."""
         before, after = self.step_samples(num_steps - 1)
-        return after // self.num_windows > before // self.num_windows
+        return after // samples > before // samples
+
+    def batch_schedule(self, block_size: int) -> int | str:
+        """Return the global batch size as its option has it, phases at the tokens of whole steps.
+
+        Args:
+            block_size: Tokens of a sample.
+        """
+        if not self.growth:
+            return self.global_batch_size
+        return ",".join(f"{p.global_batch_size}@{p.first_sample * block_size}" for p in self.phases)
 
 
 def plan_batches(
@@ -76,39 +142,97 @@ def plan_batches(
     *,
     num_windows: int,
     world_size: int,
-    global_batch_size: int | None = None,
+    block_size: int,
+    num_parameters: int | None = None,
+    global_batch_size: int | str | None = None,
 ) -> BatchPlan:
-    """Return the plan of a run; `max_train_*` take precedence over epochs.
+    """Return the plan of a run; the other lengths take precedence over epochs.
 
     Args:
         options: Sizes of batches, and length of the run.
         num_windows: Samples of one epoch.
         world_size: Data-parallel ranks.
+        block_size: Tokens of a sample.
+        num_parameters: Parameters of the model, for `tokens_per_parameter`.
         global_batch_size: Global batch size of the run that is resumed; replaces the option.
 
     Raises:
-        ConfigError: The global batch cannot be divided evenly.
+        ConfigError: The global batch cannot be divided evenly, or is more than the whole run.
     """
     micro_batch_size = options.per_device_train_batch_size
     together = micro_batch_size * world_size
     batch = global_batch_size or options.global_batch_size
     if batch is None:
         batch = together * options.gradient_accumulation_steps
-    elif batch % together:
+    first, *growth = batch_phases(batch, block_size=block_size)
+    if not growth and first.global_batch_size % together:
         raise ConfigError(
             f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
             f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
         )
-    if options.max_train_steps is not None:
-        total_samples = options.max_train_steps * batch
-    elif options.max_train_samples is not None:
-        total_samples = options.max_train_samples
-    else:
-        total_samples = options.num_train_epochs * num_windows
-    return BatchPlan(
+    for _, _, size in (first, *growth) if growth else ():
+        if size % (min(micro_batch_size, size // world_size) * world_size or together):
+            raise ConfigError(
+                f"--global_batch_size {batch} has a phase of {size} samples, which cannot be "
+                f"divided over {world_size} ranks; take a multiple of {together}, which is "
+                f"--per_device_train_batch_size {micro_batch_size} on each of them, or a smaller "
+                f"multiple of {world_size}."
+            )
+    plan = BatchPlan(
         num_windows=num_windows,
         micro_batch_size=micro_batch_size,
         world_size=world_size,
-        global_batch_size=batch,
-        total_samples=total_samples,
+        global_batch_size=first.global_batch_size,
+        total_samples=0,
+        growth=tuple(growth),
     )
+    total_samples = _total_samples(options, plan, block_size, num_parameters)
+    return replace(plan, total_samples=total_samples)
+
+
+def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
+    """Return the phases of a global batch size.
+
+    A phase ends with the step that reaches the first token of the next one. A phase that would have
+    no step is left out.
+
+    Args:
+        batch: A number of samples, or a schedule such as 256@0,512@2B.
+        block_size: Tokens of a sample.
+    """
+    phases: list[BatchPhase] = []
+    for size, first_token in parse_batch_schedule(batch):
+        step, sample = 0, 0
+        if phases:
+            before = phases[-1]
+            sample_of_border = Fraction(first_token, block_size) - before.first_sample
+            steps = max(0, math.ceil(sample_of_border / before.global_batch_size))
+            step = before.first_step + steps
+            sample = before.first_sample + steps * before.global_batch_size
+        phases = [phase for phase in phases if phase.first_step < step]
+        phases.append(BatchPhase(step, sample, size))
+    return phases
+
+
+def _total_samples(
+    options: BatchOptions, plan: BatchPlan, block_size: int, num_parameters: int | None
+) -> int:
+    """Return the samples of the run; a budget in tokens ends with the sample that reaches it."""
+    name, tokens = "max_train_tokens", options.max_train_tokens
+    if options.tokens_per_parameter is not None:
+        assert num_parameters is not None
+        name = "tokens_per_parameter"
+        tokens = Tokens(math.ceil(options.tokens_per_parameter * num_parameters))
+    if tokens is not None:
+        step_tokens = plan.global_batch_size * block_size
+        if tokens < step_tokens:
+            raise ConfigError(
+                f"--{name} {getattr(options, name):g} is a budget of {tokens:,} tokens, less than "
+                f"the {step_tokens:,} of one step; raise it, or make the global batch smaller."
+            )
+        return math.ceil(Fraction(tokens, block_size))
+    if options.max_train_steps is not None:
+        return plan.samples_at(options.max_train_steps)
+    if options.max_train_samples is not None:
+        return options.max_train_samples
+    return options.num_train_epochs * plan.num_windows

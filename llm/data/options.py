@@ -5,6 +5,9 @@ import os
 from dataclasses import dataclass
 
 from llm.config.options import given, option
+from llm.config.tokens import Tokens
+from llm.data.batch_schedule import parse_batch_schedule
+from llm.errors import ConfigError
 
 DATA = "Data"
 BATCH = "Batch"
@@ -163,15 +166,16 @@ class BatchOptions:
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1
     )
-    global_batch_size: int | None = option(
+    global_batch_size: int | str | None = option(
         None,
-        "Samples of one optimizer step over all devices; gradient accumulation follows from it.",
+        "Samples of one optimizer step over all devices; gradient accumulation follows from it. "
+        "As 256@0,512@2B the batch grows: 256 samples, and 512 from token 2 billion on.",
         group=BATCH,
         at_least=1,
     )
     num_train_epochs: int = option(
         3,
-        "Passes over the data, unless max_train_steps or max_train_samples is given.",
+        "Passes over the data, unless another length is given.",
         group=LENGTH,
         at_least=1,
         resume="fixed",
@@ -182,7 +186,25 @@ class BatchOptions:
     max_train_samples: int | None = option(
         None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
     )
+    max_train_tokens: Tokens | None = option(
+        None,
+        "Tokens to train on, such as 20B; the run ends with the sample that reaches them.",
+        group=LENGTH,
+        at_least=1,
+        resume="fixed",
+    )
+    tokens_per_parameter: float | None = option(
+        None,
+        "Tokens to train on for each parameter of the model, embeddings included; about 20 make "
+        "the most of a number of operations (Hoffmann et al. 2022).",
+        group=LENGTH,
+        above=0,
+        resume="fixed",
+    )
 
+
+LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
+"""Options of which one gives the length of the run, in place of epochs."""
 
 SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
 """Options that name the training data."""
@@ -238,8 +260,13 @@ def data_problems(options: DataOptions) -> list[str]:
 def batch_problems(options: BatchOptions) -> list[str]:
     """Return what cannot work about batches and the length of the run, a sentence each."""
     problems = []
-    if options.max_train_steps is not None and options.max_train_samples is not None:
-        problems.append("--max_train_steps and --max_train_samples exclude each other.")
+    lengths = [f"--{name}" for name in LENGTHS if getattr(options, name) is not None]
+    if len(lengths) > 1:
+        problems.append(f"{' and '.join(lengths)} exclude each other; give one length.")
+    try:
+        parse_batch_schedule(1 if options.global_batch_size is None else options.global_batch_size)
+    except ConfigError as error:
+        problems.append(str(error))
     if options.global_batch_size is not None and options.gradient_accumulation_steps != 1:
         problems.append(
             "--global_batch_size decides gradient accumulation; leave out "

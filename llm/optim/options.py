@@ -5,6 +5,7 @@ from functools import partial
 from typing import Literal
 
 from llm.config.options import given, option
+from llm.config.tokens import Tokens
 
 OPTIMIZER = "Optimizer and learning rate"
 KFAC = "K-FAC"
@@ -137,6 +138,13 @@ class OptimizerOptions(KFACOptions):
         "Samples over which the learning rate rises from 0, in place of num_warmup_steps.",
         at_least=0,
     )
+    num_warmup_tokens: Tokens | None = option(
+        None,
+        "Tokens over which the learning rate rises from 0, in place of num_warmup_steps.",
+        at_least=0,
+        group=OPTIMIZER,
+        resume="fixed",
+    )
     num_constant_steps: int = _fixed_option(
         0,
         "Last steps that stay at min_learning_rate, after the decay of linear and cosine.",
@@ -147,6 +155,20 @@ class OptimizerOptions(KFACOptions):
         "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
+    )
+    num_decay_tokens: Tokens | None = option(
+        None,
+        "Last tokens of warmup_stable_decay, in place of num_decay_steps.",
+        requires=("lr_scheduler_type=warmup_stable_decay",),
+        at_least=1,
+        group=OPTIMIZER,
+        resume="fixed",
+    )
+    lr_batch_scaling: Literal["none", "sqrt"] = _fixed_option(
+        "none",
+        "Where global_batch_size grows, multiply the learning rate by the square root of the "
+        "batch over the first one (Malladi et al. 2022), or leave it as it is.",
+        requires=("global_batch_size",),
     )
     weight_decay: float = _fixed_option(
         0.0,
@@ -165,8 +187,14 @@ class OptimizerOptions(KFACOptions):
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the optimizer's options."""
     problems = []
-    if options.num_warmup_steps and options.num_warmup_samples is not None:
-        problems.append("--num_warmup_steps and --num_warmup_samples exclude each other.")
+    phases = (
+        ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens"),
+        ("num_decay_steps", "num_decay_tokens"),
+    )
+    for names in phases:
+        named = [f"--{name}" for name in names if name in given(options)]
+        if len(named) > 1:
+            problems.append(f"{' and '.join(named)} exclude each other; give one of them.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.optimizer == "sgd":
@@ -191,7 +219,8 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
-    if kind == "constant" and (options.num_warmup_steps or options.num_warmup_samples):
+    warmup = options.num_warmup_steps or options.num_warmup_samples or options.num_warmup_tokens
+    if kind == "constant" and warmup:
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
     return problems
 

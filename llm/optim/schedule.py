@@ -15,29 +15,33 @@ Schedule = Callable[[float], float]
 
 
 def make_schedule(
-    options: OptimizerOptions, *, total_steps: int, global_batch_size: int
+    options: OptimizerOptions,
+    *,
+    total_steps: int,
+    warmup: float | None = None,
+    decay: float | None = None,
 ) -> Schedule:
     """Make the schedule that `lr_scheduler_type` names.
 
     Args:
         options: Name and phases of the schedule, peak and minimum of the learning rate.
         total_steps: Optimizer steps of the run.
-        global_batch_size: Samples of a step, to convert a warm-up in samples to steps.
+        warmup: Steps of the warm-up, where the options give it in samples or tokens.
+        decay: Steps of the decay of `warmup_stable_decay`, where they give it in tokens.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
     kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
-    warmup_steps: float = options.num_warmup_steps
-    if options.num_warmup_samples is not None:
-        warmup_steps = options.num_warmup_samples / global_batch_size
+    warmup_steps = options.num_warmup_steps if warmup is None else warmup
     start, end = warmup_steps, total_steps - constant_steps
     if kind == "warmup_stable_decay":
-        decay = options.num_decay_steps or max(1, total_steps // 10)
+        name = "num_decay_steps" if decay is None else "num_decay_tokens"
+        decay = decay or options.num_decay_steps or max(1, total_steps // 10)
         if warmup_steps + decay > total_steps:
             raise ConfigError(
-                f"Warm-up ({warmup_steps:g} steps) and --num_decay_steps ({decay}) are longer "
-                f"than the run of {total_steps} steps."
+                f"Warm-up ({warmup_steps:g} steps) and --{name} ({decay:g} steps) are longer than "
+                f"the run of {total_steps} steps; shorten one of them, or train longer."
             )
         start, end = total_steps - decay, total_steps
     elif constant_steps and warmup_steps + constant_steps >= total_steps:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.metrics.hardware import PEAK_TFLOPS
 from llm.models.build import build_model
@@ -125,24 +126,35 @@ class Job:
         )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:
-        """Return the batches of the run.
+        """Return the batches of the run, of a batch that grows those of the largest.
 
         Raises:
             ConfigError: The layout does not divide the global batch, or its pipeline needs more
                 micro-batches.
         """
         options = self.options
-        batches = plan_batches(options, num_windows=1, world_size=layout.data_ranks)
+        plan = self._plan(layout)
+        largest = max(phase.global_batch_size for phase in plan.phases)
+        batches = dataclasses.replace(plan, global_batch_size=largest, growth=())
         check_micro_batches(
             options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
         )
         return batches
 
+    def _plan(self, layout: ParallelDims) -> BatchPlan:
+        return plan_batches(
+            self.options,
+            num_windows=1,
+            world_size=layout.data_ranks,
+            block_size=self.length,
+            num_parameters=self.param_counts(1).parameters,
+        )
+
     def budget(self, layout: ParallelDims) -> float | None:
         """Return the tokens of the whole run, None if the options do not say."""
         options = self.options
-        if options.num_tokens is None and (options.max_train_steps or options.max_train_samples):
-            return float(self.batches(layout).total_samples * self.length)
+        if options.num_tokens is None and any(getattr(options, name) for name in LENGTHS):
+            return float(self._plan(layout).total_samples * self.length)
         return options.num_tokens
 
     def param_counts(self, tensor: int) -> ParamCounts:

@@ -48,8 +48,8 @@ class PlanOptions(GPTConfig):
     )
     num_tokens: float | None = option(
         None,
-        "Tokens to train on, such as 300e9; by default those of max_train_steps or "
-        "max_train_samples.",
+        "Tokens to train on, such as 300e9; by default those of max_train_steps, "
+        "max_train_samples, max_train_tokens or tokens_per_parameter.",
         group=PLAN,
         above=0,
     )

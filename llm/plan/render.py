@@ -153,7 +153,7 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
         f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
-        "days: give --num_tokens, --max_train_steps or --max_train_samples"
+        "days: give --num_tokens or a length, such as --max_train_tokens"
         if days is None
         else f"{budget:,.0f} tokens take {days:,.2f} days, {days * 24 * job.options.nodes:,.0f} "
         "node-hours",

@@ -1,9 +1,16 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from llm.data.batch_plan import plan_batches
-from llm.data.options import BatchOptions
+from llm.config.tokens import Tokens
+from llm.data.batch_plan import BatchPhase, plan_batches
+from llm.data.options import BatchOptions, batch_problems
 from llm.errors import ConfigError
+
+BLOCK_SIZE = 4
+GROWING = "4@0,8@40,24@100"
+"""Borders at samples 10 and 25: three steps of 4 samples, two of 8, then 24 from sample 28 on."""
 
 
 def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **options):
@@ -11,6 +18,8 @@ def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **optio
         BatchOptions(per_device_train_batch_size=per_device_train_batch_size, **options),
         num_windows=num_windows,
         world_size=world_size,
+        block_size=BLOCK_SIZE,
+        num_parameters=100,
     )
 
 
@@ -34,6 +43,10 @@ def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **optio
         ({"max_train_steps": 100, "world_size": 2}, 4, 100, 400),
         ({"max_train_samples": 9}, 2, 5, 9),
         ({"max_train_samples": 9, "gradient_accumulation_steps": 4}, 8, 2, 9),
+        # A budget in tokens ends with the sample that reaches it: 9 samples have 36 tokens.
+        ({"max_train_tokens": Tokens(33)}, 2, 5, 9),
+        ({"max_train_tokens": Tokens(36)}, 2, 5, 9),
+        ({"tokens_per_parameter": 0.325}, 2, 5, 9),
         # A global batch decides the accumulation.
         ({"global_batch_size": 8}, 8, 4, 30),
         ({"global_batch_size": 8, "world_size": 2}, 8, 4, 30),
@@ -55,11 +68,12 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
 def test_a_resumed_run_keeps_its_global_batch():
     options = BatchOptions(per_device_train_batch_size=2, gradient_accumulation_steps=2)
 
-    made = plan_batches(options, num_windows=10, world_size=1, global_batch_size=8)
+    sizes = {"num_windows": 10, "world_size": 1, "block_size": BLOCK_SIZE}
+    made = plan_batches(options, **sizes, global_batch_size=8)
 
     assert (made.global_batch_size, made.accumulation) == (8, 4)
     with pytest.raises(ConfigError, match="--global_batch_size 5 "):
-        plan_batches(options, num_windows=10, world_size=1, global_batch_size=5)
+        plan_batches(options, **sizes, global_batch_size=5)
 
 
 def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
@@ -109,3 +123,138 @@ def test_two_ranks_read_alternating_micro_batches():
     made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
     assert made.rank_samples(0, 0).tolist() == [[0, 1], [4, 5]]
     assert made.rank_samples(0, 1).tolist() == [[2, 3], [6, 7]]
+
+
+def test_a_phase_ends_with_the_step_that_reaches_its_border():
+    made = plan(global_batch_size=GROWING, max_train_samples=70)
+
+    assert made.phases == (BatchPhase(0, 0, 4), BatchPhase(3, 12, 8), BatchPhase(5, 28, 24))
+    ranges = [made.step_samples(step) for step in range(made.total_steps)]
+    assert ranges == [(0, 4), (4, 8), (8, 12), (12, 20), (20, 28), (28, 52), (52, 70)]
+    assert made.batch_schedule(BLOCK_SIZE) == "4@0,8@48,24@112"
+    # A border between two tokens of a sample, or exactly at the end of a step.
+    assert plan(global_batch_size="4@0,8@31").growth == (BatchPhase(2, 8, 8),)
+    assert plan(global_batch_size="4@0,8@32").growth == (BatchPhase(2, 8, 8),)
+    assert plan(global_batch_size="4@0,8@33").growth == (BatchPhase(3, 12, 8),)
+
+
+def test_a_phase_that_would_have_no_step_is_left_out():
+    made = plan(global_batch_size="8@0,16@1,24@2")
+    assert made.phases == (BatchPhase(0, 0, 8), BatchPhase(1, 8, 24))
+
+
+def test_a_recorded_schedule_has_the_same_phases_when_it_is_read_again():
+    recorded = plan(global_batch_size=GROWING).batch_schedule(BLOCK_SIZE)
+    assert plan(global_batch_size=recorded).phases == plan(global_batch_size=GROWING).phases
+    assert plan(global_batch_size=8).batch_schedule(BLOCK_SIZE) == 8
+    assert plan(global_batch_size="8@0").batch_schedule(BLOCK_SIZE) == 8
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "samples"),
+    [
+        ({"max_train_steps": 2}, 2, 8),
+        ({"max_train_steps": 5}, 5, 28),
+        ({"max_train_steps": 7}, 7, 76),
+        ({"max_train_samples": 3}, 1, 3),
+        ({"max_train_samples": 28}, 5, 28),
+        ({"max_train_samples": 29}, 6, 29),
+        ({"max_train_tokens": Tokens(109)}, 5, 28),
+        ({"num_train_epochs": 6}, 7, 60),
+    ],
+)
+def test_a_growing_batch_is_counted_in_steps_and_samples(length, steps, samples):
+    made = plan(global_batch_size=GROWING, **length)
+    assert (made.total_steps, made.total_samples) == (steps, samples)
+
+
+def test_numbers_of_samples_are_converted_to_steps_phase_by_phase():
+    made = plan(global_batch_size=GROWING, max_train_samples=70)
+    samples = (0, 6, 12, Fraction(41, 2), 28, 40)
+    assert [made.steps_at(number) for number in samples] == [0, 1.5, 3, 4.0625, 5, 5.5]
+    assert made.steps_at(-2) == -0.5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "shapes"),
+    [
+        # Fewer micro-batches first; smaller ones where a rank has fewer samples than one of them.
+        (1, 2, [(2, 2), (4, 2), (12, 2)]),
+        (1, 8, [(1, 4), (1, 8), (3, 8)]),
+        (2, 4, [(1, 2), (1, 4), (3, 4)]),
+        (4, 2, [(1, 1), (1, 2), (3, 2)]),
+        (4, 6, [(1, 1), (1, 2), (1, 6)]),
+    ],
+)
+def test_accumulation_gives_way_first_and_then_the_micro_batch(
+    world_size, micro_batch_size, shapes
+):
+    made = plan(
+        global_batch_size=GROWING,
+        max_train_samples=70,
+        per_device_train_batch_size=micro_batch_size,
+        world_size=world_size,
+    )
+    assert [made.shape(step) for step in (2, 3, 5)] == shapes
+    for step in range(made.total_steps):
+        by_rank = [made.rank_samples(step, rank) for rank in range(world_size)]
+        assert by_rank[0].shape == made.shape(step)
+        order = np.stack(by_rank, axis=1).reshape(-1)
+        first, stop = made.step_samples(step)
+        missing = made.phase(step).global_batch_size - (stop - first)
+        assert order.tolist() == [*range(first, stop), *[-1] * missing]
+
+
+def test_a_multiple_of_tokens_is_reached_once_whatever_the_batch():
+    made = plan(global_batch_size=GROWING, max_train_samples=70)
+    # Steps end at 16, 32, 48, 80, 112, 208 and 280 tokens.
+    every_40 = Fraction(40, BLOCK_SIZE)
+    reached = [made.reaches_multiple(step, every_40) for step in range(1, 8)]
+    assert reached == [False, False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_train_tokens": Tokens(31)}, "--max_train_tokens 31 is a budget of 31 tokens, less"),
+        (
+            {"tokens_per_parameter": 0.1},
+            "--tokens_per_parameter 0.1 is a budget of 10 tokens, less",
+        ),
+    ],
+)
+def test_a_budget_of_less_than_one_step_is_refused(options, sentence):
+    with pytest.raises(ConfigError, match=f"{sentence} than the 32 of one step"):
+        plan(global_batch_size=8, **options)
+
+
+def test_a_schedule_of_one_phase_is_a_plain_batch():
+    with pytest.raises(ConfigError, match=r"--global_batch_size 4@0 .* times 4 ranks = 8"):
+        plan(global_batch_size="4@0", world_size=4)
+
+
+@pytest.mark.parametrize("schedule", ["2@0,8@40", "6@0,8@40", "8@0,20@40"])
+def test_a_phase_that_the_ranks_cannot_divide_is_refused(schedule):
+    with pytest.raises(ConfigError, match="cannot be divided over 4 ranks; take a multiple of 8"):
+        plan(global_batch_size=schedule, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("many", "many is neither a number of samples nor a schedule such as 256@0,512@2B"),
+        ("256", "neither a number"),
+        ("256@0,", "neither a number"),
+        ("256@", "neither a number"),
+        ("-8@0", "neither a number"),
+        ("8@0,16@-5", "neither a number"),
+        ("8@1M,16@2M", "does not begin at token 0, or its phases are not in order"),
+        ("8@0,16@2M,32@1M", "not in order"),
+        ("8@0,16@2M,32@2000K", "not in order"),
+        ("0@0,16@2M", "has a phase of 0 samples"),
+    ],
+)
+def test_what_is_no_batch_schedule_is_refused_in_one_sentence(text, sentence):
+    (problem,) = batch_problems(BatchOptions(global_batch_size=text))
+    assert problem.startswith(f"--global_batch_size {text} ")
+    assert sentence in problem

@@ -7,9 +7,9 @@ from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 
 
-def schedule(kind: str, *, total_steps: int = 100, **changes):
+def schedule(kind: str, *, total_steps: int = 100, warmup=None, decay=None, **changes):
     options = OptimizerOptions(**{"lr_scheduler_type": kind, "learning_rate": 1.0, **changes})
-    return make_schedule(options, total_steps=total_steps, global_batch_size=4)
+    return make_schedule(options, total_steps=total_steps, warmup=warmup, decay=decay)
 
 
 def test_learning_rate_is_half_way_up_after_half_the_warmup():
@@ -51,8 +51,13 @@ def test_decay_takes_a_tenth_of_the_run_unless_said_otherwise():
     assert rate(95) == pytest.approx(0.5)
 
 
+def test_the_decay_may_begin_between_two_steps():
+    rate = schedule("warmup_stable_decay", decay=2.5)
+    assert [rate(step) for step in (97, 98, 99, 100)] == pytest.approx([1.0, 0.8, 0.4, 0.0])
+
+
 def test_warmup_may_end_between_two_steps():
-    rate = schedule("constant_with_warmup", num_warmup_samples=10)
+    rate = schedule("constant_with_warmup", warmup=2.5)
     assert [rate(step) for step in (1, 2, 3)] == pytest.approx([0.4, 0.8, 1.0])
 
 
@@ -72,5 +77,7 @@ def test_schedules_agree_with_those_of_transformers(kind):
 def test_phases_that_do_not_fit_into_the_run_are_refused():
     with pytest.raises(ConfigError, match="longer than the run of 100 steps"):
         schedule("warmup_stable_decay", num_warmup_steps=60, num_decay_steps=60)
+    with pytest.raises(ConfigError, match=r"--num_decay_tokens \(60.5 steps\) are longer"):
+        schedule("warmup_stable_decay", num_warmup_steps=40, decay=60.5)
     with pytest.raises(ConfigError, match="leave nothing of the 100 steps"):
         schedule("cosine", num_warmup_steps=60, num_constant_steps=40)

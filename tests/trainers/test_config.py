@@ -10,6 +10,7 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.command_line import parse
 from llm.config.options import fields, renamed
+from llm.config.tokens import Tokens
 from llm.config.toml import read_toml, to_toml
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import recomputation
@@ -149,10 +150,32 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ),
         ({"max_train_steps": 1, "max_train_samples": 1}, ["exclude each other"]),
         (
+            {"max_train_tokens": Tokens("20B"), "tokens_per_parameter": 20.0},
+            ["--max_train_tokens and --tokens_per_parameter exclude each other; give one length."],
+        ),
+        (
             {"gradient_checkpointing": True, "activation_checkpointing": "selective"},
             ["--gradient_checkpointing is --activation_checkpointing full", "asks for selective"],
         ),
         ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
+        (
+            {"num_warmup_samples": 1, "num_warmup_tokens": Tokens("1K")},
+            ["--num_warmup_samples and --num_warmup_tokens exclude each other"],
+        ),
+        (
+            {"num_decay_steps": 1, "num_decay_tokens": Tokens("1K")},
+            ["--num_decay_steps and --num_decay_tokens exclude each other"],
+        ),
+        (
+            {"checkpointing_steps": "epoch", "checkpointing_tokens": Tokens("1K")},
+            ["--checkpointing_steps and --checkpointing_tokens exclude each other"],
+        ),
+        (
+            {"eval_steps": 1, "eval_tokens": Tokens("1K")},
+            ["--eval_steps and --eval_tokens exclude each other"],
+        ),
+        ({"global_batch_size": "8@1B"}, ["--global_batch_size 8@1B does not begin at token 0"]),
+        ({"lr_batch_scaling": "sqrt"}, ["--lr_batch_scaling needs --global_batch_size"]),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, ["--global_batch_size"]),
         ({"min_learning_rate": 1.0}, ["--min_learning_rate 1 is above"]),
         ({"lr_scheduler_type": "constant", "num_warmup_steps": 5}, ["constant_with_warmup"]),
@@ -231,6 +254,15 @@ def test_weights_and_prefixes_are_read_from_the_command_line_and_from_toml(tmp_p
     )
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert parse_args(["--config", str(tmp_path / "again.toml")]) == config
+
+
+def test_a_plain_global_batch_stays_a_number_in_toml(tmp_path):
+    words = ["--train_file", "a.txt", "--model_name_or_path", "gpt2", "--global_batch_size"]
+    for text, line in (("256", "256"), ("256@0,512@2B", '"256@0,512@2B"')):
+        config = parse_args([*words, text])
+        assert f"\nglobal_batch_size = {line}\n" in to_toml(config)
+        (tmp_path / "run.toml").write_text(to_toml(config))
+        assert parse_args(["--config", str(tmp_path / "run.toml")]) == config
 
 
 def test_all_errors_come_in_one_message():

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from llm.checkpoint.options import CheckpointOptions
 from llm.config.options import Removed, option
+from llm.config.tokens import Tokens
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
@@ -29,6 +30,12 @@ class EvaluationOptions:
         None,
         "Steps between two evaluations; by default one at the end of each epoch. The end of "
         "training is always evaluated.",
+        group=EVALUATION,
+        at_least=1,
+    )
+    eval_tokens: Tokens | None = option(
+        None,
+        "Evaluate after each step that completes so many tokens, in place of eval_steps.",
         group=EVALUATION,
         at_least=1,
     )

@@ -13,15 +13,15 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
-from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
-from llm.optim.schedule import Schedule, make_schedule
+from llm.optim.schedule import Schedule
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
@@ -31,6 +31,7 @@ from llm.runtime.world import World, device_of
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
+from llm.trainers.gpt.lengths import count_parameters, plan_learning_rates, plan_run
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
@@ -121,13 +122,23 @@ def read_training(
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, resume_from, data_digest)
     samples = Samples(setup.corpus.train, block_size=setup.block_size, seed=setup.seed)
-    plan = _plan(config, samples.num_windows, setup.layout.data_ranks, resume_from)
-    check_micro_batches(
-        config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=plan.accumulation
+    num_parameters = None
+    if config.tokens_per_parameter is not None:
+        num_parameters = count_parameters(config, setup.model_config, len(setup.tokenizer))
+    plan = plan_run(
+        config,
+        num_windows=samples.num_windows,
+        data_ranks=setup.layout.data_ranks,
+        block_size=setup.block_size,
+        num_parameters=num_parameters,
+        resume_from=resume_from,
     )
-    schedule = make_schedule(
-        config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
-    )
+    for phase in plan.phases:
+        micro_batches, _ = plan.shape(phase.first_step)
+        check_micro_batches(
+            config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
+        )
+    schedule = plan_learning_rates(config, plan, block_size=setup.block_size)
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
@@ -285,20 +296,3 @@ def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
             f"of --context_parallel_size {ranks}; make it a multiple of {2 * ranks}."
         )
     return size
-
-
-def _plan(
-    config: GPTConfig, num_windows: int, data_ranks: int, resume_from: Checkpoint | None
-) -> BatchPlan:
-    saved: int | None = None
-    if resume_from is not None and "global_batch_size" not in config.change_on_resume:
-        # The order of samples depends on it: on another number of ranks, accumulation changes.
-        saved = int(resume_from.metadata["global_batch_size"])
-        check_unchanged(
-            {"global_batch_size": saved},
-            {"global_batch_size": config.global_batch_size or saved},
-            allowed=(),
-        )
-    return plan_batches(
-        config, num_windows=num_windows, world_size=data_ranks, global_batch_size=saved
-    )

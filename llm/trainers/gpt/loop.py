@@ -4,10 +4,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
+from fractions import Fraction
 from typing import Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
+from llm.config.tokens import Tokens
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
@@ -25,8 +27,8 @@ from llm.trainers.gpt.resume import fixed_options, logged_options
 
 logger = logging.getLogger("llm")
 
-Every = int | Literal["epoch"] | None
-"""How often something happens: a number of steps, at the end of each epoch, or never."""
+Every = int | Tokens | Literal["epoch"] | None
+"""How often something happens: steps, tokens (as `Tokens`), at the end of each epoch, or never."""
 
 
 class Trainer:
@@ -61,6 +63,7 @@ class Trainer:
         self.config, self.seed = config, setup.seed
         self.strategy = strategy
         self.plan, self.schedule = setup.plan, setup.schedule
+        self.block_size = setup.block_size
         self.loader = TrainLoader(
             samples=setup.samples,
             plan=setup.plan,
@@ -80,7 +83,7 @@ class Trainer:
             metadata={
                 "fixed": fixed_options(config),
                 "logged": logged_options(config),
-                "global_batch_size": setup.plan.global_batch_size,
+                "global_batch_size": setup.plan.batch_schedule(setup.block_size),
                 "data": setup.data_digest,
                 **setup.replicas.metadata(),
             },
@@ -98,10 +101,11 @@ class Trainer:
             after=None if config.exit_after is None else 60 * config.exit_after
         )
         minutes = config.checkpointing_minutes
-        self.saves_checkpoints = config.checkpointing_steps is not None or minutes is not None
+        self.save_every: Every = config.checkpointing_tokens or config.checkpointing_steps
+        self.saves_checkpoints = self.save_every is not None or minutes is not None
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
         self.saved_at: int | None = None
-        self.eval_every: Every = "epoch" if config.eval_steps is None else config.eval_steps
+        self.eval_every: Every = config.eval_tokens or config.eval_steps or "epoch"
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
@@ -185,7 +189,7 @@ class Trainer:
         if last or step % config.logging_steps == 0:
             self.log()
         saving = stop or overdue or (last and self.saves_checkpoints)
-        saving = saving or self.is_due(config.checkpointing_steps, or_last=False)
+        saving = saving or self.is_due(self.save_every, or_last=False)
         # A signal may leave seconds only: its evaluation is made when the run resumes.
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
@@ -224,6 +228,8 @@ class Trainer:
             return True
         if every == "epoch":
             return self.plan.ends_epoch(step)
+        if isinstance(every, Tokens):
+            return self.plan.reaches_multiple(step, Fraction(every, self.block_size))
         return every is not None and step % every == 0
 
     def log(self) -> None:
@@ -241,7 +247,7 @@ class Trainer:
             tokens=state.tokens,
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
-            global_batch_size=self.plan.global_batch_size,
+            global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
             kfac={} if second_order is None else second_order.metrics(),
         )
 

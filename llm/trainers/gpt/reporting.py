@@ -54,17 +54,9 @@ def log_start(
     _log_data("validation", setup.corpus.validation, setup, last_is_partial=True)
     total_steps = None
     if isinstance(setup, TrainSetup):
-        plan, total_steps = setup.plan, setup.plan.total_steps
-        logger.info(
-            f"batch: {plan.micro_batch_size} samples a device x {plan.world_size} ranks x "
-            f"{plan.accumulation} micro-batches = {plan.global_batch_size} samples "
-            f"({plan.global_batch_size * setup.block_size:,} tokens) a step"
-        )
-        logger.info(
-            f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
-            f"{plan.epochs:.4g} epochs"
-        )
-        _log_sources(setup, plan.total_samples, "will serve")
+        total_steps = setup.plan.total_steps
+        _log_length(config, setup, model)
+        _log_sources(setup, setup.plan.total_samples, "will serve")
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
@@ -91,6 +83,32 @@ def log_start(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
     )
+
+
+def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
+    """Log the batches, the length and, of a budget in tokens, the operations that it takes."""
+    plan = setup.plan
+    for phase in plan.phases:
+        if phase.first_step >= plan.total_steps:
+            continue
+        micro_batches, size = plan.shape(phase.first_step)
+        since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
+        logger.info(
+            f"batch{since}: {size} samples a device x {plan.world_size} ranks x "
+            f"{micro_batches} micro-batches = {phase.global_batch_size} samples "
+            f"({phase.global_batch_size * setup.block_size:,} tokens) a step"
+        )
+    logger.info(
+        f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
+        f"{plan.epochs:.4g} epochs"
+    )
+    if config.max_train_tokens is not None or config.tokens_per_parameter is not None:
+        tokens, parameters = plan.total_samples * setup.block_size, parameter_counts(model)["total"]
+        logger.info(
+            f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "
+            "parameters, which take "
+            f"{tokens * flops_per_token(model, block_size=setup.block_size):.4g} FLOPs"
+        )
 
 
 def _log_data(

@@ -83,7 +83,7 @@ def _card(
         "weights started from": setup.weights_from or "scratch",
         "data": data,
         "block size": setup.block_size,
-        "global batch size": setup.plan.global_batch_size,
+        "global batch size": setup.plan.batch_schedule(setup.block_size),
         "learning rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}",
         "weight decay": config.weight_decay,
         "mixed precision": config.mixed_precision,

@@ -12,6 +12,7 @@ from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
+from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
 from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
@@ -23,7 +24,6 @@ NOT_INPUTS = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
 BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
 """Options whose default depends on the device."""
-LENGTHS = ("max_train_steps", "max_train_samples", "num_train_epochs")
 
 logger = logging.getLogger("llm")
 
@@ -131,7 +131,7 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     kind = saved.get("lr_scheduler_type")
     if kind == "warmup_stable_decay":
         total = saved.get("max_train_steps")
-        if total is None:
+        if total is None or saved.get("num_decay_tokens") is not None:
             return []
         decay = saved.get("num_decay_steps")
         if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
@@ -140,7 +140,7 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
         return []
     return [
         name
-        for name in LENGTHS
+        for name in (*LENGTHS, "num_train_epochs")
         if saved.get(name) is not None and (getattr(config, name) or 0) >= saved[name]
     ]
 

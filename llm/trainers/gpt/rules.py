@@ -88,6 +88,8 @@ def _run_problems(config: GPTConfig) -> list[str]:
             "--init_from starts a training; to evaluate a checkpoint, name it with "
             "--resume_from_checkpoint."
         )
+    if config.eval_steps is not None and config.eval_tokens is not None:
+        problems.append("--eval_steps and --eval_tokens exclude each other; give one of them.")
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
     problems += [

@@ -1,0 +1,90 @@
+"""The arithmetic of a run from its options: batches, length, and the learning rate of each step."""
+
+import math
+from fractions import Fraction
+
+import torch
+from transformers import PreTrainedConfig
+
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.run_folder import check_unchanged
+from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
+from llm.models.build import build_model
+from llm.models.sizes import parameter_counts
+from llm.optim.schedule import Schedule, make_schedule
+from llm.trainers.gpt.config import GPTConfig
+
+
+def count_parameters(config: GPTConfig, model_config: PreTrainedConfig, vocab_size: int) -> int:
+    """Return the parameters of the model that is trained, tied ones once."""
+    model = build_model(
+        config,
+        model_config,
+        weights_from=None,
+        seed=0,
+        device=torch.device("meta"),
+        vocab_size=vocab_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    return parameter_counts(model)["total"]
+
+
+def plan_run(
+    config: GPTConfig,
+    *,
+    num_windows: int,
+    data_ranks: int,
+    block_size: int,
+    num_parameters: int | None,
+    resume_from: Checkpoint | None,
+) -> BatchPlan:
+    """Return the plan of a run, with the global batch of the checkpoint that it resumes from.
+
+    Raises:
+        CheckpointError: The checkpoint has another global batch than the options.
+        ConfigError: The global batch cannot be divided, or is more than the whole run.
+    """
+    saved: int | str | None = None
+    if resume_from is not None and "global_batch_size" not in config.change_on_resume:
+        # The order of samples depends on it: on another number of ranks, accumulation changes.
+        saved = resume_from.metadata["global_batch_size"]
+        given = saved if config.global_batch_size is None else config.global_batch_size
+        phases = (batch_phases(batch, block_size=block_size) for batch in (saved, given))
+        if len({tuple(each) for each in phases}) > 1:
+            check_unchanged({"global_batch_size": saved}, {"global_batch_size": given}, allowed=())
+    return plan_batches(
+        config,
+        num_windows=num_windows,
+        world_size=data_ranks,
+        block_size=block_size,
+        num_parameters=num_parameters,
+        global_batch_size=saved,
+    )
+
+
+def plan_learning_rates(config: GPTConfig, plan: BatchPlan, *, block_size: int) -> Schedule:
+    """Make the schedule, whose phases the options may give in samples or tokens.
+
+    With `lr_batch_scaling` sqrt it grows with the square root of the global batch, which keeps the
+    noise of adaptive optimizers the same (Malladi et al. 2022, arXiv:2205.10287).
+
+    Raises:
+        ConfigError: The phases do not fit into the run.
+    """
+    warmup, decay = None, None
+    if config.num_warmup_samples is not None:
+        warmup = plan.steps_at(config.num_warmup_samples)
+    if config.num_warmup_tokens is not None:
+        warmup = plan.steps_at(Fraction(config.num_warmup_tokens, block_size))
+    if config.num_decay_tokens is not None:
+        decay_samples = Fraction(config.num_decay_tokens, block_size)
+        decay = plan.total_steps - plan.steps_at(plan.total_samples - decay_samples)
+    schedule = make_schedule(config, total_steps=plan.total_steps, warmup=warmup, decay=decay)
+    if config.lr_batch_scaling == "none":
+        return schedule
+
+    def scaled(step: float) -> float:
+        growth = plan.phase(step).global_batch_size / plan.global_batch_size
+        return schedule(step) * math.sqrt(growth)
+
+    return scaled
