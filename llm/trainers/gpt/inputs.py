@@ -17,7 +17,9 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.checkpoint.verify import Verifiers
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
+from llm.data.epoch_limits import check_epochs
 from llm.data.open_corpus import open_corpus
+from llm.data.options import training_paths
 from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
@@ -120,8 +122,14 @@ def read_training(
         raise DataError(_nothing_to_evaluate_on("save_top_k"))
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, resume_from, data_digest)
-    samples = Samples(setup.corpus.train, block_size=setup.block_size, seed=setup.seed)
+    samples = Samples(
+        setup.corpus.train,
+        stages=setup.corpus.stages,
+        block_size=setup.block_size,
+        seed=setup.seed,
+    )
     plan = _plan(config, samples.num_windows, setup.layout.data_ranks, resume_from)
+    check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
     check_micro_batches(
         config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=plan.accumulation
     )
@@ -256,7 +264,7 @@ def _default_output_dir(config: GPTConfig) -> str:
     if text is not None:
         data = Path(text).stem
     else:
-        words = config.data_path or config.train_data_path or config.valid_data_path
+        words = training_paths(config) or config.valid_data_path
         prefixes = [Path(word).name for word in words if isinstance(word, str)]
         # A prefix may contain dots: only the suffix of a flat file is removed.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"

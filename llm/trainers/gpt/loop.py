@@ -67,12 +67,14 @@ class Trainer:
             rank=strategy.data_rank,
             device=strategy.device,
             ends=setup.ends,
+            with_sources=config.log_source_losses,
         )
         self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
         self.state = TrainState()
-        self.meter = Meter(strategy.device, rank=strategy.rank)
+        sources = [s.name for s in setup.corpus.train] if config.log_source_losses else []
+        self.meter = Meter(strategy.device, rank=strategy.rank, sources=sources)
         self.saver = Saver(
             config,
             setup.run.checkpoints,
