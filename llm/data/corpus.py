@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside
 from llm.data.mixture import Mixture, Stage
-from llm.data.order import WindowSampler
+from llm.data.order import Blend, WindowSampler
 from llm.errors import DataError
 
 _DIGEST_TOKENS = 1 << 16
@@ -181,8 +181,9 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        stages = stages or [Stage(None, tuple(source.weight for source in sources))]
-        self._mixture = Mixture(stages, block_size=block_size)
+        self._mixture: Blend | Mixture = Blend([source.weight for source in sources])
+        if stages:
+            self._mixture = Mixture(stages, block_size=block_size)
         self._samplers = {
             number: WindowSampler(
                 num_tokens=source.stream.num_tokens,
