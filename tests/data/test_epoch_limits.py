@@ -44,7 +44,7 @@ def test_a_run_may_use_a_source_up_and_no_sample_more(sources):
 
 def test_only_the_sources_that_are_named_have_a_limit(sources):
     check(sources, 80, 1.0, prefix(sources, 0))
-    with pytest.raises(ConfigError, match="of the source a, each of 40 samples, .* 41 samples"):
+    with pytest.raises(ConfigError, match=r"of the source a, each of 40 samples, .* 41 samples"):
         check(sources, 82, 1.0, f"{prefix(sources, 0)}.bin")
     with pytest.raises(ConfigError, match=r"the source a.* more epochs\. --max_epochs .* source b"):
         check(sources, 82, 1.0, prefix(sources, 0), 4.0, prefix(sources, 1))

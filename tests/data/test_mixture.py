@@ -168,6 +168,6 @@ def test_where_samples_come_from_is_where_their_tokens_lie(tmp_path):
 def test_a_source_of_a_later_stage_that_is_too_short_is_named(tmp_path):
     prefixes = [write_pair(tmp_path / name, [[1] * size]) for name, size in (("a", 40), ("b", 5))]
     sources = [CorpusSource(p.name, 0.5, TokenStream(open_token_file(p))) for p in prefixes]
+    stages = [Stage(100, (1.0, 0.0)), Stage(None, (0.0, 1.0))]
     with pytest.raises(DataError, match="The source b has 5 tokens, too few for one window"):
-        stages = [Stage(100, (1.0, 0.0)), Stage(None, (0.0, 1.0))]
         Samples(sources, stages=stages, block_size=10, seed=1)
