@@ -32,8 +32,8 @@ def check_epochs(
         windows = samples.windows_of(number)
         if served[number] > most * windows:
             problems.append(
-                f"--max_epochs allows {most:g} epochs of the source {sources[number].name}, each "
-                f"of {windows:,} samples, and the run would take {served[number]:,} samples "
+                f"--max_epochs is {most:g} for the source {sources[number].name}, which has "
+                f"{windows:,} samples, and the run would take {served[number]:,} "
                 f"({served[number] / windows:.4g} epochs); give it less weight or more text, "
                 "shorten the run, or allow more epochs."
             )

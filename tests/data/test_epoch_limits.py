@@ -37,14 +37,14 @@ def test_a_run_may_use_a_source_up_and_no_sample_more(sources):
     with pytest.raises(ConfigError) as refusal:
         check(sources, 22, 1.0)
     assert str(refusal.value).startswith(
-        "--max_epochs allows 1 epochs of the source b, each of 10 samples, and the run would take "
-        "11 samples (1.1 epochs); give it less weight or more text"
+        "--max_epochs is 1 for the source b, which has 10 samples, and the run would take 11 "
+        "(1.1 epochs); give it less weight or more text"
     )
 
 
 def test_only_the_sources_that_are_named_have_a_limit(sources):
     check(sources, 80, 1.0, prefix(sources, 0))
-    with pytest.raises(ConfigError, match=r"of the source a, each of 40 samples, .* 41 samples"):
+    with pytest.raises(ConfigError, match=r"1 for the source a, which has 40 samples, .* take 41 "):
         check(sources, 82, 1.0, f"{prefix(sources, 0)}.bin")
     with pytest.raises(ConfigError, match=r"the source a.* more epochs\. --max_epochs .* source b"):
         check(sources, 82, 1.0, prefix(sources, 0), 4.0, prefix(sources, 1))
@@ -53,7 +53,7 @@ def test_only_the_sources_that_are_named_have_a_limit(sources):
 def test_epochs_count_over_all_stages(sources):
     stages = [Stage(100, (0.4, 0.6)), Stage(None, (0.6, 0.4))]
     check(sources, 20, 1.0, stages=stages)
-    with pytest.raises(ConfigError, match=r"the source b, .* 12 samples \(1.2 epochs\)"):
+    with pytest.raises(ConfigError, match=r"the source b, .* take 12 \(1.2 epochs\)"):
         check(sources, 25, 1.0, stages=stages)
 
 

@@ -239,7 +239,7 @@ def test_a_source_that_is_too_short_or_used_up_is_refused(bench):
     )
     assert_refused(
         bench,
-        words=["--max_epochs allows 1 epochs of the source code", "would take 98 samples"],
+        words=["--max_epochs is 1 for the source code, which has 75 samples", "would take 98 "],
         config=file,
         **options,
     )
