@@ -87,7 +87,6 @@ class DataOptions:
         "validation and testing (which is not used), such as 980,10,10; 100,0,0 trains only. By "
         "default 969,30,1.",
         group=DATA,
-        requires=("data_path", "data_stage"),
         resume="fixed",
     )
     in_memory: bool = option(
@@ -234,6 +233,8 @@ def data_problems(options: DataOptions) -> list[str]:
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
             "is cut by --split, and text has options of its own."
         )
+    if options.split is not None and not (options.data_path or options.data_stage):
+        problems.append("--split needs --data_path (or stages); give that too, or leave it out.")
     if options.valid_data_path and options.data_stage and options.split is not None:
         problems.append(
             "--valid_data_path leaves the files of data_stage whole, and --split cuts them; give "

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llm.metrics.meter import Meter
+from tests.support.device_reads import Reads
 
 CPU = torch.device("cpu")
 
@@ -119,3 +120,11 @@ def test_the_losses_of_the_sources_make_the_loss(scale):
     values = read(meter)
     parts = [values[f"loss/{name}"] * n for name, n in zip("abcd", labels, strict=True)]
     assert sum(parts) / sum(labels) == pytest.approx(values["loss"], rel=1e-14)
+
+
+def test_a_step_is_counted_without_a_read_from_the_device():
+    meter = meter_of()
+    with Reads() as reads:
+        add(meter, [6.0, 1.0], [2, 1])
+        meter.all_reduce(lambda sums: sums)
+    assert reads.seen == []

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from llm.config.toml import read_toml
+from llm.errors import LLMError
+from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import TrainSetup, read_training
+from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.rules import check
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.refusals import assert_refused
@@ -89,13 +94,15 @@ def test_each_report_has_the_loss_of_the_sources_of_its_stage(staged):
     assert re.search(r"nan steps: +0 \| loss/web: [\d.]+E\+00 \| loss/code: ", staged.output)
 
 
-def test_the_losses_of_the_sources_weighted_by_tokens_are_the_loss(bench, staged):
-    from llm.runtime.world import World
-    from llm.trainers.gpt.inputs import read_training
-    from llm.trainers.gpt.main import parse_args
+def read(bench: Bench, config: Path, **options) -> TrainSetup:
+    """What a run reads before it trains."""
+    parsed = parse_args(bench.command("unread", config=config, **{**OPTIONS, **options}))
+    check(parsed)
+    return read_training(parsed, World(rank=0, local_rank=0, world_size=1))
 
-    words = bench.command("unread", config=three_stages(bench), **OPTIONS)
-    samples = read_training(parse_args(words), World(rank=0, local_rank=0, world_size=1)).samples
+
+def test_the_losses_of_the_sources_weighted_by_tokens_are_the_loss(bench, staged):
+    samples = read(bench, three_stages(bench)).samples
     before = [0, 0, 0]
     for row in (row for row in staged.metrics if "loss" in row):
         served = samples.served(row["samples"])
@@ -215,33 +222,31 @@ def test_replicas_log_the_mean_over_the_tokens_of_all_of_them(bench, way):
 
 
 def test_bad_stages_are_refused_in_a_sentence_each(bench):
-    blend = [1.0, "web"]
-    for stages, words in (
-        ([(2000, blend), (1000, blend), (None, blend)], "data_stage 2 ends at 1,000 tokens"),
-        ([(2000, blend)], "data_stage 1 is the last stage"),
-        ([(31, blend), (None, blend)], "data_stage 1 ends at 31 tokens, before its first sample"),
-        ([(None, [0, "web", 0, "code"])], "data_stage 1: data_path gives every source the weight"),
-        ([(None, [1, "nowhere"])], "no token file"),
-    ):
-        file = stages_file(bench, *stages)
-        assert_refused(bench, words=[words], config=file, train_file=None)
-
-
-def test_a_source_that_is_too_short_or_used_up_is_refused(bench):
     write_pair(bench.folder / "short", [[5] * 20])
-    options = {"train_file": None, "split": "1", "per_device_train_batch_size": 8}
-    file = stages_file(bench, (BORDER, [1.0, "web"]), (None, [1.0, "web", 0.1, "short"]))
-    assert_refused(
-        bench, words=["The source short has 20 tokens, too few for"], config=file, **options
-    )
-    file = stages_file(
-        bench, (BORDER, [1.0, "web"]), (None, [1.0, "code"]), head="max_epochs = 1\n"
-    )
+    web = [1.0, "web"]
+    for stages, words in (
+        ([(2000, web), (1000, web), (None, web)], "data_stage 2 ends at 1,000 tokens"),
+        ([(2000, web)], "data_stage 1 is the last stage"),
+        ([(31, web), (None, web)], "data_stage 1 ends at 31 tokens, before its first sample of"),
+        (
+            [(None, [0, "web", 0, "code"])],
+            "data_stage 1: data_path gives every source the weight 0",
+        ),
+        ([(None, [1, "nowhere"])], "no token file"),
+        ([(BORDER, web), (None, [*web, 0.1, "short"])], "The source short has 20 tokens, too few"),
+    ):
+        with pytest.raises(LLMError, match=re.escape(words)):
+            read(bench, stages_file(bench, *stages), split="1")
+
+
+def test_a_run_that_would_use_a_source_up_is_refused_before_it_begins(bench):
+    two = [(BORDER, [1.0, "web"]), (None, [1.0, "code"])]
     assert_refused(
         bench,
+        ranks=2,
         words=["--max_epochs is 1 for the source code, which has 75 samples", "would take 98 "],
-        config=file,
-        **options,
+        config=stages_file(bench, *two, head="max_epochs = 1\n"),
+        **{**OPTIONS, "split": "1"},
     )
 
 
