@@ -457,8 +457,8 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
         table_keys(page, "metrics.jsonl")
-        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE", "kfac_NAME"}
-        - {"--eval_metrics"}
+        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE", "loss/SOURCE", "kfac_NAME"}
+        - {"--eval_metrics", "--log_source_losses"}
         == training | evaluation
     )
     assert results <= table_keys(page, "all_results.json")

@@ -254,7 +254,8 @@ def _add(group: Any, field: Field) -> None:
     kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
     kwargs["metavar"] = _metavar(field)
     if field.many:
-        kwargs["nargs"] = "+"
+        kwargs["nargs"] = "+" if kwargs["metavar"] else 1
+        kwargs["metavar"] = kwargs["metavar"] or "none"  # tables are of the TOML file only
     if bool in field.members:
         kwargs.update(nargs="?", const=True)
     group.add_argument(*flags, **kwargs)

@@ -138,7 +138,8 @@ class Field:
         """The kind of its values, in words."""
         words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
         words[Tokens] = "a number of tokens such as 500M or 20B"
-        kinds = [words[member] for member in self.members if member is not str or not self.choices]
+        table = f"a table [[{self.name}]] of the TOML file"
+        kinds = [words.get(m, table) for m in self.members if m is not str or not self.choices]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
         text = " or ".join(kinds)
@@ -334,6 +335,8 @@ def paths(config: Any) -> list[tuple[str, str]]:
         value = getattr(config, field.name)
         words = value if isinstance(value, tuple) else (value,)
         named += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
+        tables = [w for w in words if dataclasses.is_dataclass(w)]
+        named += [(field.name, path) for table in tables for _, path in paths(table)]
     return named
 
 

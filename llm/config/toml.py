@@ -11,6 +11,7 @@ from llm.config.options import (
     Field,
     after_unknown,
     fields,
+    given,
     is_by_step,
     refusal,
     removed,
@@ -40,12 +41,17 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
+    return _options_of(cls, table, where=str(path), recorded=recorded)
+
+
+def _options_of(cls: type, table: dict[str, Any], *, where: str, recorded: bool) -> dict[str, Any]:
+    """Return the options that a table sets."""
     by_name = {name: field for field in fields(cls) for name in field.names}
     table = {key.replace("-", "_"): value for key, value in table.items()}
     for old, new in renamed(cls).items():
         if old in table and table.get(new, table[old]) != table[old]:
             raise ConfigError(
-                f"{path} sets '{new}' and its former name '{old}' to different values; remove "
+                f"{where} sets '{new}' and its former name '{old}' to different values; remove "
                 f"'{old}'."
             )
     values: dict[str, Any] = {}
@@ -55,11 +61,11 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
             continue
         if name not in by_name:
             rest = after_unknown(name, [*by_name], cls)
-            raise ConfigError(f"{path} sets '{name}', which is no option{rest}")
+            raise ConfigError(f"{where} sets '{name}', which is no option{rest}")
         field = by_name[name]
         if recorded and is_by_step(value) and str not in field.members:
             continue
-        values[field.name] = _checked(field, value, where=f"{path}: {name}")
+        values[field.name] = _checked(field, value, where=f"{where}: {name}")
     return values
 
 
@@ -67,8 +73,13 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
     if field.many:
         items = value if isinstance(value, list) else [value]
         single = dataclasses.replace(field, many=False)
-        return tuple(_checked(single, item, where=where) for item in items)
+        return tuple(
+            _checked(single, item, where=f"{where} {number}" if isinstance(item, dict) else where)
+            for number, item in enumerate(items, start=1)
+        )
     for member in field.members:
+        if dataclasses.is_dataclass(member) and isinstance(value, dict):
+            return member(**_options_of(member, value, where=where, recorded=False))
         if member is float and type(value) is int:
             return float(value)
         if member is Tokens and type(value) in (int, str):
@@ -109,6 +120,8 @@ def to_toml(config: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    if dataclasses.is_dataclass(value):  # an inline table, which may precede other options
+        return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in given(value).items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.

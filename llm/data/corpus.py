@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside
+from llm.data.mixture import Mixture, Stage
 from llm.data.order import Blend, WindowSampler
 from llm.errors import DataError
 
@@ -112,7 +113,8 @@ class CorpusSource:
 
     Attributes:
         name: For logs and metrics, different from that of the split's other sources.
-        weight: Its fraction of the split; those of all sources sum to 1.
+        weight: Its fraction of the split, the mean over the stages if there are some; those of all
+            sources sum to 1.
         stream: Its tokens.
     """
 
@@ -128,10 +130,12 @@ class Corpus:
     Attributes:
         train: The sources to train on; may be empty.
         validation: The sources to evaluate on; may be empty.
+        stages: Weights of the sources to train on, where they change during the run.
     """
 
     train: tuple[CorpusSource, ...]
     validation: tuple[CorpusSource, ...]
+    stages: tuple[Stage, ...] = ()
 
 
 def digest_of(sources: Sequence[CorpusSource]) -> str:
@@ -148,8 +152,8 @@ def digest_of(sources: Sequence[CorpusSource]) -> str:
 class Samples:
     """Training samples, read by their numbers.
 
-    Each source goes through its own windows in its own order, epoch after epoch, and the blend
-    chooses the source of each sample. An epoch of a blend has as many samples as all its sources.
+    Each source goes through its own windows in its own order, epoch after epoch, and the mixture
+    chooses the source of each sample. An epoch has as many samples as all sources together.
 
     Attributes:
         block_size: Tokens that a sample predicts.
@@ -157,18 +161,29 @@ class Samples:
 
     Args:
         sources: The sources of the training split; those of weight 0 are never read.
+        stages: Their weights, where they change during the run.
         block_size: Tokens that a sample predicts.
         seed: Seed of the order.
 
     Raises:
+        ConfigError: A stage is too short for one sample.
         DataError: A source is too short for one sample.
     """
 
-    def __init__(self, sources: Sequence[CorpusSource], *, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        *,
+        stages: Sequence[Stage] = (),
+        block_size: int,
+        seed: int,
+    ) -> None:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        self._blend = Blend([source.weight for source in sources])
+        self._mixture: Blend | Mixture = Blend([source.weight for source in sources])
+        if stages:
+            self._mixture = Mixture(stages, block_size=block_size)
         self._samplers = {
             number: WindowSampler(
                 num_tokens=source.stream.num_tokens,
@@ -214,7 +229,7 @@ class Samples:
             The source of each, and the position of its first token in the source's stream, each
             int64 [num_samples].
         """
-        sources, numbers = self._blend.locate(samples)
+        sources, numbers = self._mixture.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
             here = sources == source
@@ -228,7 +243,7 @@ class Samples:
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples come from each source."""
-        return self._blend.served(num_samples)
+        return self._mixture.served(num_samples)
 
 
 def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:

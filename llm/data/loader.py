@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _PREFETCH_STEPS = 2
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward pass; each tensor int64 `[micro_batch_size, block_size]`.
+    """The input of one forward pass; tensors int64 `[micro_batch_size, block_size]`.
 
     Attributes:
         input_ids: The tokens.
@@ -30,12 +30,14 @@ class MicroBatch(NamedTuple):
         positions: Position of each token in its document; None for positions in the window.
         documents: Number of each token's document in its window, where attention must not cross
             documents.
+        sources: Number of each sample's source `[micro_batch_size]`, where losses are summed by it.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor | None = None
     documents: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class TrainLoader:
         rank: This data-parallel rank.
         device: Device of the micro-batches.
         ends: How to keep the documents of a window apart; None lets windows run over them.
+        with_sources: Whether micro-batches have the sources of their samples.
     """
 
     samples: Samples
@@ -75,6 +78,7 @@ class TrainLoader:
     rank: int
     device: torch.device
     ends: DocumentEnds | None = None
+    with_sources: bool = False
 
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `start` to the end of the run; nothing before `start` is read.
@@ -107,14 +111,18 @@ class TrainLoader:
         is_real = samples >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        windows = self.samples.read(np.where(is_real, samples, first).reshape(-1))
+        numbers = np.where(is_real, samples, first).reshape(-1)
+        windows = self.samples.read(numbers)
+        sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
+        if self.with_sources:
+            sources = [*self.samples.locate(numbers)[0].reshape(samples.shape)]
         # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, block_size + 1)
         pin = self.device.type == "cuda"
         return StepBatch(
             micro_batches=[
-                _micro_batch(window, label_mask, self.ends, pin)
-                for window, label_mask in zip(windows, is_real, strict=True)
+                _micro_batch(window, label_mask, self.ends, pin, source)
+                for window, label_mask, source in zip(windows, is_real, sources, strict=True)
             ],
             num_samples=stop - first,
             num_tokens=(stop - first) * block_size,
@@ -193,7 +201,11 @@ class EvalLoader:
 
 
 def _micro_batch(
-    windows: NDArray[Any], label_mask: NDArray[np.bool_], ends: DocumentEnds | None, pin: bool
+    windows: NDArray[Any],
+    label_mask: NDArray[np.bool_],
+    ends: DocumentEnds | None,
+    pin: bool,
+    sources: NDArray[np.int64] | None = None,
 ) -> MicroBatch:
     """Make a micro-batch of windows [num_windows, block_size + 1].
 
@@ -202,6 +214,7 @@ def _micro_batch(
         label_mask: Which labels count, of each window or of each token.
         ends: How to keep the documents of a window apart.
         pin: Whether to make the tensors in pinned memory, from which copies are asynchronous.
+        sources: Number of the source of each window.
     """
 
     def tensor(values: NDArray[Any]) -> torch.Tensor:
@@ -219,6 +232,7 @@ def _micro_batch(
         labels,
         None if positions is None else tensor(positions),
         None if documents is None else tensor(documents),
+        None if sources is None else tensor(sources),
     )
 
 

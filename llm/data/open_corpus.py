@@ -13,6 +13,7 @@ from llm.data.corpus import Corpus, CorpusSource, TokenStream
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
+from llm.data.mixture import Stage
 from llm.data.options import DataOptions, bounded_workers
 from llm.data.order import DocumentEnds
 from llm.data.preparation.cache import TokenCache
@@ -59,6 +60,8 @@ def open_corpus(
         DataError: The data is missing, damaged, of another tokenizer, or too small for the split.
     """
     opener = _Opener(options, fingerprint(tokenizer), vocab_size, ends)
+    if options.data_stage:
+        return opener.open_stages()
     if options.data_path:
         return opener.open_split()
     if options.train_data_path or options.valid_data_path:
@@ -139,12 +142,46 @@ class _Opener:
 
     def open_split(self) -> Corpus:
         """Open the files of `data_path` and split each of them by `split`."""
+        return self._split(self._open(self.options.data_path, "--data_path"))
+
+    def open_stages(self) -> Corpus:
+        """Open the files of all stages, where a file of several stages is one source.
+
+        They are split by `split`, or taken whole where `valid_data_path` names others.
+        """
+        first: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
+        blends: list[dict[Path, float]] = []
+        for number, stage in enumerate(self.options.data_stage, start=1):
+            blend: dict[Path, float] = {}
+            for source in self._open(stage.data_path, f"data_stage {number}: data_path"):
+                file = source.stream.file.prefix.resolve()
+                first.setdefault(file, source)
+                blend[file] = blend.get(file, 0.0) + source.weight
+            blends.append(blend)
+        stages = tuple(
+            Stage(stage.until, tuple(blend.get(file, 0.0) for file in first))
+            for stage, blend in zip(self.options.data_stage, blends, strict=True)
+        )
+        names = _names([source.stream.file.prefix for source in first.values()])
+        # Means over the stages: the weights of the validation losses stay the same through the run.
+        shares = zip(*(stage.weights for stage in stages), strict=True)
+        sources = [
+            replace(source, name=name, weight=sum(weights) / len(stages))
+            for source, name, weights in zip(first.values(), names, shares, strict=True)
+        ]
+        if self.options.valid_data_path:
+            corpus = self.open_whole((), self.options.valid_data_path)
+            return replace(corpus, train=tuple(sources), stages=stages)
+        return replace(self._split(sources), stages=stages)
+
+    def _split(self, whole: Sequence[CorpusSource]) -> Corpus:
+        """Split each file by `split`."""
         text = self.options.split
         split = parse_split(DEFAULT_SPLIT if text is None else text)
         text = f"{DEFAULT_SPLIT} (the default)" if text is None else text
         train: list[CorpusSource] = []
         validation: list[CorpusSource] = []
-        for source in self._open(self.options.data_path, "--data_path"):
+        for source in whole:
             if source.weight == 0:
                 # It keeps its number in the blend, which keys the order of each source.
                 train.append(source)

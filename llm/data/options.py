@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llm.config.options import given, option
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
+from llm.data.data_stage import DataStage, stage_problems
 from llm.errors import ConfigError
 
 DATA = "Data"
@@ -57,6 +58,22 @@ class DataOptions:
         path=True,
         resume="fixed",
     )
+    data_stage: tuple[DataStage, ...] = option(
+        (),
+        "Stages of a mixture that changes during the run, in place of data_path: tables "
+        "[[data_stage]] of the TOML file, each with the data_path of the stage and, on all but the "
+        "last, until, the tokens of the run at which it ends. As a flag, only none.",
+        group=DATA,
+        resume="fixed",
+    )
+    max_epochs: tuple[float | str, ...] = option(
+        (),
+        "Most epochs of a source: a number for every source, or a number before the path of each "
+        "that has a limit. A run that would take more is refused before it trains.",
+        group=DATA,
+        path=True,
+        above=0,
+    )
     train_data_path: tuple[float | str, ...] = option(
         (),
         "Token files to train on, taken whole, in place of data_path.",
@@ -69,10 +86,10 @@ class DataOptions:
     )
     split: str | None = option(
         None,
-        "How the documents of each file of data_path are divided among training, validation and "
-        "testing (which is not used), such as 980,10,10; 100,0,0 trains only. By default 969,30,1.",
+        "How the documents of each file of data_path or data_stage are divided among training, "
+        "validation and testing (which is not used), such as 980,10,10; 100,0,0 trains only. By "
+        "default 969,30,1.",
         group=DATA,
-        requires=("data_path",),
         resume="fixed",
     )
     in_memory: bool = option(
@@ -206,20 +223,28 @@ class BatchOptions:
 LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
 """Options of which one gives the length of the run, in place of epochs."""
 
-SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
+SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 """Options that name the training data."""
+
+
+def training_paths(options: DataOptions) -> list[str]:
+    """Return the token files to train on as they are named; those of several stages once."""
+    staged = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
+    words = (*options.data_path, *options.train_data_path, *staged)
+    return [word for word in words if isinstance(word, str)]
 
 
 def data_problems(options: DataOptions) -> list[str]:
     """Return what cannot work about the data, a sentence each."""
-    problems = []
+    problems = stage_problems(options.data_stage)
     sources = [name for name in SOURCES if getattr(options, name)]
-    token_files = options.data_path or options.train_data_path or options.valid_data_path
+    token_files = training_paths(options) or options.valid_data_path
     text = options.dataset_name or options.train_file or options.validation_file
     if len(sources) > 1:
         problems.append(
             f"{' and '.join(f'--{name}' for name in sources)} are "
-            f"{('two', 'three', 'four')[len(sources) - 2]} sources of data; give one of them."
+            f"{('two', 'three', 'four', 'five')[len(sources) - 2]} sources of data; give one of "
+            "them."
         )
     if options.dataset_name is not None and options.validation_file:
         problems.append(
@@ -230,7 +255,14 @@ def data_problems(options: DataOptions) -> list[str]:
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
             "is cut by --split, and text has options of its own."
         )
-    if options.validation_file and (options.data_path or options.train_data_path):
+    if options.split is not None and not (options.data_path or options.data_stage):
+        problems.append("--split needs --data_path (or stages); give that too, or leave it out.")
+    if options.valid_data_path and options.data_stage and options.split is not None:
+        problems.append(
+            "--valid_data_path leaves the files of data_stage whole, and --split cuts them; give "
+            "one of the two."
+        )
+    if options.validation_file and training_paths(options):
         problems.append(
             "--validation_file is text and does not go with token files; name token files to "
             "evaluate on with --valid_data_path."

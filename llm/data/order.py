@@ -31,7 +31,7 @@ _TICKS = 2**8  # of one sample; two samples of a source are at least as many tic
 
 # Samples that are computed at once: a few at a time would cost thirty times as much.
 _WINDOW_BLOCK = 2**10
-_BLEND_BLOCK = 2**16
+_BLEND_BLOCK = 2**12
 _BLOCKS_KEPT = 4
 
 UInt64s = NDArray[np.uint64]
@@ -218,8 +218,10 @@ class Blend:
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        # Binary search for the first time at which `num_samples` samples have been served.
-        low, high = -1, (num_samples + len(self._weights)) * _TICKS
+        # Binary search for the first time at which `num_samples` samples have been served; the
+        # clock is within half as many samples of their number as there are sources.
+        most = len(self._weights)
+        low, high = max(-1, (num_samples - most) * _TICKS - 1), (num_samples + most) * _TICKS
         while high - low > 1:
             middle = (low + high) // 2
             if sum(self._served_until(middle)) >= num_samples:
@@ -251,7 +253,7 @@ class Blend:
             if steps.size == 0:
                 continue
             # The first time in Python's integers, which do not overflow; the others relative to
-            # the block in int64: step * rest is below 2**16 * 2**41.
+            # the block in int64: step * rest is below 2**12 * 2**41.
             start, begun = divmod((2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight)
             whole, rest = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
             times.append(start - origin + steps * whole + (begun + steps * rest) // (2 * weight))

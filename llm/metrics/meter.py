@@ -1,6 +1,6 @@
 """Sums over the steps of a logging interval, kept on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,20 @@ class Meter:
     Args:
         device: Device of the sums.
         rank: Rank of this process.
+        sources: Names of the sources of the data, if the losses are summed by source.
     """
 
     _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
     """The numbers that a checkpoint holds."""
 
-    def __init__(self, device: torch.device, *, rank: int) -> None:
+    def __init__(self, device: torch.device, *, rank: int, sources: Sequence[str] = ()) -> None:
         self._rank = rank
+        self._sources = sources
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
+        # Token losses and labels of each source.
+        self.by_source = torch.zeros(2, len(sources), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
@@ -46,12 +50,17 @@ class Meter:
 
         Args:
             step: Number of the step, counted from 0.
-            loss_sum: Sum of this rank's token losses.
+            loss_sum: Sum of this rank's token losses; with sources [2, num_sources], the sums and
+                the numbers of labels of each source.
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
             skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
         """
-        self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
+        loss_sum = torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
+        if self._sources:
+            self.by_source += loss_sum
+            loss_sum = loss_sum[0].sum()
+        self.loss_sum += loss_sum
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
         self._own.append((step, skipped, torch.isnan(grad_norm)))
@@ -76,12 +85,15 @@ class Meter:
         dtype = self.loss_sum.dtype
         flags = [flag for _, skipped, nan in self._own for flag in (skipped, nan)]
         own = [torch.ones_like(self.loss_sum), self.loss_sum, self.num_tokens, self.grad_norm]
+        own += self.by_source.flatten()
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
         ranks, loss_sum, num_tokens, grad_norm = total[:4]
+        by_source = total[4 : len(own)].view_as(self.by_source)
         self.loss_sum = loss_sum if self._rank == 0 else torch.zeros_like(loss_sum)
+        self.by_source = by_source if self._rank == 0 else torch.zeros_like(by_source)
         self.num_tokens = num_tokens / ranks
         self.grad_norm = (grad_norm / ranks).to(self.grad_norm.dtype)
-        of_steps = total[4:].view(-1, 2) > 0
+        of_steps = total[len(own) :].view(-1, 2) > 0
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
         self._flags += [
@@ -92,7 +104,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Return the interval's loss and the run's counts, and start a new interval.
 
-        Call it after `all_reduce`. The host waits for the device here, once for all numbers.
+        Call it after `all_reduce`. The host waits for the device here, once for all numbers. The
+        loss of a source that served no sample is left out.
         """
         values = torch.stack(
             [
@@ -100,20 +113,36 @@ class Meter:
                 self.grad_norm.double(),
                 self.skipped_steps.double(),
                 self.nan_steps.double(),
+                *self.by_source.double().T.flatten(),
             ]
         ).tolist()
         self.loss_sum = torch.zeros_like(self.loss_sum)
         self.num_tokens = torch.zeros_like(self.num_tokens)
+        self.by_source = torch.zeros_like(self.by_source)
         names = ("loss", "grad_norm", "skipped_steps", "nan_steps")
-        return dict(zip(names, values, strict=True))
+        result = dict(zip(names, values[:4], strict=True))
+        for source, loss, labels in zip(self._sources, values[4::2], values[5::2], strict=True):
+            if labels:
+                result[f"loss/{source}"] = loss / labels
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain numbers, after `all_reduce`."""
-        return {name: float(getattr(self, name)) for name in self._names}
+        state: dict[str, Any] = {name: float(getattr(self, name)) for name in self._names}
+        if self._sources:
+            by_source = self.by_source.T.tolist()
+            state["by_source"] = dict(zip(self._sources, by_source, strict=True))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
         for name in self._names:
             getattr(self, name).fill_(state[name])
+        # A start without the option, or with other sources, has not saved these.
+        saved = state.get("by_source", {})
+        for number, source in enumerate(self._sources):
+            for sums, value in zip(self.by_source, saved.get(source, (0.0, 0.0)), strict=True):
+                sums[number] = value
         if self._rank != 0:  # else the next all-reduce would add rank 0's loss once for each rank
             self.loss_sum.zero_()
+            self.by_source.zero_()

@@ -20,6 +20,9 @@ class LoggingOptions:
         "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
         group=LOGGING,
     )
+    log_source_losses: bool = option(
+        False, "Log the training loss of each source of the data by itself.", group=LOGGING
+    )
     device_peak_tflops: float | None = option(
         None,
         "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "

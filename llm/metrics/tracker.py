@@ -150,6 +150,7 @@ class Tracker:
         if memory is not None:
             record["memory"] = memory
         record |= {f"kfac_{name}": float(value) for name, value in kfac.items()}
+        record |= {name: value for name, value in values.items() if name.startswith("loss/")}
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
@@ -175,6 +176,7 @@ class Tracker:
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",
                 f"nan steps: {record['nan_steps']:3d}",
+                *(f"{name}: {value:.6E}" for name, value in record.items() if "loss/" in name),
             ]
         )
 

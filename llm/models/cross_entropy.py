@@ -39,6 +39,7 @@ def chunked_cross_entropy(
     tied: TiedEmbedding | None = None,
     buffer: Tensor | None = None,
     compiled: bool = False,
+    token_losses: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
 
@@ -55,6 +56,7 @@ def chunked_cross_entropy(
         tied: The input embedding, if it has the same weight; takes the gradient of the weight.
         buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
         compiled: Compile what is computed from the logits of a chunk; not of a sharded head.
+        token_losses: Fp32 [tokens], which receives the terms of the sum.
     """
     shard, whole = None, weight
     if isinstance(weight, DTensor):
@@ -68,7 +70,7 @@ def chunked_cross_entropy(
     grad_enabled = torch.is_grad_enabled()
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *(hidden, weight, bias, labels, vocab_size, rows, matrix),
-        *(shard, tied, buffer, softmax, grad_enabled),
+        *(shard, tied, buffer, softmax, grad_enabled, token_losses),
     )
     return loss_sum
 
@@ -104,12 +106,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         buffer: Tensor | None,
         softmax: Callable[..., tuple[Tensor, Tensor | None]],
         grad_enabled: bool,
+        token_losses: Tensor | None,
     ) -> Tensor:
         """Return the sum; the arguments are those of `chunked_cross_entropy`."""
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         # Gradients are summed over chunks in fp32: in bf16 each addition would round.
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        losses = token_losses
+        if losses is None:
+            losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         first = 0 if shard is None else shard.first
         columns = len(weight)
         width, dtype = len(matrix), matrix.dtype
@@ -161,7 +166,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, *[None] * 9
+        return hidden, weight, bias, *[None] * 10
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from llm.models.cross_entropy import IGNORED, chunked_cross_entropy
 from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
+from llm.models.source_losses import sum_by_source
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
@@ -40,9 +41,11 @@ class LanguageModelLoss(nn.Module):
         aligned: Whether matrix products have the sizes that are fast on an accelerator: multiples
             of 128, in chunks of equal length. On all devices but a CPU unless given.
         compiled: Whether to compile what is computed from the logits of a chunk.
+        num_sources: Number of sources, if the losses are summed by source.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
+        num_sources: As given.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
         compiled: bool = False,
+        num_sources: int = 0,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -68,6 +72,7 @@ class LanguageModelLoss(nn.Module):
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
         self._compiled = compiled
+        self.num_sources = num_sources
         self._buffer: Tensor | None = None
 
     def forward(
@@ -76,6 +81,7 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        sources: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss, summed over the tokens of a micro-batch.
 
@@ -85,26 +91,39 @@ class LanguageModelLoss(nn.Module):
             positions: [batch, length], int64; None counts from 0 in each row.
             documents: [batch, length], int64: number of the document of each token; there is no
                 attention between documents. None: every token attends to all before it.
+            sources: [batch], int64: number of the source of each sample.
 
         Returns:
             Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
             the log (detached). They differ only in a mixture-of-experts model, by its balancing
-            loss, which is added once per token.
+            loss, which is added once per token. With sources, the second is [2, num_sources] in
+            fp64, as of `sum_by_source`.
         """
+        losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
         if self.chunked:
-            loss_sum = self._chunked_loss(input_ids, labels, positions, documents)
-            return loss_sum, loss_sum.detach()
+            loss_sum = self._chunked_loss(input_ids, labels, positions, documents, losses)
+            return loss_sum, self._for_log(loss_sum, losses, labels, sources)
         outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        kind = "sum" if sources is None else "none"
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=kind
         )
+        loss_sum = losses if sources is None else losses.sum()
         objective = loss_sum
         if self._router:
             tokens = (labels != IGNORED).sum()
             objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
-        return objective, loss_sum.detach()
+        return objective, self._for_log(loss_sum, losses, labels, sources)
+
+    def _for_log(
+        self, loss_sum: Tensor, losses: Tensor | None, labels: Tensor, sources: Tensor | None
+    ) -> Tensor:
+        """Return the sum for the log, by source if sources are given."""
+        if losses is None or sources is None:
+            return loss_sum.detach()
+        return sum_by_source(losses, labels, sources, num_sources=self.num_sources)
 
     @torch.no_grad()
     def predictions(
@@ -138,6 +157,7 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
+        losses: Tensor | None,
     ) -> Tensor:
         embedding = self.model.get_input_embeddings()
         tied = embedding if isinstance(embedding, TiedEmbedding) else None
@@ -159,6 +179,7 @@ class LanguageModelLoss(nn.Module):
             tied=tied,
             buffer=self._logits_buffer(hidden, rows, head.weight),
             compiled=self._compiled,
+            token_losses=losses,
         )
 
     def _model_outputs(

@@ -108,7 +108,7 @@ class AcceleratedStrategy:
             num_tokens: Tokens with a label over all ranks; the loss is divided by it once.
 
         Returns:
-            The sum of this rank's token losses, a float32 scalar.
+            The sum of this rank's token losses: a float32 scalar, or by source as of the loss.
         """
         if not self.wrapped.training:
             self.wrapped.train()
@@ -149,7 +149,7 @@ class AcceleratedStrategy:
                     with self.autocast():
                         objective, loss_sum = self.wrapped(*micro_batch)
                     self._scale(objective * token_weight).backward()
-                total += loss_sum.detach()
+                total = total + loss_sum.detach()
         return total
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
@@ -230,7 +230,7 @@ class AcceleratedStrategy:
     def predict(self, micro_batch: MicroBatch) -> Tensor:
         """Return the likeliest next token at each position, int64 of the inputs' shape."""
         self.wrapped.eval()
-        input_ids, _, positions, documents = self._local_batch(micro_batch)
+        input_ids, _, positions, documents, _ = self._local_batch(micro_batch)
         with self.autocast():
             predictions: Tensor = self.loss.predictions(input_ids, positions, documents)
         return predictions

@@ -66,7 +66,7 @@ class SequenceShard:
 
     def of(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's shard of a micro-batch, with each token's position in its sample."""
-        input_ids, labels, positions, documents = micro_batch
+        input_ids, labels, positions, documents, sources = micro_batch
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             positions = positions.expand_as(input_ids)
@@ -75,6 +75,7 @@ class SequenceShard:
             self._cut(labels),
             self._cut(positions),
             None if documents is None else self._cut(documents),
+            sources,
         )
 
     def _cut(self, whole: Tensor) -> Tensor:

@@ -139,9 +139,10 @@ def _panel_of(key: str) -> Panel:
     """Return the panel of a metric that `_KNOWN` lacks, such as those of `--eval_metrics`."""
     name = "".join(letter if letter.isalnum() else "_" for letter in key)
     words = key.removeprefix("eval_").replace("_", " ")
-    if key.startswith("eval_"):
-        source = key.partition("eval_loss/")[2]
-        title = f"Validation loss, {source}" if source else f"Validation {words}"
+    if key.startswith(("eval_", "loss/")):
+        split = "Validation" if key.startswith("eval_") else "Training"
+        source = key.partition("loss/")[2]
+        title = f"{split} loss, {source}" if source else f"{split} {words}"
         unit = _NATS if source else ""
         return Panel(name=name, title=title, keys=(key,), unit=unit, section="Loss")
     if "memory" in key:

@@ -45,7 +45,7 @@ class Loss(nn.Module):
         super().__init__()
         self.model = Model(unused=unused)
 
-    def forward(self, input_ids, labels, positions=None, documents=None):
+    def forward(self, input_ids, labels, *unused):
         model = self.model
         hidden = model.embedding(input_ids) * model.scale
         hidden = torch.tanh(model.middle(hidden) + model.frozen(hidden))

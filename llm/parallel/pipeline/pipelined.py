@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
+from llm.models.source_losses import empty_sums
 from llm.parallel.base import MakeOptimizer
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor
@@ -84,6 +85,9 @@ class PipelineStrategy(ShardedStrategy):
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
         self._divide_layers()
+        sources = self.loss.num_sources
+        zero = torch.zeros((), device=self.device)
+        self._no_loss = empty_sums(sources, self.device) if sources else zero
         cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_numbers)
         self.stages = cut.stages
         for stage in self.stages:
@@ -128,14 +132,14 @@ class PipelineStrategy(ShardedStrategy):
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
         schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
-        return self._sum_of_losses(self._loss_sums)
+        return self._sum_of_losses(self._loss_sums, self._no_loss)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
         # With shapes given, the stages need no forward of their own to find them out.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         shape, dtype = (rows, length, self._cut.width), self._sent_dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        losses = torch.empty((), device="meta"), torch.empty((), device="meta")
+        losses = torch.empty((), device="meta"), self._no_loss.to("meta")
         stages = [
             PipelineStage(
                 stage,
@@ -165,10 +169,9 @@ class PipelineStrategy(ShardedStrategy):
         self._loss_sums.append(loss_sum.detach())
         return self._scale(objective * self._token_weight)
 
-    def _sum_of_losses(self, loss_sums: Sequence[Tensor]) -> Tensor:
+    def _sum_of_losses(self, loss_sums: Sequence[Tensor], no_loss: Tensor) -> Tensor:
         """Return the sum of the last stage's token losses on all stages; the others have none."""
-        no_loss = torch.zeros((), device=self.device)
-        return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum())
+        return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum(0))
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
@@ -196,7 +199,8 @@ class PipelineStrategy(ShardedStrategy):
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
         losses = [loss_sum for _, loss_sum in self._forward(_arguments(micro_batch))]
-        return self._sum_of_losses(losses), (micro_batch.labels != -100).sum()
+        loss_sum = self._sum_of_losses(losses, torch.zeros((), device=self.device))
+        return loss_sum, (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> Tensor:

@@ -100,6 +100,7 @@ class Stage(nn.Module):
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        sources: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the stage's layers.
 
@@ -110,6 +111,7 @@ class Stage(nn.Module):
             labels: As for the loss; without them the last stage predicts.
             positions: As for the loss.
             documents: As for the loss.
+            sources: As for the loss.
 
         Returns:
             [batch, length, width] of `sent_dtype` for the next stage; of the last stage what the
@@ -122,7 +124,9 @@ class Stage(nn.Module):
         try:
             with self.autocast():
                 if self.is_last and labels is not None:
-                    outputs: tuple[Tensor, Tensor] = loss(input_ids, labels, positions, documents)
+                    outputs: tuple[Tensor, Tensor] = loss(
+                        input_ids, labels, positions, documents, sources
+                    )
                     return outputs
                 if self.is_last:
                     return loss.predictions(input_ids, positions, documents)

@@ -17,7 +17,9 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
+from llm.data.epoch_limits import check_epochs
 from llm.data.open_corpus import open_corpus
+from llm.data.options import training_paths
 from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
@@ -121,7 +123,12 @@ def read_training(
         raise DataError(_nothing_to_evaluate_on("save_top_k"))
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, resume_from, data_digest)
-    samples = Samples(setup.corpus.train, block_size=setup.block_size, seed=setup.seed)
+    samples = Samples(
+        setup.corpus.train,
+        stages=setup.corpus.stages,
+        block_size=setup.block_size,
+        seed=setup.seed,
+    )
     num_parameters = None
     if config.tokens_per_parameter is not None:
         num_parameters = count_parameters(config, setup.model_config, len(setup.tokenizer))
@@ -133,6 +140,7 @@ def read_training(
         num_parameters=num_parameters,
         resume_from=resume_from,
     )
+    check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
     for phase in plan.phases:
         micro_batches, _ = plan.shape(phase.first_step)
         check_micro_batches(
@@ -267,7 +275,7 @@ def _default_output_dir(config: GPTConfig) -> str:
     if text is not None:
         data = Path(text).stem
     else:
-        words = config.data_path or config.train_data_path or config.valid_data_path
+        words = training_paths(config) or config.valid_data_path
         prefixes = [Path(word).name for word in words if isinstance(word, str)]
         # A prefix may contain dots: only the suffix of a flat file is removed.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
@@ -70,23 +70,20 @@ class Trainer:
             rank=strategy.data_rank,
             device=strategy.device,
             ends=setup.ends,
+            with_sources=config.log_source_losses,
         )
         self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
         self.state = TrainState()
-        self.meter = Meter(strategy.device, rank=strategy.rank)
+        sources = [s.name for s in setup.corpus.train] if config.log_source_losses else []
+        self.meter = Meter(strategy.device, rank=strategy.rank, sources=sources)
+        self.metadata = _metadata(config, setup)
         self.saver = Saver(
             config,
             setup.run.checkpoints,
             parts=self.parts,
-            metadata={
-                "fixed": fixed_options(config),
-                "logged": logged_options(config),
-                "global_batch_size": setup.plan.batch_schedule(setup.block_size),
-                "data": setup.data_digest,
-                **setup.replicas.metadata(),
-            },
+            metadata=self.metadata,
             rank=strategy.rank,
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
@@ -300,3 +297,14 @@ class Trainer:
             words.append(f"ms per step: {1000 * seconds / steps:.1f}")
         self.last_eval_mark = self.state.step, self.state.seconds
         return [*words, f"total train time: {self.state.seconds:.1f} s"]
+
+
+def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
+    """Return what every checkpoint records of the run."""
+    return {
+        "fixed": fixed_options(config),
+        "logged": logged_options(config),
+        "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        "data": setup.data_digest,
+        **setup.replicas.metadata(),
+    }

@@ -20,6 +20,7 @@ from llm.checkpoint.format import TrainState
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
+from llm.data.mixture import stage_starts
 from llm.errors import DivergedError
 from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker
@@ -56,6 +57,7 @@ def log_start(
     if isinstance(setup, TrainSetup):
         total_steps = setup.plan.total_steps
         _log_length(config, setup, model)
+        _log_stages(setup, setup.plan.total_samples)
         _log_sources(setup, setup.plan.total_samples, "will serve")
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
@@ -122,12 +124,29 @@ def _log_data(
         if last_is_partial:
             windows = math.ceil((tokens - 1) / setup.block_size)
         which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
+        if name == "training" and setup.corpus.stages:
+            which = f" {source.name}"  # its weights follow, stage by stage
         num_documents = source.stream.num_documents
         documents = f"{num_documents:,} documents, " if num_documents else ""
         logger.info(
             f"{name} data{which}: {documents}{tokens:,} tokens, {windows:,} windows of "
             f"{setup.block_size}"
         )
+
+
+def _log_stages(setup: TrainSetup, num_samples: int) -> None:
+    """Log the border and the weights of each stage of the data."""
+    stages = setup.corpus.stages
+    starts = stage_starts(stages, block_size=setup.block_size)
+    for number, (start, stage) in enumerate(zip(starts, stages, strict=False), start=1):
+        weights = zip(setup.corpus.train, stage.weights, strict=True)
+        blend = ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights if weight)
+        logger.info(f"data stage {number} from sample {start:,}: {blend}")
+        if start >= num_samples:
+            logger.warning(
+                f"data_stage {number} begins after the last of {num_samples:,} samples: the "
+                "run never reads it."
+            )
 
 
 def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:

@@ -73,7 +73,9 @@ def _card(
 ) -> dict[str, object]:
     data = config.dataset_name or config.train_file
     if data is None:
-        data = " ".join(map(str, config.data_path or config.train_data_path))
+        blends = [stage.data_path for stage in config.data_stage]
+        blends = blends or [config.data_path or config.train_data_path]
+        data = ", then ".join(" ".join(map(str, blend)) for blend in blends)
     if config.dataset_config_name:
         data = f"{data} ({config.dataset_config_name})"
     return {

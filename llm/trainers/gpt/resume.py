@@ -1,5 +1,7 @@
 """Where a run starts from: its own checkpoint, weights, or a seed; what a resume must keep."""
 
+import dataclasses
+import json
 import logging
 import os
 from pathlib import Path
@@ -21,7 +23,7 @@ from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
-DATA = ("dataset_name", "train_file", "data_path", "train_data_path")
+DATA = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
 """Options whose default depends on the device."""
 
@@ -203,7 +205,8 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
         for field in options.fields(GPTConfig)
         if field.option.resume == resume
     }
-    return {n: list(value) if isinstance(value, tuple) else value for n, value in values.items()}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=dataclasses.asdict))
+    return plain
 
 
 def _saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _source_problems(config: GPTConfig) -> list[str]:
         if not config.eval_only:
             problems.append(
                 "Name the training data with --dataset_name or --train_file, or token files with "
-                "--data_path or --train_data_path."
+                "--data_path or --train_data_path (or data_stage in the TOML file)."
             )
         elif not (config.validation_file or config.valid_data_path):
             problems.append(

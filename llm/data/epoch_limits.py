@@ -1,0 +1,68 @@
+"""Refuses a run that would repeat a source of its data more often than `--max_epochs` allows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm.data.corpus import CorpusSource, Samples
+from llm.data.formats.flat import locate
+from llm.data.options import DataOptions
+from llm.errors import ConfigError
+
+
+def check_epochs(
+    options: DataOptions, sources: Sequence[CorpusSource], samples: Samples, *, num_samples: int
+) -> None:
+    """Refuse a run in which a source serves more epochs than it may.
+
+    Which samples a run takes is known before it begins, so the check is exact, and no weight has
+    to change when a source is used up.
+
+    Args:
+        options: Their `max_epochs`.
+        sources: The sources of the training split.
+        samples: Their samples.
+        num_samples: Samples of the whole run.
+
+    Raises:
+        ConfigError: A source is used up before the end, or the option names no source.
+    """
+    served = samples.served(num_samples)
+    problems = []
+    for number, most in _limits(options.max_epochs, sources).items():
+        windows = samples.windows_of(number)
+        if served[number] > most * windows:
+            problems.append(
+                f"--max_epochs is {most:g} for the source {sources[number].name}, which has "
+                f"{windows:,} samples, and the run would take {served[number]:,} "
+                f"({served[number] / windows:.4g} epochs); give it less weight or more text, "
+                "shorten the run, or allow more epochs."
+            )
+    if problems:
+        raise ConfigError(" ".join(problems))
+
+
+def _limits(words: Sequence[float | str], sources: Sequence[CorpusSource]) -> dict[int, float]:
+    """Return the most epochs of each source that has a limit, by its number."""
+    if len(words) == 1 and not isinstance(words[0], str):
+        return dict.fromkeys(range(len(sources)), words[0])
+    pairs = [
+        (most, path)
+        for most, path in zip(words[::2], words[1::2], strict=False)
+        if not isinstance(most, str) and isinstance(path, str)
+    ]
+    if 2 * len(pairs) != len(words):
+        raise ConfigError(
+            f"--max_epochs {' '.join(map(str, words))} is neither one number for every source nor "
+            "a number before each path, such as 4 data/web 1 data/code; give one of the two."
+        )
+    files = [source.stream.file.prefix.resolve() for source in sources]
+    limits: dict[int, float] = {}
+    for most, path in pairs:
+        file = locate(Path(path))[0].resolve()
+        if file not in files:
+            raise ConfigError(
+                f"--max_epochs names {path}, which is no source of the training data; they are "
+                f"{', '.join(str(source.stream.file.prefix) for source in sources)}."
+            )
+        limits |= {number: most for number, other in enumerate(files) if other == file}
+    return limits

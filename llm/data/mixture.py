@@ -1,0 +1,94 @@
+"""A mixture of sources whose weights change during a run, as a function of the sample number."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm.data.order import Blend, Int64s
+from llm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The weights of all sources during a part of a run.
+
+    Attributes:
+        until: Tokens of the run at which the stage ends; None for the last stage.
+        weights: As for `Blend`, of each source of the run.
+    """
+
+    until: int | None
+    weights: tuple[float, ...]
+
+
+def stage_starts(stages: Sequence[Stage], *, block_size: int) -> list[int]:
+    """Return the first sample of each stage, the one after the whole samples within its border.
+
+    Args:
+        stages: In their order.
+        block_size: Tokens that a sample predicts.
+
+    Raises:
+        ConfigError: A stage has no sample.
+    """
+    ends = [stage.until for stage in stages if stage.until is not None]
+    starts = [0, *(end // block_size for end in ends)]
+    for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if start == stop:
+            raise ConfigError(
+                f"data_stage {number + 1} ends at {ends[number]:,} tokens, before its first sample "
+                f"of --block_size {block_size:,} tokens is complete; make its until larger."
+            )
+    return starts
+
+
+class Mixture:
+    """Which source serves which sample of a run: a `Blend` in each stage.
+
+    Each stage begins a blend of its own, so that its k sources are within k samples of their
+    shares at every point of the stage. The samples of a source are numbered through all stages:
+    one that appears again goes on where it was.
+
+    Args:
+        stages: In their order; all have weights for the same sources.
+        block_size: Tokens that a sample predicts.
+
+    Raises:
+        ConfigError: A stage has no sample.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, block_size: int) -> None:
+        self._starts = stage_starts(stages, block_size=block_size)
+        self._blends = [Blend(stage.weights) for stage in stages]
+        # Samples that each source has served before each stage.
+        self._before = [[0] * len(stages[0].weights)]
+        for start in self._starts[1:]:
+            self._before.append(self.served(start))
+
+    def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the source of each sample, and its number among the samples of that source.
+
+        Args:
+            samples: Their numbers, counted from 0 over the whole run [num_samples].
+
+        Returns:
+            (sources, numbers), each int64 [num_samples].
+        """
+        samples = np.asarray(samples, dtype=np.int64)
+        stages = np.searchsorted(self._starts, samples, side="right") - 1
+        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        for stage in np.unique(stages).tolist():
+            here = stages == stage
+            sources[here], within = self._blends[stage].locate(samples[here] - self._starts[stage])
+            numbers[here] = np.array(self._before[stage])[sources[here]] + within
+        return sources, numbers
+
+    def served(self, num_samples: int) -> list[int]:
+        """Return how many of the first `num_samples` samples each source serves, exactly."""
+        # While the object is made, the stages that are known already are searched.
+        known = self._starts[: len(self._before)]
+        stage = sum(start <= num_samples for start in known[1:])
+        within = self._blends[stage].served(num_samples - known[stage])
+        return [a + b for a, b in zip(self._before[stage], within, strict=True)]

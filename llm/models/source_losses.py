@@ -1,0 +1,37 @@
+"""Sums of token losses by the source of their samples."""
+
+import torch
+from torch import Tensor
+
+from llm.models.cross_entropy import IGNORED
+
+
+def empty_sums(num_sources: int, device: torch.device) -> Tensor:
+    """Return zeros for the sums of some sources: losses and numbers of labels, [2, num_sources]."""
+    # Of float32 losses, sums in float64 (MPS has none) are all but exact in any order.
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(2, num_sources, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def sum_by_source(
+    token_losses: Tensor, labels: Tensor, sources: Tensor, *, num_sources: int
+) -> Tensor:
+    """Return the sum of the token losses of each source, and the number of its labels.
+
+    Args:
+        token_losses: [batch * length], fp32; 0 without a label.
+        labels: [batch, length], int64; -100 for none.
+        sources: [batch], int64: number of the source of each sample.
+        num_sources: Number of sources.
+
+    Returns:
+        [2, num_sources], as `empty_sums`.
+    """
+    zeros = empty_sums(num_sources, labels.device)
+    losses = token_losses.view_as(labels).to(zeros.dtype).sum(1)
+    counts = (labels != IGNORED).to(zeros.dtype).sum(1)
+    # [batch, num_sources]. A scatter would add in an order that varies on a GPU.
+    mine = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
+    # Selected, not multiplied: a loss that is not finite stays with its own source.
+    return torch.stack([torch.where(mine, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)])
