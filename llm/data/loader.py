@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Samples, TokenStream
 from llm.data.order import DocumentEnds
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
 from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
@@ -68,6 +69,7 @@ class TrainLoader:
         rank: This data-parallel rank.
         device: Device of the micro-batches.
         ends: How to keep the documents of a window apart; None lets windows run over them.
+        skipped: The samples to leave out: the plan's positions are mapped past them.
     """
 
     samples: Samples
@@ -75,6 +77,7 @@ class TrainLoader:
     rank: int
     device: torch.device
     ends: DocumentEnds | None = None
+    skipped: SkippedSamples = NONE_SKIPPED
 
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `start` to the end of the run; nothing before `start` is read.
@@ -103,11 +106,12 @@ class TrainLoader:
 
     def _read(self, step: int) -> StepBatch:
         first, stop = self.plan.step_samples(step)
-        samples = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
-        is_real = samples >= 0
+        positions = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
+        is_real = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        windows = self.samples.read(np.where(is_real, samples, first).reshape(-1))
+        samples = self.skipped.numbers(np.where(is_real, positions, first))
+        windows = self.samples.read(samples.reshape(-1))
         # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, block_size + 1)
         pin = self.device.type == "cuda"

@@ -5,10 +5,12 @@ import os
 from dataclasses import dataclass
 
 from llm.config.options import given, option
+from llm.errors import ConfigError
 
 DATA = "Data"
 BATCH = "Batch"
 LENGTH = "Length of training"
+_MOST_SAMPLES = 2**62  # beyond them, numbers would overflow
 
 log = logging.getLogger("llm.data")
 
@@ -182,6 +184,13 @@ class BatchOptions:
     max_train_samples: int | None = option(
         None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
     )
+    skip_samples: str | None = option(
+        None,
+        "Samples to leave out, as FIRST:STOP,... in the numbers of the log, such as 6400:6480 for "
+        "6400 to 6479. A resume adds them to those of its checkpoint, and may name only samples "
+        "that have not been trained on.",
+        group=LENGTH,
+    )
 
 
 SOURCES = ("dataset_name", "train_file", "data_path", "train_data_path")
@@ -245,7 +254,30 @@ def batch_problems(options: BatchOptions) -> list[str]:
             "--global_batch_size decides gradient accumulation; leave out "
             "--gradient_accumulation_steps."
         )
+    try:
+        skipped_ranges(options.skip_samples)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
+
+
+def skipped_ranges(text: str | None) -> list[tuple[int, int]]:
+    """Return the ranges that `skip_samples` names, each as its first number and the one after it.
+
+    Raises:
+        ConfigError: They are no ranges.
+    """
+    ranges = []
+    for item in text.split(",") if text else ():
+        first, colon, stop = item.strip().partition(":")
+        digits = first.isascii() and first.isdigit() and stop.isascii() and stop.isdigit()
+        if not (colon and digits and int(first) < int(stop) <= _MOST_SAMPLES):
+            raise ConfigError(
+                f"--skip_samples {text}: '{item.strip()}' is not FIRST:STOP, two growing numbers "
+                "of samples such as 6400:6480."
+            )
+        ranges.append((int(first), int(stop)))
+    return ranges
 
 
 def num_cores() -> int:

@@ -19,6 +19,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentEnds, document_ends
+from llm.data.skipped_samples import SkippedSamples
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule, make_schedule
@@ -36,6 +37,7 @@ from llm.trainers.gpt.resume import (
     check_same_data,
     choose_by_device,
     choose_seed,
+    choose_skipped,
     find_init,
     find_resume,
 )
@@ -87,12 +89,14 @@ class TrainSetup(RunSetup):
         data_digest: Digest of the training tokens.
         samples: The training samples.
         plan: Batch arithmetic.
+        skipped: The samples that are left out.
         schedule: Learning rate by step.
     """
 
     data_digest: str
     samples: Samples
     plan: BatchPlan
+    skipped: SkippedSamples
     schedule: Schedule
 
 
@@ -131,7 +135,12 @@ def read_training(
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
-        **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
+        **vars(setup),
+        data_digest=data_digest,
+        samples=samples,
+        plan=plan,
+        skipped=choose_skipped(config, resume_from, plan),
+        schedule=schedule,
     )
 
 

@@ -64,6 +64,8 @@ def log_start(
             f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
             f"{plan.epochs:.4g} epochs"
         )
+        if setup.skipped.ranges:
+            logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
         _log_sources(setup, plan.total_samples, "will serve")
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
@@ -82,6 +84,7 @@ def log_start(
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=config.mixed_precision,
+            **_order(setup),
         ),
     )
     if strategy.device.type == "cuda":
@@ -91,6 +94,18 @@ def log_start(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
     )
+
+
+def _order(setup: RunSetup) -> dict[str, object]:
+    """Return what, besides the configuration, decides which samples a rank has in each step."""
+    if not isinstance(setup, TrainSetup):
+        return {}
+    return {
+        "data": setup.data_digest,
+        "data_ranks": setup.plan.world_size,
+        "micro_batch_size": setup.plan.micro_batch_size,
+        "global_batch_size": setup.plan.global_batch_size,
+    }
 
 
 def _log_data(
@@ -116,7 +131,7 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
     """Log how many of a number of samples each source of a blend serves."""
     if len(setup.corpus.train) == 1 or not num_samples:
         return
-    served = setup.samples.served(num_samples)
+    served = setup.skipped.served(setup.samples.served, num_samples)
     for number, (source, samples) in enumerate(zip(setup.corpus.train, served, strict=True)):
         windows = setup.samples.windows_of(number)
         if windows:
@@ -253,6 +268,21 @@ def log_end(
 def generate_command(run: RunFolder) -> str:
     """Return the command line by which the model of a run generates text."""
     return shlex.join([_python(), "-m", "llm.generate", str(run.path)])
+
+
+def inspect_command(run: str, step: int) -> str:
+    """Return the command line that shows the text of a step, counted from 1."""
+    return shlex.join([_python(), "-m", "llm.data.inspect", run, "--step", str(step)])
+
+
+def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
+    """Let TensorBoard drop the points after a step, as where a resumed run begins."""
+    for tracker in strategy.accelerator.trackers:
+        if tracker.name == "tensorboard":
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            start = SessionLog(status=SessionLog.START)
+            tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))
 
 
 def resume_command(config: GPTConfig, run: RunFolder, world_size: int) -> str:

@@ -30,6 +30,7 @@ from llm.trainers.gpt.reporting import (
     resume_command,
 )
 from llm.trainers.gpt.results import open_repository, push, write_results
+from llm.trainers.gpt.rewind import fit
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -65,7 +66,11 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
     config = dataclasses.replace(
-        config, seed=setup.seed, output_dir=str(setup.run.path), **setup.by_device
+        config,
+        seed=setup.seed,
+        output_dir=str(setup.run.path),
+        skip_samples=str(setup.skipped) or None,
+        **setup.by_device,
     )
     model = make_model(config, setup, world)
     repository = None
@@ -92,7 +97,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
         restore(config, setup, trainer)
-        outcome = trainer.fit()
+        outcome, setup = fit(config, setup, trainer)
         tracker.close()
         if outcome == "preempted":
             log_preempted(config, setup, trainer)
