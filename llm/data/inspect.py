@@ -1,7 +1,7 @@
-"""Shows what is in token files, or what a step of a run was trained on: `python -m llm.data.inspect`.
+"""Shows what is in token files, or the text of a run's step: `python -m llm.data.inspect`.
 
-`python -m llm.data.inspect data/wiki_text_document` shows token files, with `--verify` their damage;
-`python -m llm.data.inspect runs/wiki --step 1207` shows the text of a step.
+`python -m llm.data.inspect data/wiki_text_document` shows token files, or with `--verify` their
+damage; `python -m llm.data.inspect runs/wiki --step 1207` what this step was trained on.
 
 Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option,
 or files that are missing or, without `--verify`, too damaged to be shown.

@@ -84,7 +84,7 @@ def log_start(
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=config.mixed_precision,
-            **_order(setup),
+            **_order(config, setup),
         ),
     )
     if strategy.device.type == "cuda":
@@ -96,15 +96,17 @@ def log_start(
     )
 
 
-def _order(setup: RunSetup) -> dict[str, object]:
-    """Return what, besides the configuration, decides which samples a rank has in each step."""
+def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
+    """Return what decides which samples a rank has in each step, besides the length of the run."""
     if not isinstance(setup, TrainSetup):
         return {}
     return {
-        "data": setup.data_digest,
-        "data_ranks": setup.plan.world_size,
-        "micro_batch_size": setup.plan.micro_batch_size,
+        "seed": setup.seed,
+        "block_size": setup.block_size,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
         "global_batch_size": setup.plan.global_batch_size,
+        "data_ranks": setup.plan.world_size,
+        "data": setup.data_digest,
     }
 
 

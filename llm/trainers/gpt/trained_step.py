@@ -26,6 +26,9 @@ from llm.trainers.gpt.trained_model import read_config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
+"""Options that a resume may have changed since (`--change_on_resume`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
@@ -66,12 +69,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     """
     config = read_config(run)
     order = _recorded_order(RunFolder(run), step, config)
-    config = replace(
-        config,
-        per_device_train_batch_size=order.get(
-            "micro_batch_size", config.per_device_train_batch_size
-        ),
-    )
+    config = replace(config, **{name: order[name] for name in _OPTIONS if name in order})
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
@@ -146,7 +144,7 @@ def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, A
     order: dict[str, Any] = {}
     lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
     for line in lines:
-        with suppress(ValueError):  # a line that a kill cut short
+        with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
             record = json.loads(line)
             if record["event"] == "start" and record["step"] < step:
                 order = record
