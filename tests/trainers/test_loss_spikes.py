@@ -13,7 +13,7 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.trainers.gpt.config import GPTConfig
 from tests.support.faults import Fault
-from tests.support.recovery import last_hash, without_times
+from tests.support.recovery import curves, last_hash, without_times
 from tests.support.refusals import assert_refused
 from tests.support.token_files import write_pair
 from tests.support.training import Bench, Run
@@ -140,6 +140,7 @@ def test_a_run_that_stops_says_what_to_do_and_keeps_its_checkpoints(once):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rewound_run_equals_one_that_was_told_to_leave_the_samples_out(once, ranks):
     options = {**once.data, "ranks": ranks, "per_device_train_batch_size": 4 // ranks}
+    options |= {"report_to": "tensorboard"}
     stopped = once.train(f"told-{ranks}", on_loss_spike="stop", **options)
     assert stopped.codes == [2] * ranks
 
@@ -155,6 +156,7 @@ def test_a_rewound_run_equals_one_that_was_told_to_leave_the_samples_out(once, r
     assert last_hash(rewound) == last_hash(told)
     assert last_hash(rewound).startswith("step 80:")
     assert without_times(rewound) == without_times(told)
+    assert curves(rewound) == curves(told)
     assert [record["step"] for record in rewound.metrics] == [*range(5, 85, 5)]
     recorded = read_toml(GPTConfig, rewound.folder / "config.toml", recorded=True)
     assert recorded["skip_samples"] == "248:280"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Literal
+from typing import Any, Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
@@ -74,7 +74,7 @@ class Trainer:
         self.sample = sample
         self.state = TrainState()
         self.meter = Meter(strategy.device, rank=strategy.rank)
-        self.metadata = {
+        self.metadata: dict[str, Any] = {
             "fixed": fixed_options(config),
             "logged": logged_options(config),
             "global_batch_size": setup.plan.global_batch_size,
