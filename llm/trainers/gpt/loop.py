@@ -74,14 +74,7 @@ class Trainer:
         self.sample = sample
         self.state = TrainState()
         self.meter = Meter(strategy.device, rank=strategy.rank)
-        self.metadata: dict[str, Any] = {
-            "fixed": fixed_options(config),
-            "logged": logged_options(config),
-            "global_batch_size": setup.plan.global_batch_size,
-            "data": setup.data_digest,
-            "skip_samples": str(setup.skipped),
-            **setup.replicas.metadata(),
-        }
+        self.metadata = _metadata(config, setup)
         self.saver = Saver(
             config,
             setup.run.checkpoints,
@@ -286,3 +279,15 @@ class Trainer:
             words.append(f"ms per step: {1000 * seconds / steps:.1f}")
         self.last_eval_mark = self.state.step, self.state.seconds
         return [*words, f"total train time: {self.state.seconds:.1f} s"]
+
+
+def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
+    """Return what every checkpoint records of the run."""
+    return {
+        "fixed": fixed_options(config),
+        "logged": logged_options(config),
+        "global_batch_size": setup.plan.global_batch_size,
+        "data": setup.data_digest,
+        "skip_samples": str(setup.skipped),
+        **setup.replicas.metadata(),
+    }
