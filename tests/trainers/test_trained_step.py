@@ -197,7 +197,7 @@ def test_token_files_that_have_gone_or_changed_are_refused(bench, capsys):
 
     write_pair(prefix, random_documents(60, seed=7))
     assert main(argv) == 2
-    assert "are no longer those that step 1 was trained on" in capsys.readouterr().err
+    assert "names are no longer those that step 1 was trained on" in capsys.readouterr().err
     prefix.with_suffix(".bin").unlink()
     assert main(argv) == 2
     assert "passing.bin cannot be read" in capsys.readouterr().err
