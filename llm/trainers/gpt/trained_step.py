@@ -85,8 +85,8 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     ).train
     if order.get("data") not in (None, digest_of(corpus)):
         raise DataError(
-            f"The training data that {run / 'config.toml'} names are no longer those that step {step} "
-            "was trained on; restore them."
+            f"The training data that {run / 'config.toml'} names are no longer those that step "
+            f"{step} was trained on; restore them."
         )
     block_size = choose_block_size(config, model_config)
     samples = Samples(corpus, block_size=block_size, seed=config.seed or 0)
