@@ -7,14 +7,14 @@ import pytest
 from llm.checkpoint.load import newest_valid
 from tests.support.recovery import last_hash, without_times
 from tests.support.refusals import assert_refused
-from tests.support.training import Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 OPTIONS = {"max_train_steps": 10, "checkpointing_steps": 2, "async_checkpoint": False}
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    bench = Bench(tmp_path_factory.mktemp("bench"))
+    bench = Bench(tmp_path_factory.mktemp("bench"), **NO_DROPOUT)
     bench.train_well("plain", **OPTIONS)
     return bench
 
