@@ -123,6 +123,10 @@ def _check(options: InspectOptions) -> None:
         raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
     if problems := lacking(options):
         raise ConfigError(" ".join(problems))
+    if options.step is None and (Path(options.path) / "config.toml").is_file():
+        raise ConfigError(
+            f"{options.path} is the folder of a run: name one of its steps by --step."
+        )
     if options.step is not None and options.verify:
         raise ConfigError("--verify is for token files and --step for a run; give one of them.")
 
@@ -136,11 +140,12 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
     quiet_libraries()
     run = Path(options.path)
     step = read_step(run, number, rank=options.rank, data_ranks=options.data_ranks)
-    whose = f"rank {options.rank} of" if options.rank is not None else "all of"
+    whose = "" if options.rank is None else f"; these are the samples of number {options.rank}"
     lines = [
         _row("run", str(run)),
         _row("step", f"{number:,} of {step.total_steps:,}"),
-        _row("samples", f"{step.samples.size:,}, those of {whose} {step.data_ranks} data ranks"),
+        _row("samples", f"{step.samples.size:,}"),
+        _row("data ranks", f"{step.data_ranks:,}{whose}"),
     ]
     rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
     for sample, source, start in rows:

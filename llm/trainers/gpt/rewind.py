@@ -7,7 +7,7 @@ from typing import Literal
 from llm.checkpoint.format import Checkpoint, checkpoint_folders, read_manifest
 from llm.checkpoint.verify import Verifiers
 from llm.config.toml import to_toml
-from llm.errors import CheckpointError, LossSpikeError
+from llm.errors import CheckpointError, DivergedError, LossSpikeError
 from llm.runtime.logging import event
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import TrainSetup
@@ -28,17 +28,24 @@ def fit(
         How training ended, and the setup with the samples that were left out in the end.
 
     Raises:
-        LossSpikeError: The loss spiked, and the run does not go back, or not any more.
+        LossSpikeError: The loss spiked, and the run does not go back, or has no checkpoint yet.
+        DivergedError: The loss spiked, and the run has gone back `max_rewinds` times.
     """
     while True:
         try:
             return trainer.fit(), setup
         except LossSpikeError as spike:
-            if config.on_loss_spike != "rewind" or trainer.state.rewinds >= config.max_rewinds:
+            if config.on_loss_spike != "rewind":
                 raise
+            if trainer.state.rewinds >= config.max_rewinds:
+                raise DivergedError(
+                    f"{spike} The run has gone back {trainer.state.rewinds} times already "
+                    "(--max_rewinds)."
+                ) from None
             trainer.health.heartbeat(step=trainer.state.step, phase="start")
-            checkpoint = _newest_checkpoint(setup, trainer)
-            if checkpoint is None:  # not one has been saved before the spike
+            # Until the first one is saved, a resumed run goes back to where it came from.
+            checkpoint = _newest_checkpoint(setup, trainer) or setup.resume_from
+            if checkpoint is None:
                 raise
             setup = _rewind(config, setup, trainer, checkpoint, spike.first)
 
