@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-WINDOW = 128
+WINDOW = 64
 """Steps that a loss is compared with."""
 _FEWEST = 32
 """Steps without which nothing is a spike yet."""

@@ -137,14 +137,15 @@ def test_a_run_that_stops_says_what_to_do_and_keeps_its_checkpoints(once):
     assert last_hash(stopped).startswith("step 60:")
 
 
+TWO = {"ranks": 2, "per_device_train_batch_size": 2}
 KINDS = {
     "one rank": {"report_to": "tensorboard"},
-    "two ranks": {"ranks": 2, "per_device_train_batch_size": 2},
+    "two ranks": TWO,
     "ekfac": {"kfac": True, "kfac_method": "ekfac"},
     "eigen": {"kfac": True, "kfac_method": "eigen"},
     "fp16": {"mixed_precision": "fp16"},
-    "gossip": {"ranks": 2, "per_device_train_batch_size": 2, "data_parallel": "gossip"},
-    "diloco": {"ranks": 2, "per_device_train_batch_size": 2, "data_parallel": "diloco"},
+    "gossip": {**TWO, "data_parallel": "gossip", "optimizer": "adamw"},
+    "diloco": {**TWO, "data_parallel": "diloco"},
 }
 
 
