@@ -250,5 +250,5 @@ def test_of_a_hundred_gigabytes_only_the_samples_and_the_ends_are_read(tmp_path,
     numbers = [(int(a.replace(",", "")), int(b.replace(",", ""))) for a, b in found]
     starts = read_step(run, 87654321, rank=None, data_ranks=None).starts.tolist()
     assert {divmod(start, length) for start in starts} <= set(numbers)
-    # 8 samples and both ends, around each of which the system reads some megabytes.
-    assert pages_in_memory(tmp_path / "vast.bin") < 120_000  # of 24 million
+    # 8 samples and both ends, around which the system may read some megabytes.
+    assert pages_in_memory(tmp_path / "vast.bin") < 20_000  # of 24 million

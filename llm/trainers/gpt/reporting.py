@@ -281,10 +281,7 @@ def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
     """Let TensorBoard drop the points after a step, as where a resumed run begins."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
-            from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
-                Event,
-                SessionLog,
-            )
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             start = SessionLog(status=SessionLog.START)
             tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))

@@ -1,6 +1,7 @@
 """Which samples a step of a run was trained on, from the run's folder alone."""
 
 import json
+import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,8 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."
         )
+    for source in corpus:
+        _read_no_further(source.stream.tokens)
     block_size = choose_block_size(config, model_config)
     samples = Samples(corpus, block_size=block_size, seed=config.seed or 0)
     plan = plan_batches(
@@ -109,6 +112,14 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         corpus=corpus,
         tokenizer=tokenizer,
     )
+
+
+def _read_no_further(mapped: NDArray[Any]) -> None:
+    """Keep the system from reading up to megabytes of a mapped file around each sample."""
+    while isinstance(mapped.base, np.ndarray):
+        mapped = mapped.base
+    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        mapped.base.madvise(mmap.MADV_RANDOM)
 
 
 def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
