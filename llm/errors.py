@@ -50,6 +50,19 @@ class DivergedError(LLMError):
     """A training without a finite loss or gradient, or a model without finite logits."""
 
 
+class LossSpikeError(DivergedError):
+    """A loss far above those of the steps before it, which shall not be trained past.
+
+    Args:
+        message: As for every error.
+        first: The first of the steps that spiked, counted from 0.
+    """
+
+    def __init__(self, message: str, *, first: int) -> None:
+        super().__init__(message)
+        self.first = first
+
+
 class ParallelError(LLMError):
     """Ranks, devices or precisions that the machine does not offer."""
 

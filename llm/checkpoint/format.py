@@ -55,6 +55,8 @@ class TrainState:
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
         skipped_in_a_row: Number of steps skipped since the last one that was not.
+        losses: Losses of the last steps that were not skipped, to tell a spike by.
+        rewinds: How often the run went back to a checkpoint because the loss spiked.
     """
 
     step: int = 0
@@ -64,6 +66,8 @@ class TrainState:
     best_loss: float | None = None
     evaluated_at: int = 0
     skipped_in_a_row: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+    rewinds: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
@@ -77,8 +81,9 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
-        # Older checkpoints lack these two.
-        state = {"evaluated_at": state["step"], "skipped_in_a_row": 0, **state}
+        # Older checkpoints lack some of them.
+        lacking = {"skipped_in_a_row": 0, "losses": [], "rewinds": 0}
+        state = {"evaluated_at": state["step"], **lacking, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 

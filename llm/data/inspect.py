@@ -1,4 +1,7 @@
-"""Shows what is in token files: `python -m llm.data.inspect data/wiki_text_document`.
+"""Shows what is in token files, or the text of a run's step: `python -m llm.data.inspect`.
+
+`python -m llm.data.inspect data/wiki_text_document` shows token files, or with `--verify` their
+damage; `python -m llm.data.inspect runs/wiki --step 1207` what this step was trained on.
 
 Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option,
 or files that are missing or, without `--verify`, too damaged to be shown.
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import lacking, option
 from llm.errors import ConfigError, LLMError
 from llm.tokenizers.options import TokenizerOptions
 
@@ -35,13 +38,33 @@ class InspectOptions:
     path: str = option(
         "",
         "The token files: PREFIX of PREFIX.bin and PREFIX.idx, or nanoGPT's flat file with its "
-        ".bin. The option's name can be left out.",
+        ".bin; with step, the folder of a run. The option's name can be left out.",
         group="Token files",
     )
     verify: bool = option(
         False,
         "Read everything and report damage; exit with 1 if there is any.",
         group="Token files",
+    )
+    step: int | None = option(
+        None,
+        "Show the text that this step of a run was trained on, counted from 1 as in the log.",
+        group="A run's step",
+        at_least=1,
+    )
+    rank: int | None = option(
+        None,
+        "Show the samples of this data-parallel rank alone, counted from 0.",
+        group="A run's step",
+        requires=("step",),
+        at_least=0,
+    )
+    data_ranks: int | None = option(
+        None,
+        "Number of data-parallel ranks; by default that of the start that trained the step.",
+        group="A run's step",
+        requires=("rank",),
+        at_least=1,
     )
     documents: int = option(
         3, "Number of documents to show, from the first.", group="Contents", at_least=0
@@ -70,13 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             InspectOptions,
             sys.argv[1:] if argv is None else argv,
             prog="python -m llm.data.inspect",
-            description="Show what is in token files, or look for damage in them.",
+            description="Show what is in token files, look for damage in them, or show the text "
+            "of a run's step.",
             positional="path",
         )
-        if not options.path:
-            raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
+        _check(options)
         code = 0
-        if options.verify:
+        if options.step is not None:
+            lines = _describe_step(options, options.step)
+        elif options.verify:
             from llm.data.formats.sidecar import verify
 
             faults = verify(Path(options.path))
@@ -90,6 +115,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     return code
+
+
+def _check(options: InspectOptions) -> None:
+    """Refuse options that cannot work together."""
+    if not options.path:
+        raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
+    if problems := lacking(options):
+        raise ConfigError(" ".join(problems))
+    if options.step is None and (Path(options.path) / "config.toml").is_file():
+        raise ConfigError(
+            f"{options.path} is the folder of a run: name one of its steps by --step."
+        )
+    if options.step is not None and options.verify:
+        raise ConfigError("--verify is for token files and --step for a run; give one of them.")
+
+
+def _describe_step(options: InspectOptions, number: int) -> list[str]:
+    """Describe the documents that a step of a run was trained on."""
+    from llm.data.documents import passages
+    from llm.runtime.logging import quiet_libraries
+    from llm.trainers.gpt.trained_step import read_step
+
+    quiet_libraries()
+    run = Path(options.path)
+    step = read_step(run, number, rank=options.rank, data_ranks=options.data_ranks)
+    whose = "" if options.rank is None else f"; these are the samples of number {options.rank}"
+    lines = [
+        _row("run", str(run)),
+        _row("step", f"{number:,} of {step.total_steps:,}"),
+        _row("samples", f"{step.samples.size:,}"),
+        _row("data ranks", f"{step.data_ranks:,}{whose}"),
+    ]
+    rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
+    for sample, source, start in rows:
+        name, stream = step.corpus[source].name, step.corpus[source].stream
+        lines += ["", f"sample {sample:,}, source {name}"]
+        for passage in passages(stream, start, step.num_tokens):
+            unit = "the file" if passage.document is None else f"document {passage.document:,}"
+            stop = passage.offset + passage.tokens.size
+            ids = passage.tokens[: options.tokens].tolist()
+            more = " ..." if passage.tokens.size > len(ids) else ""
+            lines += [
+                f"{unit}, tokens {passage.offset:,} to {stop - 1:,} of {passage.length:,}",
+                _quoted(step.tokenizer, ids) + more,
+            ]
+    flat = sorted(
+        {
+            step.corpus[at].name
+            for at in step.sources.tolist()
+            if not step.corpus[at].stream.file.num_documents
+        }
+    )
+    if flat:
+        lines += ["", f"Flat token files do not say where documents begin: {', '.join(flat)}."]
+    return lines
 
 
 def _describe(options: InspectOptions) -> list[str]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Samples, TokenStream
 from llm.data.order import DocumentEnds
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
 from llm.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
@@ -71,6 +72,7 @@ class TrainLoader:
         device: Device of the micro-batches.
         ends: How to keep the documents of a window apart; None lets windows run over them.
         with_sources: Whether micro-batches have the sources of their samples.
+        skipped: The samples to leave out: the plan's positions are mapped past them.
     """
 
     samples: Samples
@@ -79,6 +81,7 @@ class TrainLoader:
     device: torch.device
     ends: DocumentEnds | None = None
     with_sources: bool = False
+    skipped: SkippedSamples = NONE_SKIPPED
 
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `start` to the end of the run; nothing before `start` is read.
@@ -107,15 +110,15 @@ class TrainLoader:
 
     def _read(self, step: int) -> StepBatch:
         first, stop = self.plan.step_samples(step)
-        samples = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
-        is_real = samples >= 0
+        positions = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
+        is_real = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, whose labels are then ignored.
-        numbers = np.where(is_real, samples, first).reshape(-1)
-        windows = self.samples.read(numbers)
+        samples = self.skipped.numbers(np.where(is_real, positions, first))
+        windows = self.samples.read(samples.reshape(-1))
         sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
         if self.with_sources:
-            sources = [*self.samples.locate(numbers)[0].reshape(samples.shape)]
+            sources = [*self.samples.locate(samples.reshape(-1))[0].reshape(samples.shape)]
         # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, block_size + 1)
         pin = self.device.type == "cuda"

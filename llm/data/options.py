@@ -8,6 +8,7 @@ from llm.config.options import given, option
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.data_stage import DataStage, stage_problems
+from llm.data.sample_ranges import skipped_ranges
 from llm.errors import ConfigError
 
 DATA = "Data"
@@ -218,6 +219,13 @@ class BatchOptions:
         above=0,
         resume="fixed",
     )
+    skip_samples: str | None = option(
+        None,
+        "Samples to leave out, as FIRST:STOP,... in the numbers of the log, such as 6400:6480 for "
+        "6400 to 6479. A resume adds them to those of its checkpoint, and may name only samples "
+        "that have not been trained on.",
+        group=LENGTH,
+    )
 
 
 LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
@@ -304,6 +312,10 @@ def batch_problems(options: BatchOptions) -> list[str]:
             "--global_batch_size decides gradient accumulation; leave out "
             "--gradient_accumulation_steps."
         )
+    try:
+        skipped_ranges(options.skip_samples)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
 
 

@@ -32,10 +32,11 @@ class Meter:
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        # Steps before the next all-reduce: whether this rank skipped them, and its norm was NaN.
-        self._own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # All-reduced steps before the next `pop_steps`: whether any rank skipped them.
-        self._flags: list[tuple[int, torch.Tensor]] = []
+        # Steps before the next all-reduce: whether this rank skipped them, whether its norm was
+        # NaN, its sum of token losses, and the tokens of all ranks.
+        self._own: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        # All-reduced steps before the next `pop_steps`: whether any rank skipped them, their loss.
+        self._steps: list[tuple[int, torch.Tensor]] = []
 
     def add(
         self,
@@ -63,27 +64,35 @@ class Meter:
         self.loss_sum += loss_sum
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._own.append((step, skipped, torch.isnan(grad_norm)))
+        self._own.append((step, skipped, torch.isnan(grad_norm), loss_sum, num_tokens))
 
-    def pop_steps(self) -> list[tuple[int, bool]]:
-        """Return the all-reduced steps since the last call, and whether any rank skipped each."""
-        if not self._flags:
+    def pop_steps(self) -> list[tuple[int, bool, float]]:
+        """Return the all-reduced steps since the last call.
+
+        Returns:
+            For each step its number, whether any rank skipped it, and its mean loss a token.
+        """
+        if not self._steps:
             return []
-        steps, flags = zip(*self._flags, strict=True)
-        self._flags = []
-        return list(zip(steps, torch.stack(flags).tolist(), strict=True))
+        steps, values = zip(*self._steps, strict=True)
+        self._steps = []
+        read = torch.stack(values).tolist()
+        return [
+            (step, skipped > 0, loss) for step, (skipped, loss) in zip(steps, read, strict=True)
+        ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """All-reduce the numbers in one message, so that they can be saved or read.
+        """All-reduce the numbers, so that they can be saved or read.
 
         The losses are summed on rank 0. Norms and tokens are averaged: a rank that skipped a step
         alone leaves out its own tokens only. A step counts as skipped if any rank skipped it.
+        The losses of single steps follow in a second message.
 
         Args:
             reduce_sum: Sums a tensor over all ranks.
         """
         dtype = self.loss_sum.dtype
-        flags = [flag for _, skipped, nan in self._own for flag in (skipped, nan)]
+        flags = [flag for _, skipped, nan, *_ in self._own for flag in (skipped, nan)]
         own = [torch.ones_like(self.loss_sum), self.loss_sum, self.num_tokens, self.grad_norm]
         own += self.by_source.flatten()
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
@@ -96,9 +105,13 @@ class Meter:
         of_steps = total[len(own) :].view(-1, 2) > 0
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
-        self._flags += [
-            (step, flag) for (step, *_), flag in zip(self._own, of_steps[:, 0], strict=True)
-        ]
+        if self._own:
+            # A message of its own: among other values, the sums above could round differently.
+            losses = [loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._own]
+            values = torch.stack([of_steps[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1)
+            self._steps += [
+                (step, row) for (step, *_), row in zip(self._own, values.unbind(), strict=True)
+            ]
         self._own = []
 
     def read(self) -> dict[str, float]:

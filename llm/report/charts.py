@@ -28,6 +28,7 @@ MARKS = {
     "resume": ("▶", 6, "resumed"),
     "stop": ("■", -6, "stopped"),
     "skip": ("✕", 0, "step skipped"),
+    "spike": ("▲", 0, "loss spiked"),
     "best": ("★", 0, "lowest validation loss"),
 }
 """The mark of each kind of event, its horizontal offset in pixels, and its name in the legend."""

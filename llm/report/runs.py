@@ -29,7 +29,7 @@ class Event:
     """An event of a run, as the page shows it.
 
     Attributes:
-        kind: `start`, `resume`, `save`, `skip`, `stop`, `finish` or `best`.
+        kind: `start`, `resume`, `save`, `skip`, `spike`, `rewind`, `stop`, `finish` or `best`.
         step: Optimizer steps done; None if unknown.
         text: A few words.
         time: Local time; empty if unknown.
@@ -130,7 +130,7 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
     events: list[Event] = []
     for line in lines:
         kind, step = line.get("event"), line.get("step")
-        if kind == "start":
+        if kind in ("start", "rewind"):
             events = [
                 dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
                 for event in events
@@ -141,6 +141,9 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
             "save": "saved" if step in saved else "saved; removed since",
             "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
             f"{line.get('last_sample')})",
+            "spike": f"the loss {line.get('loss') or math.inf:.4g} is a spike "
+            f"(samples {line.get('first_sample')} to {line.get('last_sample')})",
+            "rewind": f"back to this step, without the samples {line.get('skip_samples')}",
             "stop": f"{line.get('status')}: {line.get('reason') or 'all steps are done'}",
         }
         if kind in texts:

@@ -6,7 +6,7 @@ in `llm/trainers/gpt/rules.py`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
 from llm.config.options import Removed, option
@@ -84,6 +84,20 @@ class RunOptions:
         "Steps in a row that may be skipped because loss or gradient is not finite before "
         "training stops.",
         group=RUN,
+        at_least=1,
+    )
+    on_loss_spike: Literal["warn", "stop", "rewind"] = option(
+        "warn",
+        "What to do when the loss of a step lies far above those before it: log the step and its "
+        "sources; stop as well; or go back to the last checkpoint, leave out the samples around "
+        "it, and go on.",
+        group=RUN,
+    )
+    max_rewinds: int = option(
+        3,
+        "Times that a run goes back because of loss spikes before it stops.",
+        group=RUN,
+        requires=("on_loss_spike=rewind",),
         at_least=1,
     )
     timeout: float = option(

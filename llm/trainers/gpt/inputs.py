@@ -21,6 +21,7 @@ from llm.data.epoch_limits import check_epochs
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import DocumentEnds, document_ends
+from llm.data.skipped_samples import SkippedSamples
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
 from llm.optim.schedule import Schedule
@@ -33,12 +34,13 @@ from llm.runtime.world import World, device_of
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
-from llm.trainers.gpt.lengths import count_parameters, plan_learning_rates, plan_run
+from llm.trainers.gpt.lengths import budget_parameters, plan_learning_rates, plan_run
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
     choose_by_device,
     choose_seed,
+    choose_skipped,
     find_init,
     find_resume,
 )
@@ -90,12 +92,14 @@ class TrainSetup(RunSetup):
         data_digest: Digest of the training tokens.
         samples: The training samples.
         plan: Batch arithmetic.
+        skipped: The samples that are left out.
         schedule: Learning rate by step.
     """
 
     data_digest: str
     samples: Samples
     plan: BatchPlan
+    skipped: SkippedSamples
     schedule: Schedule
 
 
@@ -129,15 +133,14 @@ def read_training(
         block_size=setup.block_size,
         seed=setup.seed,
     )
-    num_parameters = None
-    if config.tokens_per_parameter is not None:
-        num_parameters = count_parameters(config, setup.model_config, len(setup.tokenizer))
     plan = plan_run(
         config,
         num_windows=samples.num_windows,
         data_ranks=setup.layout.data_ranks,
         block_size=setup.block_size,
-        num_parameters=num_parameters,
+        num_parameters=budget_parameters(
+            config, setup.model_config, vocab_size=len(setup.tokenizer)
+        ),
         resume_from=resume_from,
     )
     check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
@@ -150,7 +153,12 @@ def read_training(
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
-        **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
+        **vars(setup),
+        data_digest=data_digest,
+        samples=samples,
+        plan=plan,
+        skipped=choose_skipped(config, resume_from, plan),
+        schedule=schedule,
     )
 
 

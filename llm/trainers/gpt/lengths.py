@@ -15,8 +15,12 @@ from llm.optim.schedule import Schedule, make_schedule
 from llm.trainers.gpt.config import GPTConfig
 
 
-def count_parameters(config: GPTConfig, model_config: PreTrainedConfig, vocab_size: int) -> int:
-    """Return the parameters of the model that is trained, tied ones once."""
+def budget_parameters(
+    config: GPTConfig, model_config: PreTrainedConfig, *, vocab_size: int
+) -> int | None:
+    """Return the parameters of the model, tied ones once, if its budget depends on them."""
+    if config.tokens_per_parameter is None:
+        return None
     model = build_model(
         config,
         model_config,

@@ -1,6 +1,5 @@
 """The training loop. The page to read first."""
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,14 +17,12 @@ from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
-from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import TrainSetup
 from llm.trainers.gpt.resume import fixed_options, logged_options
-
-logger = logging.getLogger("llm")
+from llm.trainers.gpt.step_report import report_steps
 
 Every = int | Tokens | Literal["epoch"] | None
 """How often something happens: steps, tokens (as `Tokens`), at the end of each epoch, or never."""
@@ -46,6 +43,8 @@ class Trainer:
 
     Attributes:
         state: Counters of the run, which a checkpoint restores through `parts`.
+        loader: What each step is trained on.
+        metadata: What every checkpoint records of the run.
         results: The last evaluation of this start.
     """
 
@@ -71,13 +70,15 @@ class Trainer:
             device=strategy.device,
             ends=setup.ends,
             with_sources=config.log_source_losses,
+            skipped=setup.skipped,
         )
+        self.sources, self.folder = setup.corpus.train, str(setup.run.path)
         self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
         self.state = TrainState()
-        sources = [s.name for s in setup.corpus.train] if config.log_source_losses else []
-        self.meter = Meter(strategy.device, rank=strategy.rank, sources=sources)
+        names = [source.name for source in self.sources] if config.log_source_losses else []
+        self.meter = Meter(strategy.device, rank=strategy.rank, sources=names)
         self.metadata = _metadata(config, setup)
         self.saver = Saver(
             config,
@@ -146,7 +147,7 @@ class Trainer:
 
     def evaluate_on_resume(self) -> None:
         """Make the evaluation of the checkpoint's step, if the stop that saved it left no time."""
-        self.report_skipped()  # a run that gave up gives up again, whatever it is started with
+        self.report_steps()  # a run that gave up gives up again, whatever it is started with
         due = self.is_due(self.eval_every, or_last=True)
         if self.evaluate and due and self.state.evaluated_at != self.state.step:
             with self.tracker.paused():
@@ -200,7 +201,7 @@ class Trainer:
                 self.health.heartbeat(step=step, phase="save")
                 # All-reduced before the state is copied, so that any number of ranks can resume.
                 self.meter.all_reduce(self.strategy.reduce_sum)
-                self.report_skipped()  # a resumed run does not report the saved steps again
+                self.report_steps()  # a resumed run does not report the saved steps again
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
                 self.saved_at = step
@@ -235,7 +236,7 @@ class Trainer:
         values = self.meter.read()  # the one point at which the host waits for the device
         self.train_loss = values["loss"]
         state = self.state
-        self.report_skipped()
+        self.report_steps()
         second_order = self.strategy.second_order
         self.tracker.log_training(
             values,
@@ -248,30 +249,19 @@ class Trainer:
             kfac={} if second_order is None else second_order.metrics(),
         )
 
-    def report_skipped(self) -> None:
-        """Log the skipped steps with their samples, and give up after too many in a row.
+    def report_steps(self) -> None:
+        """Log skipped steps and spikes of the loss, and give up where the options say so.
 
         Raises:
             DivergedError: Too many steps in a row were skipped.
+            LossSpikeError: The loss spiked, and `on_loss_spike` is not warn.
         """
-        state = self.state
-        for step, skipped in self.meter.pop_steps():
-            state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
-            if not skipped:
-                continue
-            first, stop = self.plan.step_samples(step)
-            logger.info(
-                f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
-                f"{stop - 1:,})",
-                extra=event("skip", step=step + 1, first_sample=first, last_sample=stop - 1),
-            )
-        if state.skipped_in_a_row >= self.config.max_skipped_steps:
+        steps = self.meter.pop_steps()
+        try:
+            report_steps(self.config, steps, self.state, self.loader, self.sources, run=self.folder)
+        except DivergedError:
             self.saver.finish()  # a save under way is sound, and may be the one to resume from
-            raise DivergedError(
-                f"The last {state.skipped_in_a_row} steps were skipped since loss or gradient "
-                "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "
-                "lower --learning_rate or other data. What was saved before is untouched."
-            )
+            raise
 
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
@@ -306,5 +296,6 @@ def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
         "logged": logged_options(config),
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
         "data": setup.data_digest,
+        "skip_samples": str(setup.skipped),
         **setup.replicas.metadata(),
     }

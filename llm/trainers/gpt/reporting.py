@@ -3,11 +3,9 @@
 import dataclasses
 import logging
 import math
-import os
 import platform
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +15,6 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.format import TrainState
-from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.mixture import stage_starts
@@ -29,7 +26,7 @@ from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
-from llm.runtime.world import task_launcher
+from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 
@@ -57,6 +54,8 @@ def log_start(
     if isinstance(setup, TrainSetup):
         total_steps = setup.plan.total_steps
         _log_length(config, setup, model)
+        if setup.skipped.ranges:
+            logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
         _log_stages(setup, setup.plan.total_samples)
         _log_sources(setup, setup.plan.total_samples, "will serve")
     if strategy.second_order is not None:
@@ -76,6 +75,7 @@ def log_start(
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=config.mixed_precision,
+            **_order(config, setup),
         ),
     )
     if strategy.device.type == "cuda":
@@ -111,6 +111,20 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
             "parameters, which take "
             f"{tokens * flops_per_token(model, block_size=setup.block_size):.4g} FLOPs"
         )
+
+
+def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
+    """Return what decides which samples a rank has in each step, besides the length of the run."""
+    if not isinstance(setup, TrainSetup):
+        return {}
+    return {
+        "seed": setup.seed,
+        "block_size": setup.block_size,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        "data_ranks": setup.plan.world_size,
+        "data": setup.data_digest,
+    }
 
 
 def _log_data(
@@ -153,7 +167,7 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
     """Log how many of a number of samples each source of a blend serves."""
     if len(setup.corpus.train) == 1 or not num_samples:
         return
-    served = setup.samples.served(num_samples)
+    served = setup.skipped.served(setup.samples.served, num_samples)
     for number, (source, samples) in enumerate(zip(setup.corpus.train, served, strict=True)):
         windows = setup.samples.windows_of(number)
         if windows:
@@ -277,7 +291,7 @@ def log_end(
         logger.info(f"checkpoints: {setup.run.checkpoints}")
     if "tensorboard" in config.report_to:
         found = shutil.which("tensorboard") is not None
-        board = ["tensorboard"] if found else [_python(), "-m", "tensorboard.main"]
+        board = ["tensorboard"] if found else [python_command(), "-m", "tensorboard.main"]
         logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
     world_size = setup.layout.world_size
     again = start_command(world_size, "--config", str(folder / "config.toml"))
@@ -287,46 +301,11 @@ def log_end(
     logger.info(f"go on from this model: {onward} --train_file FILE")
 
 
-def generate_command(run: RunFolder) -> str:
-    """Return the command line by which the model of a run generates text."""
-    return shlex.join([_python(), "-m", "llm.generate", str(run.path)])
+def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
+    """Let TensorBoard drop the points after a step, as where a resumed run begins."""
+    for tracker in strategy.accelerator.trackers:
+        if tracker.name == "tensorboard":
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-
-def resume_command(config: GPTConfig, run: RunFolder, world_size: int) -> str:
-    """Return the command line that resumes a run on the same number of ranks."""
-    words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
-    if config.push_to_hub:  # config.toml does not record it, and it has not been done
-        words += ["--push_to_hub"]
-        words += ["--hub_model_id", config.hub_model_id] if config.hub_model_id else []
-    return start_command(world_size, *words)
-
-
-def start_command(world_size: int, *words: str) -> str:
-    """Return the command line that starts the trainer, with HOST:PORT to be filled in.
-
-    Args:
-        world_size: Number of ranks.
-        words: The trainer's arguments.
-    """
-    python = _python()
-    module = ["-m", "llm.trainers.gpt", *words]
-    if world_size == 1:
-        return shlex.join([python, *module])
-    launcher = task_launcher(os.environ)
-    if launcher is not None:
-        return shlex.join([launcher, "-n", str(world_size), python, *module])
-    torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    where = ["--standalone"]
-    if local < world_size:
-        nodes = str(world_size // local)
-        where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
-    return shlex.join([*torchrun, *where, "--nproc_per_node", str(local), *module])
-
-
-def _python() -> str:
-    """Return how the user would start this Python again."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    near = os.path.relpath(sys.executable)
-    return sys.executable if near.startswith("..") else near
+            start = SessionLog(status=SessionLog.START)
+            tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))

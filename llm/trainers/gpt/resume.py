@@ -14,7 +14,10 @@ from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
+from llm.data.batch_plan import BatchPlan
 from llm.data.options import LENGTHS
+from llm.data.sample_ranges import skipped_ranges
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
 from llm.errors import CheckpointError, ConfigError
 from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
@@ -246,3 +249,28 @@ def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
     if resume_from is not None:
         return int(resume_from.metadata["fixed"]["seed"])
     return draw_seed()
+
+
+def choose_skipped(
+    config: GPTConfig, resume_from: Checkpoint | None, plan: BatchPlan
+) -> SkippedSamples:
+    """Return the samples to leave out: those of the options and of the checkpoint.
+
+    Raises:
+        ConfigError: The options name samples that the checkpoint has been trained on, or passed
+            by: every later sample would move to another step.
+    """
+    given = skipped_ranges(config.skip_samples)
+    if resume_from is None:
+        return NONE_SKIPPED.skip(given)
+    saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata.get("skip_samples")))
+    skipped = saved.skip(given)
+    position, _ = plan.step_samples(resume_from.step)
+    reached = saved.span((0, position))[1] if position else 0
+    if skipped.before(reached) != saved.before(reached):
+        raise ConfigError(
+            f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
+            f"{resume_from.path} has been trained on or has passed; name later ones, or go on from "
+            "an earlier checkpoint with --resume_from_checkpoint PATH."
+        )
+    return skipped

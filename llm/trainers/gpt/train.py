@@ -17,19 +17,14 @@ from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
+from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import TrainSetup, read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
-from llm.trainers.gpt.reporting import (
-    generate_command,
-    log_end,
-    log_sample,
-    log_start,
-    make_tracker,
-    resume_command,
-)
+from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
 from llm.trainers.gpt.results import open_repository, push, write_results
+from llm.trainers.gpt.rewind import fit
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -65,7 +60,11 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
     config = dataclasses.replace(
-        config, seed=setup.seed, output_dir=str(setup.run.path), **setup.by_device
+        config,
+        seed=setup.seed,
+        output_dir=str(setup.run.path),
+        skip_samples=str(setup.skipped) or None,
+        **setup.by_device,
     )
     model = make_model(config, setup, world)
     repository = None
@@ -92,7 +91,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()
         restore(config, setup, trainer)
-        outcome = trainer.fit()
+        outcome, setup = fit(config, setup, trainer)
         tracker.close()
         if outcome == "preempted":
             log_preempted(config, setup, trainer)

@@ -1,0 +1,64 @@
+"""Which documents the tokens of a sample belong to, by binary search in the index."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from llm.data.corpus import TokenStream
+from llm.errors import DataError
+
+
+class Passage(NamedTuple):
+    """A piece of a sample that lies in one document.
+
+    Attributes:
+        document: Number of the document in its token file; None where the file has no documents.
+        offset: The first of these tokens, counted in the document, or else in the file.
+        length: Tokens of the whole document, or else of the file.
+        tokens: The tokens.
+    """
+
+    document: int | None
+    offset: int
+    length: int
+    tokens: NDArray[Any]
+
+
+def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
+    """Yield the passages of a sample.
+
+    Args:
+        stream: The sample's source.
+        start: Position of its first token in the stream.
+        length: Its tokens.
+
+    Raises:
+        DataError: The index is damaged.
+    """
+    file = stream.file
+    origin = stream.first_byte // stream.tokens.itemsize
+    while length > 0:
+        start %= stream.num_tokens  # the stream is a ring
+        stop = min(start + length, stream.num_tokens)
+        length -= stop - start
+        if file.num_documents == 0:
+            yield Passage(None, origin + start, file.num_tokens, stream.tokens[start:stop])
+            start = stop
+            continue
+        # Of documents without tokens, which begin at the same place, the search finds the last.
+        documents = range(file.num_documents)
+        number = bisect_right(documents, origin + start, key=file.document_start) - 1
+        while start < stop:
+            begin, end = file.document_start(number), file.document_start(number + 1)
+            if not begin <= origin + start <= end:
+                raise DataError(
+                    f"The token file {file.prefix}.idx has documents out of order near number "
+                    f"{number:,}; it is damaged."
+                )
+            until = min(stop, end - origin)
+            if until > start:
+                tokens = stream.tokens[start:until]
+                yield Passage(number, origin + start - begin, end - begin, tokens)
+            start, number = until, number + 1

@@ -1,0 +1,52 @@
+"""Spikes of the loss: a robust z-score of each step's loss among those of the steps before it.
+
+The median and the median absolute deviation (MAD) are those of the step's recent past, so a falling
+loss raises no alarm and one outlier hides no other. 1.4826 MAD is the standard deviation of a
+normal distribution (Rousseeuw & Croux 1993, "Alternatives to the Median Absolute Deviation").
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+WINDOW = 64
+"""Steps that a loss is compared with."""
+_FEWEST = 32
+"""Steps without which nothing is a spike yet."""
+_THRESHOLD = 6.0
+"""Deviations above the median from which a loss is a spike."""
+_LEAST_DEVIATION = 0.005
+"""Smallest deviation, relative to the median: in large batches the loss hardly varies."""
+
+
+class Spike(NamedTuple):
+    """A loss far above those before it.
+
+    Attributes:
+        median: Median of the losses before it.
+        score: Deviations between the two.
+    """
+
+    median: float
+    score: float
+
+
+def find_spike(loss: float, before: Sequence[float]) -> Spike | None:
+    """Return how far a loss lies above those of the steps before it, if that makes it a spike.
+
+    Args:
+        loss: Mean loss of a step.
+        before: Those of the steps before it, `WINDOW` at most.
+    """
+    if len(before) < _FEWEST:
+        return None
+    middle = median(before)
+    deviation = 1.4826 * median(abs(value - middle) for value in before)
+    score = (loss - middle) / max(deviation, _LEAST_DEVIATION * abs(middle), 1e-12)
+    return Spike(middle, score) if score > _THRESHOLD else None
+
+
+def remember(loss: float, before: Sequence[float]) -> list[float]:
+    """Return the losses that the next step's is compared with; spikes are among them."""
+    return [*before, loss][-WINDOW:] if math.isfinite(loss) else list(before)

@@ -1,0 +1,173 @@
+"""Which samples a step of a run was trained on, from the run's folder alone."""
+
+import json
+import mmap
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.checkpoint.load import list_checkpoints
+from llm.checkpoint.run_folder import RunFolder
+from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.corpus import CorpusSource, Samples, digest_of
+from llm.data.open_corpus import open_corpus
+from llm.errors import ConfigError, DataError
+from llm.models.configuration import load_config
+from llm.parallel.dims import parallel_dims
+from llm.tokenizers.load_tokenizer import load_tokenizer
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import choose_block_size
+from llm.trainers.gpt.lengths import budget_parameters
+from llm.trainers.gpt.resume import choose_skipped
+from llm.trainers.gpt.trained_model import read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
+"""Options that a resume may have changed since (`--change_on_resume`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStep:
+    """The samples of a step, or of one rank in it.
+
+    Attributes:
+        total_steps: Steps of the run.
+        data_ranks: Ranks among which the step's samples were divided.
+        samples: Their numbers, int64 [num_samples].
+        sources: The source of each, a place in `corpus`, int64 [num_samples].
+        starts: Position of each one's first token in its source's stream, int64 [num_samples].
+        num_tokens: Tokens of a sample, the last label included.
+        corpus: The sources of the training split.
+        tokenizer: The run's tokenizer.
+    """
+
+    total_steps: int
+    data_ranks: int
+    samples: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    num_tokens: int
+    corpus: tuple[CorpusSource, ...]
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None) -> TrainedStep:
+    """Find the samples of a step, without reading more than the ends of the token files.
+
+    Args:
+        run: Folder of a run, finished or not.
+        step: Number of the step, counted from 1.
+        rank: The data-parallel rank whose samples to return; None for those of all.
+        data_ranks: Number of data-parallel ranks; None for that of the start that trained the step.
+
+    Raises:
+        LLMError: There is no such run, step or rank, or the data have gone or changed.
+    """
+    config = read_config(run)
+    order = _recorded_order(RunFolder(run), step, config)
+    config = replace(config, **{name: order[name] for name in _OPTIONS if name in order})
+    tokenizer = load_tokenizer(
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+    )
+    model_config = load_config(config)
+    corpus = open_corpus(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
+        ends=None,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if order.get("data") not in (None, digest_of(corpus.train)):
+        raise DataError(
+            f"The training data that {run / 'config.toml'} names are no longer those that step "
+            f"{step} was trained on; restore them."
+        )
+    for source in corpus.train:
+        _read_no_further(source.stream.tokens)
+    block_size = choose_block_size(config, model_config)
+    samples = Samples(
+        corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0
+    )
+    plan = plan_batches(
+        config,
+        num_windows=samples.num_windows,
+        world_size=data_ranks or order["data_ranks"],
+        block_size=block_size,
+        num_parameters=budget_parameters(config, model_config, vocab_size=len(tokenizer)),
+        global_batch_size=order.get("global_batch_size"),
+    )
+    positions = _positions(plan, step, rank)
+    numbers = choose_skipped(config, None, plan).numbers(positions)
+    sources, starts = samples.locate(numbers)
+    return TrainedStep(
+        total_steps=plan.total_steps,
+        data_ranks=plan.world_size,
+        samples=numbers,
+        sources=sources,
+        starts=starts,
+        num_tokens=block_size + 1,
+        corpus=corpus.train,
+        tokenizer=tokenizer,
+    )
+
+
+def _read_no_further(mapped: NDArray[Any]) -> None:
+    """Keep the system from reading up to megabytes of a mapped file around each sample."""
+    while isinstance(mapped.base, np.ndarray):
+        mapped = mapped.base
+    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        mapped.base.madvise(mmap.MADV_RANDOM)
+
+
+def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
+    """Return the positions of a step, or of a rank in it.
+
+    Raises:
+        ConfigError: There is no such step or rank.
+    """
+    if step > plan.total_steps:
+        raise ConfigError(f"--step {step} is beyond the run, which has {plan.total_steps:,} steps.")
+    if rank is None:
+        return np.arange(*plan.step_samples(step - 1), dtype=np.int64)
+    if rank >= plan.world_size:
+        raise ConfigError(
+            f"--rank {rank} does not exist: step {step} has {plan.world_size} data-parallel "
+            f"rank{'s' * (plan.world_size > 1)}, counted from 0 (--data_ranks)."
+        )
+    positions = plan.rank_samples(step - 1, rank).reshape(-1)
+    return positions[positions >= 0]
+
+
+def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, Any]:
+    """Return what a run has recorded of the order of its samples.
+
+    It is what the last start that has come by the step has logged; runs of earlier versions have
+    logged less, and the newest checkpoint has the rest.
+
+    Args:
+        run: The run's folder.
+        step: Number of the step, counted from 1.
+        config: The run's configuration.
+    """
+    order: dict[str, Any] = {}
+    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
+            record = json.loads(line)
+            if record["event"] == "start" and record["step"] < step:
+                order = record
+    for checkpoint in list_checkpoints(run.checkpoints)[-1:]:
+        names = ("data", "global_batch_size")
+        order = {name: checkpoint.metadata.get(name) for name in names} | order
+        order.setdefault("ranks", checkpoint.world_size)
+    if "data_ranks" not in order:
+        order["data_ranks"] = parallel_dims(config, order.get("ranks", 1)).data_ranks
+    return order

@@ -1,0 +1,77 @@
+"""From positions, which count what is trained on, to sample numbers."""
+
+import numpy as np
+import pytest
+
+from llm.data.options import BatchOptions, batch_problems
+from llm.data.sample_ranges import skipped_ranges
+from llm.data.skipped_samples import NONE_SKIPPED
+from llm.errors import ConfigError
+
+
+def test_positions_run_past_the_ranges_in_order():
+    skipped = NONE_SKIPPED.skip([(3, 5), (7, 8)])
+
+    assert skipped.numbers(np.arange(7)).tolist() == [0, 1, 2, 5, 6, 8, 9]
+    assert skipped.span((1, 5)) == (1, 7)
+
+
+def test_every_sample_outside_the_ranges_has_one_position():
+    draw = np.random.default_rng(1)
+    for _ in range(50):
+        starts = draw.integers(0, 300, size=draw.integers(1, 12)).tolist()
+        ranges = [(start, start + int(draw.integers(1, 30))) for start in starts]
+        left_out = {number for first, stop in ranges for number in range(first, stop)}
+        kept = [number for number in range(1000) if number not in left_out][:500]
+
+        numbers = NONE_SKIPPED.skip(ranges).numbers(np.arange(500).reshape(5, 100))
+
+        assert numbers.dtype == np.int64
+        assert numbers.reshape(-1).tolist() == kept
+
+
+def test_without_ranges_positions_are_sample_numbers():
+    positions = np.array([[0, 10**15]])
+    assert NONE_SKIPPED.numbers(positions) is positions
+    assert str(NONE_SKIPPED) == ""
+
+
+def test_ranges_that_touch_or_overlap_become_one():
+    skipped = NONE_SKIPPED.skip([(20, 30), (5, 10)]).skip([(10, 12), (25, 40)])
+
+    assert skipped.ranges == ((5, 12), (20, 40))
+    assert str(skipped) == "5:12,20:40"
+    assert NONE_SKIPPED.skip(skipped_ranges(str(skipped))) == skipped
+    assert skipped.before(30) == ((5, 12), (20, 30))
+    assert skipped.before(5) == ()
+
+
+def test_a_large_range_takes_no_more_time_or_memory_than_a_small_one():
+    skipped = NONE_SKIPPED.skip([(10, 10**17)])
+    assert skipped.numbers(np.array([9, 10])).tolist() == [9, 10**17]
+
+
+def test_the_samples_served_are_counted_without_those_left_out():
+    def count(number: int) -> list[int]:  # even samples come from the first source
+        return [(number + 1) // 2, number // 2]
+
+    skipped = NONE_SKIPPED.skip([(2, 3), (4, 5), (100, 200)])
+
+    assert skipped.served(count, 4) == [1, 3]  # 0, 1, 3, 5
+    assert skipped.served(count, 0) == [0, 0]
+    assert NONE_SKIPPED.served(count, 5) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ["5", "5:", ":5", "5:5", "6:5", "-1:5", "1:2,", "a:b", "1:2;3:4", "0:1e6", "1:2:3"]
+)
+def test_what_is_no_range_is_refused_with_the_part_that_is_not(text):
+    with pytest.raises(ConfigError, match="is not FIRST:STOP, two growing numbers"):
+        skipped_ranges(text)
+    (problem,) = batch_problems(BatchOptions(skip_samples=text))
+    assert f"--skip_samples {text}" in problem
+
+
+def test_several_ranges_are_read_with_spaces_between_them():
+    assert skipped_ranges("1:2, 30:40") == [(1, 2), (30, 40)]
+    assert skipped_ranges(None) == []

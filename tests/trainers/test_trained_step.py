@@ -1,0 +1,254 @@
+"""From a step of a run to its text, by `python -m llm.data.inspect RUN --step N`."""
+
+import ctypes
+import json
+import mmap
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from llm.config.toml import to_toml
+from llm.data.documents import passages
+from llm.data.formats.megatron import TokenFile, write_index
+from llm.data.inspect import main
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.trained_step import read_step
+from tests.support.ranks import run_ranks, values
+from tests.support.token_files import random_documents, write_flat, write_pair
+from tests.support.training import Bench, write_model_folder
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("bench"), lines=2)
+    write_pair(bench.folder / "wiki", random_documents(60, seed=1))
+    write_pair(bench.folder / "code", random_documents(40, seed=2, first_id=150))
+    return bench
+
+
+def blend(bench: Bench) -> dict[str, object]:
+    words = ["0.7", bench.folder / "wiki", "0.3", bench.folder / "code"]
+    return {"train_file": None, "data_path": words, "split": "90,10,0"}
+
+
+def train_and_note(argv: list[str]) -> tuple[int, list[list[list[int]]]]:
+    """Train; return the exit code, and the windows of this rank in each step."""
+    from llm.data.loader import TrainLoader
+    from llm.trainers.gpt import main
+
+    noted, read = [], TrainLoader._read
+
+    def noting(self, step):
+        batch = read(self, step)
+        windows = []
+        for ids, labels, *_ in batch.micro_batches:
+            rows = zip(ids.tolist(), labels.tolist(), strict=True)
+            windows += [[*row, last[-1]] for row, last in rows if last[-1] != -100]
+        noted.append(windows)
+        return batch
+
+    TrainLoader._read = noting
+    return main.main(argv), noted
+
+
+def tokens_of(found) -> list[list[int]]:
+    rows = zip(found.sources.tolist(), found.starts.tolist(), strict=True)
+    return [
+        np.concatenate(
+            [
+                passage.tokens
+                for passage in passages(found.corpus[source].stream, start, found.num_tokens)
+            ]
+        ).tolist()
+        for source, start in rows
+    ]
+
+
+LAYOUTS = {
+    "two ranks, two micro-batches, a short last step": (
+        2,
+        2,
+        {"gradient_accumulation_steps": 2, "max_train_samples": 50, "max_train_steps": None},
+    ),
+    "two ranks of one sample each": (2, 1, {"tensor_parallel_size": 2, "max_train_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_tokens_of_every_step_and_rank_are_found(bench, name):
+    ranks, data_ranks, options = LAYOUTS[name]
+    options = {**options, "skip_samples": "3:6,20:21"}
+    argv = bench.command(f"layout-{ranks}-{data_ranks}", **blend(bench), **options)
+    outcomes = values(run_ranks(train_and_note, ranks, argv))
+
+    run = bench.folder / f"layout-{ranks}-{data_ranks}"
+    assert [code for code, _ in outcomes] == [0] * ranks
+    for rank, (_, steps) in enumerate(outcomes):
+        for step, windows in enumerate(steps, start=1):
+            found = read_step(run, step, rank=rank % data_ranks, data_ranks=None)
+            assert (found.total_steps, found.data_ranks) == (len(steps), data_ranks)
+            assert tokens_of(found) == windows
+    whole = read_step(run, 1, rank=None, data_ranks=None)
+    assert whole.samples.tolist()[:4] == [0, 1, 2, 6]
+
+
+def test_a_step_is_shown_with_its_documents_as_text(bench, capsys):
+    bench.train_well("shown", **blend(bench), max_train_steps=4)
+    run = bench.folder / "shown"
+
+    assert main([str(run), "--step", "3", "--tokens", "5"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    found = read_step(run, 3, rank=None, data_ranks=None)
+    assert lines[1] == "step              3 of 4"
+    assert lines[2:4] == ["samples           4", "data ranks        1"]
+    assert [line for line in lines if line.startswith("sample ")] == [
+        f"sample {number}, source {('wiki', 'code')[source]}"
+        for number, source in zip([8, 9, 10, 11], found.sources.tolist(), strict=True)
+    ]
+    source = found.corpus[found.sources[0]].stream
+    first = next(passages(source, int(found.starts[0]), 33))
+    stop = first.offset + first.tokens.size - 1
+    at = lines.index("sample 8, source wiki" if found.sources[0] == 0 else "sample 8, source code")
+    assert lines[at + 1] == (
+        f"document {first.document}, tokens {first.offset} to {stop} of {first.length}"
+    )
+    text = found.tokenizer.decode(first.tokens[:5].tolist(), clean_up_tokenization_spaces=False)
+    assert lines[at + 2].startswith(repr(text))
+
+
+def test_a_resume_on_other_ranks_shows_the_steps_of_each_start(bench):
+    """The global batch is kept, and each start has the ranks that it had."""
+    options = {**blend(bench), "checkpointing_steps": 2, "lr_scheduler_type": "constant"}
+    bench.train_well("moved", ranks=2, max_train_steps=2, **options)
+    bench.train_well("moved", max_train_steps=4, resume_from_checkpoint=True, **options)
+
+    first = read_step(bench.folder / "moved", 2, rank=1, data_ranks=None)
+    second = read_step(bench.folder / "moved", 3, rank=0, data_ranks=None)
+
+    assert (first.data_ranks, first.samples.tolist()) == (2, [12, 13, 14, 15])
+    assert (second.data_ranks, second.samples.tolist()) == (1, [*range(16, 24)])
+    asked = read_step(bench.folder / "moved", 3, rank=1, data_ranks=2)
+    assert asked.samples.tolist() == [20, 21, 22, 23]
+
+
+def test_a_run_of_an_earlier_version_is_read_from_its_checkpoint(bench):
+    options = {**blend(bench), "checkpointing_steps": 2, "max_train_steps": 2}
+    bench.train_well("older", ranks=2, **options)
+    run = bench.folder / "older"
+    now = read_step(run, 2, rank=1, data_ranks=None)
+    (run / "events.jsonl").unlink()
+
+    before = read_step(run, 2, rank=1, data_ranks=None)
+
+    assert before.samples.tolist() == now.samples.tolist() == [12, 13, 14, 15]
+
+
+def test_a_flat_file_is_shown_without_documents(bench, capsys):
+    write_flat(bench.folder / "train.bin", [token % 250 + 1 for token in range(2000)])
+    bench.train_well(
+        "flat", train_file=None, train_data_path=[bench.folder / "train.bin"], max_train_steps=2
+    )
+
+    assert main([str(bench.folder / "flat"), "--step", "1"]) == 0
+
+    output = capsys.readouterr().out
+    assert re.search(r"^the file, tokens [\d,]+ to [\d,]+ of 2,000$", output, re.MULTILINE)
+    assert "Flat token files do not say where documents begin: train.bin." in output
+
+
+@pytest.fixture(scope="module")
+def short_run(bench):
+    bench.train_well("short", **blend(bench), max_train_steps=2)
+    return bench.folder / "short"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--step", "3"], "--step 3 is beyond the run, which has 2 steps."),
+        (["--step", "0"], "--step must be at least 1, not 0."),
+        (["--step", "2", "--rank", "1"], "--rank 1 does not exist: step 2 has 1 data-parallel"),
+        (["--step", "2", "--rank", "-1"], "--rank must be at least 0, not -1."),
+        (["--rank", "0"], "--rank needs --step"),
+        (["--documents", "1"], "short is the folder of a run: name one of its steps by --step."),
+        (["--step", "2", "--data_ranks", "2"], "--data_ranks needs --rank"),
+        (["--step", "2", "--verify"], "--verify is for token files and --step for a run"),
+    ],
+)
+def test_a_step_or_rank_that_is_none_is_refused(short_run, capsys, words, sentence):
+    assert main([str(short_run), *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere"), "--step", "1"]) == 2
+    assert "nowhere has no config.toml" in capsys.readouterr().err
+
+
+def test_token_files_that_have_gone_or_changed_are_refused(bench, capsys):
+    for suffix in ("bin", "idx"):
+        shutil.copy(bench.folder / f"wiki.{suffix}", bench.folder / f"passing.{suffix}")
+    prefix = bench.folder / "passing"
+    bench.train_well("passing-run", train_file=None, train_data_path=[prefix], max_train_steps=2)
+    argv = [str(bench.folder / "passing-run"), "--step", "1"]
+
+    write_pair(prefix, random_documents(60, seed=7))
+    assert main(argv) == 2
+    assert "names are no longer those that step 1 was trained on" in capsys.readouterr().err
+    prefix.with_suffix(".bin").unlink()
+    assert main(argv) == 2
+    assert "passing.bin cannot be read" in capsys.readouterr().err
+
+
+def pages_in_memory(path) -> int:
+    """Pages of a file that the system has read, or that another process has written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    data = TokenFile(path.with_suffix("")).tokens
+    size = -(-data.nbytes // mmap.PAGESIZE)
+    resident = np.zeros(size, np.uint8)
+    address = ctypes.c_void_p(data.ctypes.data)
+    vector = ctypes.c_void_p(resident.ctypes.data)
+    assert libc.mincore(address, ctypes.c_size_t(data.nbytes), vector) == 0
+    return int((resident & 1).sum())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore and sparse files of Linux")
+def test_of_a_hundred_gigabytes_only_the_samples_and_the_ends_are_read(tmp_path, capsys):
+    documents, length = 100_000, 500_000
+    (tmp_path / "vast.bin").touch()
+    with (tmp_path / "vast.bin").open("r+b") as file:
+        file.truncate(2 * documents * length)
+    write_index(
+        tmp_path / "vast.idx",
+        np.dtype("<u2"),
+        num_sequences=documents,
+        num_documents=documents,
+        lengths=lambda: iter([np.full(documents, length)]),
+        documents=[np.arange(documents + 1)],
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    config = GPTConfig(
+        model_name_or_path=str(write_model_folder(tmp_path / "model")),
+        train_data_path=(str(tmp_path / "vast"),),
+        block_size=32,
+        max_train_steps=10**8,
+        seed=1,
+    )
+    (run / "config.toml").write_text(to_toml(config))
+    (run / "events.jsonl").write_text(json.dumps({"event": "start", "step": 0, "ranks": 1}) + "\n")
+
+    assert main([str(run), "--step", "87654321"]) == 0
+
+    output = capsys.readouterr().out
+    assert output.count("\nsample ") == 8
+    found = re.findall(r"^document ([\d,]+), tokens ([\d,]+) to", output, re.MULTILINE)
+    numbers = [(int(a.replace(",", "")), int(b.replace(",", ""))) for a, b in found]
+    starts = read_step(run, 87654321, rank=None, data_ranks=None).starts.tolist()
+    assert {divmod(start, length) for start in starts} <= set(numbers)
+    # 8 samples and both ends, around which the system may read some megabytes.
+    assert pages_in_memory(tmp_path / "vast.bin") < 20_000  # of 24 million
