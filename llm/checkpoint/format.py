@@ -54,6 +54,7 @@ class TrainState:
         seconds: Time spent training, over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
+        tasks_at: Step of the last run of `eval_tasks`.
         skipped_in_a_row: Number of steps skipped since the last one that was not.
     """
 
@@ -63,6 +64,7 @@ class TrainState:
     seconds: float = 0.0
     best_loss: float | None = None
     evaluated_at: int = 0
+    tasks_at: int = 0
     skipped_in_a_row: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -77,8 +79,9 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
-        # Older checkpoints lack these two.
-        state = {"evaluated_at": state["step"], "skipped_in_a_row": 0, **state}
+        # Older checkpoints lack these.
+        step = state["step"]
+        state = {"evaluated_at": step, "tasks_at": step, "skipped_in_a_row": 0, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 
