@@ -457,7 +457,7 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
         table_keys(page, "metrics.jsonl")
-        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE", "kfac_NAME"}
+        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE", "kfac_NAME", "task_TASK/METRIC"}
         - {"--eval_metrics"}
         == training | evaluation
     )

@@ -1,0 +1,333 @@
+"""Tasks of lm-eval on the model that trains: its own results, in every layout, and no trace."""
+
+import importlib
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llm.errors import ConfigError
+from llm.trainers.gpt import inputs
+from llm.trainers.gpt.config import GPTConfig
+from tests.support.ranks import run_ranks, values
+from tests.support.recovery import weights_hash, without_times
+from tests.support.refusals import assert_refused
+from tests.support.training import WORDS, Bench, Run
+
+ROOT = Path(__file__).parents[2]
+CLOZE = ROOT / "examples/tasks/shakespeare_cloze.yaml"
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs the extra tasks (lm_eval)"
+)
+
+
+def write_task(folder: Path, name: str, **settings) -> Path:
+    """A task on texts of its own; some contexts are longer than the model's 64 positions."""
+    draw = random.Random(name)
+    data = folder / f"{name}.jsonl"
+    with data.open("w", encoding="utf-8") as file:
+        for length in (0, 3, 5, 8, 13, 30, 90):
+            texts = [" ".join(draw.choices(WORDS, k=k)) for k in (length, 1, 2, 3)]
+            row = {"context": texts[0], "choices": texts[1:], "answer": length % 3}
+            file.write(json.dumps(row | {"whole": " ".join(texts)}) + "\n")
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "context",
+        "doc_to_target": "{{choices[answer]}}",
+        **settings,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(task), encoding="utf-8")
+    return path
+
+
+def metric(name: str, aggregation: str = "mean") -> dict[str, object]:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": True}
+
+
+CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_choice": "choices",
+    "doc_to_target": "answer",
+    "metric_list": [metric("acc"), metric("acc_norm"), metric("brier_score", "brier_score")],
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> dict[str, Path]:
+    """A task of each kind by name."""
+    folder = tmp_path_factory.mktemp("tasks")
+    shots = {"num_fewshot": 1, "fewshot_split": "test"}
+    likelihood = [metric("perplexity", "perplexity"), metric("acc")]
+    rolling = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    aggregations = ("weighted_perplexity", "weighted_perplexity", "bits_per_byte")
+    kinds = {
+        "choice": CHOICE,
+        "shots": CHOICE | shots,
+        "cloze": {"output_type": "loglikelihood", "metric_list": likelihood},
+        "rolling": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_target": "whole",
+            "metric_list": [*map(metric, rolling, aggregations)],
+        },
+        "writing": {
+            "output_type": "generate_until",
+            "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "do_sample": False},
+            "metric_list": [metric("chrf", "chrf")],
+        },
+    }
+    return {name: write_task(folder, name, **settings) for name, settings in kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def by_lm_eval(model: Path, files: list[Path]) -> dict[str, float]:
+    """What lm-eval finds with its own class for the models of transformers."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model), "dtype": "float32"},
+        tasks=[str(file) for file in files],
+        task_manager=TaskManager(include_defaults=False),
+        device="cpu",
+        batch_size=2,
+        bootstrap_iters=0,
+    )
+    return {
+        f"task_{task}/{key.removesuffix(',none')}": value
+        for task, metrics in found["results"].items()
+        for key, value in metrics.items()
+        if "," in key and value != "N/A"
+    }
+
+
+def of_tasks(record: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key.startswith("task_")}
+
+
+@needs_library
+def test_results_are_those_of_lm_eval_on_the_export(bench, tasks):
+    files = [*tasks.values()]
+    run = bench.train_well(
+        "equal", max_train_steps=6, learning_rate=1e-2, eval_tasks=files, eval_tasks_steps=2
+    )
+
+    reported = [(r["step"], of_tasks(r)) for r in run.metrics if of_tasks(r)]
+    assert [step for step, _ in reported] == [2, 4, 6]
+    expected = by_lm_eval(run.folder, files)
+    assert len(expected) == 12
+    assert reported[-1][1] == pytest.approx(expected, rel=1e-6)
+    assert reported[0][1] != pytest.approx(expected, rel=1e-3)
+    assert of_tasks(run.read_json("all_results.json")) == reported[-1][1]
+    assert "task choice at step 6 | acc: " in run.output
+    events = (run.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    last = [e for e in map(json.loads, events) if e["event"] == "task" and e["step"] == 6]
+    assert [event["task"] for event in last] == [*tasks]
+    assert last[0]["acc"] == expected["task_choice/acc"]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("family", "ranks", "options"),
+    [
+        ("gpt2", 2, {}),
+        ("gpt2", 2, {"data_parallel_shard_size": 2}),
+        ("llama", 2, {"tensor_parallel_size": 2, "pad_vocab_to_multiple_of": 128}),
+        pytest.param("gpt2", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.layouts),
+        pytest.param("llama", 2, {"context_parallel_size": 2}, marks=pytest.mark.layouts),
+        pytest.param("gpt2", 2, {"data_parallel": "gossip"}, marks=pytest.mark.layouts),
+        pytest.param(
+            "llama",
+            4,
+            {"tensor_parallel_size": 2, "data_parallel_shard_size": 2},
+            marks=pytest.mark.layouts,
+        ),
+    ],
+)
+def test_every_layout_has_the_results_of_its_export(tmp_path, tasks, family, ranks, options):
+    changes = {"num_key_value_heads": 2} if family == "llama" else {}
+    bench = Bench(tmp_path, family=family, **changes)
+    files = [tasks[name] for name in ("choice", "cloze", "rolling")]
+    run = bench.train_well(
+        "run", ranks=ranks, max_train_steps=2, learning_rate=1e-2, eval_tasks=files, **options
+    )
+
+    found = of_tasks(run.read_json("all_results.json"))
+    assert found == pytest.approx(by_lm_eval(run.folder, files), rel=1e-6)
+    assert sum("task cloze at step 2" in outcome.output for outcome in run.outcomes) == 1
+
+
+@needs_library
+def test_two_ranks_that_hold_the_model_share_what_it_writes(bench, tasks):
+    run = bench.train_well("writers", ranks=2, max_train_steps=2, eval_tasks=tasks["writing"])
+
+    expected = by_lm_eval(run.folder, [tasks["writing"]])
+    assert of_tasks(run.read_json("all_results.json")) == pytest.approx(expected, rel=1e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tasks_change_no_bit_of_the_training(bench, tasks, ranks):
+    """Dropout is on, and a task draws what it writes."""
+    drawing = write_task(
+        tasks["writing"].parent,
+        "drawing",
+        output_type="generate_until",
+        generation_kwargs={"until": ["e"], "max_gen_toks": 9, "do_sample": True, "temperature": 1},
+        metric_list=[metric("chrf", "chrf")],
+    )
+    options = {"ranks": ranks, "max_train_steps": 6, "checkpointing_steps": 3, "eval_steps": 2}
+    plain = bench.train_well(f"plain-{ranks}", **options)
+    with_tasks = bench.train_well(
+        f"tasks-{ranks}", eval_tasks=[*tasks.values(), drawing], eval_tasks_steps=1, **options
+    )
+
+    rest = [line for line in without_times(with_tasks) if not of_tasks(line)]
+    assert rest == without_times(plain)
+    assert len(rest) == len(with_tasks.lines) - 6
+    assert weights_hash(with_tasks.folder) == weights_hash(plain.folder)
+
+
+@needs_library
+def test_a_resumed_run_makes_up_for_the_tasks_of_its_stop(bench, tasks):
+    options = {"max_train_steps": 4, "eval_tasks": tasks["cloze"], "checkpointing_steps": 2}
+    straight = bench.train_well("straight", eval_tasks_steps=2, **options)
+    # Its stop at step 2 left no time for the tasks.
+    first = bench.train_well("cut", eval_tasks_steps=4, **options)
+    shutil.rmtree(first.folder / "checkpoints" / "step_00000004")
+    (first.folder / "model.safetensors").unlink()
+    resumed = bench.train_well("cut", resume_from_checkpoint=True, eval_tasks_steps=2, **options)
+
+    assert without_times(resumed) == without_times(straight)
+
+
+@needs_library
+def test_an_evaluation_without_training_runs_tasks_too(bench, tasks):
+    run = bench.train_well("trained", max_train_steps=2, eval_tasks=tasks["choice"])
+    again = bench.train(
+        "evaluated", eval_only=True, model_name_or_path=run.folder, eval_tasks=tasks["choice"]
+    )
+
+    assert again.codes == [0], again.output
+    found = of_tasks(again.read_json("eval_results.json"))
+    assert found == of_tasks(run.read_json("all_results.json"))
+    assert "task_choice/acc: " in again.output
+
+
+@needs_library
+def test_a_task_that_is_not_there(bench):
+    assert_refused(bench, eval_tasks="hellaswag", words=["--eval_tasks hellaswag is no file"])
+
+
+@needs_library
+def test_a_file_that_is_no_task(bench, tmp_path):
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    assert_refused(bench, eval_tasks=tmp_path / "list.yaml", words=["list.yaml", "YAML dict"])
+    (tmp_path / "broken.yaml").write_text("task: [\n")
+    assert_refused(bench, eval_tasks=tmp_path / "broken.yaml", words=["broken.yaml", "line 2"])
+
+
+@needs_library
+def test_a_task_whose_data_are_out_of_reach(bench, tmp_path):
+    path = write_task(tmp_path, "far", dataset_path="someone/else", dataset_kwargs={}, **CHOICE)
+    assert_refused(
+        bench,
+        ranks=2,
+        eval_tasks=path,
+        environment={"HF_HUB_OFFLINE": "1"},
+        words=["far.yaml", "someone/else", "dataset_path: json"],
+    )
+    lost = write_task(tmp_path, "lost", **CHOICE)
+    (tmp_path / "lost.jsonl").unlink()
+    assert_refused(bench, eval_tasks=lost, words=["lost.yaml", "lost.jsonl"])
+
+
+@needs_library
+def test_a_task_that_does_not_fit_its_data_or_the_model(bench, tmp_path):
+    wrong = write_task(tmp_path, "wrong", **CHOICE | {"doc_to_text": "{{question}}"})
+    assert_refused(bench, eval_tasks=wrong, words=["wrong.yaml", "question"])
+    choices = {"doc_to_choice": "{{[whole * 9, 'a', 'b']}}"}
+    long = write_task(tmp_path, "long", **CHOICE | choices)
+    assert_refused(bench, eval_tasks=long, words=["long.yaml", "to score", "64"])
+
+
+@needs_library
+def test_one_task_twice(bench, tasks):
+    assert_refused(bench, eval_tasks=[tasks["cloze"]] * 2, words=["names the task cloze twice"])
+
+
+@needs_library
+def test_a_task_that_generates_where_ranks_divide_the_model(bench, tasks):
+    assert_refused(
+        bench,
+        ranks=2,
+        tensor_parallel_size=2,
+        eval_tasks=tasks["writing"],
+        words=["the task writing generates text", "tensor 2"],
+    )
+
+
+def test_tasks_at_steps_without_tasks(bench):
+    assert_refused(bench, eval_tasks_steps=5, words=["--eval_tasks_steps needs --eval_tasks"])
+
+
+def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "llm.trainers.gpt.tasks", raising=False)
+    config = GPTConfig(eval_tasks=("task.yaml",))
+    with pytest.raises(ConfigError, match=r"pip install 'llm-trainers\[tasks\]'"):
+        inputs._load_tasks(config, None, None, None)
+
+
+def modules_of_a_run(argv: list[str]) -> bool:
+    from llm.trainers.gpt.main import main
+
+    assert main(argv) == 0
+    return any(name.partition(".")[0] in ("lm_eval", "sacrebleu") for name in sys.modules)
+
+
+def test_a_run_without_tasks_does_not_load_the_library(bench):
+    command = bench.command("without", max_train_steps=1)
+    assert values(run_ranks(modules_of_a_run, 1, command)) == [False]
+
+
+def test_the_script_makes_the_questions_that_ship(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    importlib.import_module("make_cloze").main(tmp_path)
+    made, shipped = (folder / "shakespeare_cloze.jsonl" for folder in (tmp_path, CLOZE.parent))
+    assert made.read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.slow
+@needs_library
+def test_the_quick_starts_model_beats_chance_at_the_cloze(tmp_path, monkeypatch):
+    """Four words to choose from: 0.25 +- 0.03 by chance, and 0.75 for the Brier score."""
+    monkeypatch.chdir(ROOT)
+    options = {"config": "examples/quickstart.toml", "output_dir": tmp_path / "run"}
+    options |= {"max_train_steps": 200, "eval_tasks": CLOZE, "data_cache_dir": tmp_path / "cache"}
+    argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    outcomes = run_ranks(run_quick_start, 1, [*argv, "--report_to", "none"], timeout=280)
+    assert values(outcomes) == [0]
+    results = Run(tmp_path / "run", outcomes).read_json("all_results.json")
+
+    assert results["task_shakespeare_cloze/acc"] > 0.25 + 4 * 0.031
+    assert results["task_shakespeare_cloze/brier_score"] < 0.75
+
+
+def run_quick_start(argv: list[str]) -> int:
+    from llm.trainers.gpt.main import main
+
+    return main(argv)
