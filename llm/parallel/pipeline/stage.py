@@ -97,7 +97,7 @@ class Stage(nn.Module):
         received: Tensor,
         *,
         input_ids: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         predicting: bool = False,
@@ -108,7 +108,7 @@ class Stage(nn.Module):
             received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
                 first stage ignores it.
             input_ids: As for the loss; every stage has them.
-            labels: As for the loss.
+            labels: As for the loss; the last stage needs them.
             positions: As for the loss.
             documents: As for the loss.
             predicting: Whether the last stage predicts instead of computing the loss.
@@ -124,6 +124,7 @@ class Stage(nn.Module):
         try:
             with self.autocast():
                 if self.is_last:
+                    assert labels is not None
                     compute = loss.predictions if predicting else loss
                     outputs: tuple[Tensor, Tensor] = compute(
                         input_ids, labels, positions, documents

@@ -250,6 +250,8 @@ class _Answers(TemplateLM):  # type: ignore[misc]
                     f"max_gen_toks is {new}, and the model has {self.max_length} positions"
                 )
             tokens = self.tok_encode(context)[new - self.max_length :]
+            if not tokens:
+                raise ValueError("a prompt is empty")
             end = self.tokenizer.decode(self.eot_token_id)
             stops.append(handle_stop_sequences(generation.pop("until"), eos=end))
             generation["stopping_criteria"] = stop_sequences_criteria(
