@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from llm.errors import ConfigError
+from llm.parallel.dims import ParallelDims
 from llm.trainers.gpt import inputs
 from llm.trainers.gpt.config import GPTConfig
+from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import weights_hash, without_times
 from tests.support.refusals import assert_refused
+from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import WORDS, Bench, Run
 
 ROOT = Path(__file__).parents[2]
@@ -129,16 +132,19 @@ def of_tasks(record: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in record.items() if key.startswith("task_")}
 
 
-@needs_library
-def test_results_are_those_of_lm_eval_on_the_export(bench, tasks):
-    files = [*tasks.values()]
-    run = bench.train_well(
-        "equal", max_train_steps=6, learning_rate=1e-2, eval_tasks=files, eval_tasks_steps=2
-    )
+@pytest.fixture(scope="module")
+def trained(bench, tasks) -> Run:
+    """Six steps with all tasks every second one."""
+    options = {"max_train_steps": 6, "learning_rate": 1e-2, "eval_tasks_steps": 2}
+    return bench.train_well("trained", eval_tasks=[*tasks.values()], **options)
 
+
+@needs_library
+def test_results_are_those_of_lm_eval_on_the_export(trained, tasks):
+    run = trained
     reported = [(r["step"], of_tasks(r)) for r in run.metrics if of_tasks(r)]
     assert [step for step, _ in reported] == [2, 4, 6]
-    expected = by_lm_eval(run.folder, files)
+    expected = by_lm_eval(run.folder, [*tasks.values()])
     assert len(expected) == 12
     assert equal(reported[-1][1], expected)
     assert not equal(reported[0][1], expected)
@@ -171,7 +177,8 @@ def test_results_are_those_of_lm_eval_on_the_export(bench, tasks):
 def test_every_layout_has_the_results_of_its_export(tmp_path, tasks, family, ranks, options):
     changes = {"num_key_value_heads": 2} if family == "llama" else {}
     bench = Bench(tmp_path, family=family, **changes)
-    files = [tasks[name] for name in ("choice", "cloze", "rolling")]
+    names = ["choice", "cloze", "rolling", *([] if options else ["writing"])]
+    files = [tasks[name] for name in names]
     run = bench.train_well(
         "run", ranks=ranks, max_train_steps=2, learning_rate=1e-2, eval_tasks=files, **options
     )
@@ -182,15 +189,7 @@ def test_every_layout_has_the_results_of_its_export(tmp_path, tasks, family, ran
 
 
 @needs_library
-def test_two_ranks_that_hold_the_model_share_what_it_writes(bench, tasks):
-    run = bench.train_well("writers", ranks=2, max_train_steps=2, eval_tasks=tasks["writing"])
-
-    expected = by_lm_eval(run.folder, [tasks["writing"]])
-    assert equal(of_tasks(run.read_json("all_results.json")), expected)
-
-
-@needs_library
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
 def test_tasks_change_no_bit_of_the_training(bench, tasks, ranks):
     """Dropout is on, and a task draws what it writes."""
     drawing = write_task(
@@ -227,69 +226,69 @@ def test_a_resumed_run_makes_up_for_the_tasks_of_its_stop(bench, tasks):
 
 
 @needs_library
-def test_an_evaluation_without_training_runs_tasks_too(bench, tasks):
-    run = bench.train_well("trained", max_train_steps=2, eval_tasks=tasks["choice"])
-    again = bench.train(
-        "evaluated", eval_only=True, model_name_or_path=run.folder, eval_tasks=tasks["choice"]
-    )
+def test_an_evaluation_without_training_runs_tasks_too(bench, trained, tasks):
+    options = {"model_name_or_path": trained.folder, "eval_tasks": tasks["choice"]}
+    run = bench.train("evaluated", eval_only=True, **options)
 
-    assert again.codes == [0], again.output
-    found = of_tasks(again.read_json("eval_results.json"))
-    assert found == of_tasks(run.read_json("all_results.json"))
-    assert "task_choice/acc: " in again.output
-
-
-@needs_library
-def test_a_task_that_is_not_there(bench):
-    assert_refused(bench, eval_tasks="hellaswag", words=["--eval_tasks hellaswag is no file"])
+    assert run.codes == [0], run.output
+    results = trained.read_json("all_results.json")
+    expected = {key: value for key, value in results.items() if key.startswith("task_choice/")}
+    assert equal(of_tasks(run.read_json("eval_results.json")), expected)
+    assert "task_choice/acc: " in run.output
 
 
-@needs_library
-def test_a_file_that_is_no_task(bench, tmp_path):
-    (tmp_path / "list.yaml").write_text("- a\n- b\n")
-    assert_refused(bench, eval_tasks=tmp_path / "list.yaml", words=["list.yaml", "YAML dict"])
-    (tmp_path / "broken.yaml").write_text("task: [\n")
-    assert_refused(bench, eval_tasks=tmp_path / "broken.yaml", words=["broken.yaml", "line 2"])
+def refusal(*files: Path, **sizes: int) -> str:
+    """The sentence by which tasks are refused, of the tiny model on so many ranks."""
+    from llm.trainers.gpt.tasks import Tasks
+
+    config, layout = tiny_config("gpt2"), ParallelDims(**sizes)
+    with pytest.raises(ConfigError) as caught:
+        Tasks([str(file) for file in files], tiny_tokenizer(), config, layout)
+    return str(caught.value)
 
 
 @needs_library
-def test_a_task_whose_data_are_out_of_reach(bench, tmp_path):
-    path = write_task(tmp_path, "far", dataset_path="someone/else", dataset_kwargs={}, **CHOICE)
-    assert_refused(
-        bench,
-        ranks=2,
-        eval_tasks=path,
-        environment={"HF_HUB_OFFLINE": "1"},
-        words=["far.yaml", "someone/else", "dataset_path: json"],
-    )
+def test_files_that_are_no_tasks_are_named(tmp_path):
+    assert "--eval_tasks hellaswag is no file" in refusal(Path("hellaswag"))
+    file = tmp_path / "file.yaml"
+    for text, word in (("- a", "YAML dict"), ("a: b", "a"), ("task: [\na", "parsing")):
+        file.write_text(text)
+        said = refusal(file)
+        assert str(file) in said
+        assert word in said
+
+
+@needs_library
+def test_a_task_whose_data_are_missing_is_refused_before_training(bench, tmp_path):
     lost = write_task(tmp_path, "lost", **CHOICE)
     (tmp_path / "lost.jsonl").unlink()
-    assert_refused(bench, eval_tasks=lost, words=["lost.yaml", "lost.jsonl"])
+    assert_refused(bench, ranks=2, eval_tasks=lost, words=["--eval_tasks", "lost.jsonl"])
 
 
 @needs_library
-def test_a_task_that_does_not_fit_its_data_or_the_model(bench, tmp_path):
-    wrong = write_task(tmp_path, "wrong", **CHOICE | {"doc_to_text": "{{question}}"})
-    assert_refused(bench, eval_tasks=wrong, words=["wrong.yaml", "question"])
-    choices = {"doc_to_choice": "{{[whole * 9, 'a', 'b']}}"}
-    long = write_task(tmp_path, "long", **CHOICE | choices)
-    assert_refused(bench, eval_tasks=long, words=["long.yaml", "to score", "64"])
+def test_a_task_whose_data_are_on_the_hub_is_refused_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    far = write_task(tmp_path, "far", **CHOICE | {"dataset_path": "a/b", "dataset_kwargs": {}})
+    said = refusal(far)
+    assert "far.yaml cannot be loaded" in said
+    assert "'a/b' on the Hub" in said
+    assert "dataset_path: json" in said
 
 
 @needs_library
-def test_one_task_twice(bench, tasks):
-    assert_refused(bench, eval_tasks=[tasks["cloze"]] * 2, words=["names the task cloze twice"])
+def test_tasks_that_do_not_fit_their_data_or_the_model_are_refused(tmp_path, tasks):
+    def wrong(**changes) -> Path:
+        return write_task(tmp_path, "wrong", **CHOICE | changes)
 
-
-@needs_library
-def test_a_task_that_generates_where_ranks_divide_the_model(bench, tasks):
-    assert_refused(
-        bench,
-        ranks=2,
-        tensor_parallel_size=2,
-        eval_tasks=tasks["writing"],
-        words=["the task writing generates text", "tensor 2"],
-    )
+    assert "'question' is undefined" in refusal(wrong(doc_to_text="{{question}}"))
+    assert "64 can be scored" in refusal(wrong(doc_to_choice="{{[whole * 9, 'a', 'b']}}"))
+    assert "unsafe" in refusal(wrong(unsafe_code=True))
+    empty = wrong(output_type="generate_until", metric_list=[metric("chrf", "chrf")])
+    assert "a prompt is empty" in refusal(empty)
+    assert "names the task cloze twice" in refusal(tasks["cloze"], tasks["cloze"])
+    said = refusal(tasks["writing"], shard=2, tensor=2)
+    assert "the task writing generates text" in said
+    assert "tensor 2" in said
 
 
 def test_tasks_at_steps_without_tasks(bench):
