@@ -163,7 +163,12 @@ def test_results_are_those_of_lm_eval_on_the_export(trained, tasks):
         ("gpt2", 2, {}),
         ("gpt2", 2, {"data_parallel_shard_size": 2}),
         ("llama", 2, {"tensor_parallel_size": 2, "pad_vocab_to_multiple_of": 128}),
-        pytest.param("gpt2", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.layouts),
+        pytest.param(
+            "gpt2",
+            2,
+            {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
+            marks=pytest.mark.layouts,
+        ),
         pytest.param("llama", 2, {"context_parallel_size": 2}, marks=pytest.mark.layouts),
         pytest.param("gpt2", 2, {"data_parallel": "gossip"}, marks=pytest.mark.layouts),
         pytest.param(
