@@ -253,6 +253,14 @@ def test_metrics_without_a_panel_of_their_own_are_shown_all_the_same(tmp_path):
     assert titles[-1] == "weight norm"
 
 
+def test_tasks_have_a_section_of_their_own(tmp_path):
+    record = report(1, **{"task_shakespeare_cloze/acc": 0.4})
+    panels = panels_of(write_run(tmp_path / "run", [record]))
+
+    panel = panels["task_shakespeare_cloze_acc"]
+    assert (panel.section, panel.title) == ("Tasks", "shakespeare_cloze: acc")
+
+
 def test_a_constant_metric_has_no_panel(run, tmp_path):
     assert not {"loss_scale", "skipped_steps"} & panels_of(run).keys()
     records = [report(1, loss_scale=2.0, skipped_steps=1)]

@@ -54,6 +54,7 @@ class TrainState:
         seconds: Time spent training, over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
+        tasks_at: Step of the last run of `eval_tasks`.
         skipped_in_a_row: Number of steps skipped since the last one that was not.
         losses: Losses of the last steps that were not skipped, to tell a spike by.
         rewinds: How often the run went back to a checkpoint because the loss spiked.
@@ -65,6 +66,7 @@ class TrainState:
     seconds: float = 0.0
     best_loss: float | None = None
     evaluated_at: int = 0
+    tasks_at: int = 0
     skipped_in_a_row: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     rewinds: int = 0
@@ -82,8 +84,9 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
         # Older checkpoints lack some of them.
+        step = state["step"]
         lacking = {"skipped_in_a_row": 0, "losses": [], "rewinds": 0}
-        state = {"evaluated_at": state["step"], **lacking, **state}
+        state = {"evaluated_at": step, "tasks_at": step, **lacking, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 

@@ -52,7 +52,8 @@ class Tracker:
         self._peak_flops: float | None = None
         self._file: IO[str] | None = None
         self._bar: Any = None
-        self._evaluated_at: int | None = None
+        self._started_at = 0
+        self._written: set[str] = set()
 
     def start(self, *, step: int, tokens: int, seconds: float) -> None:
         """Open metrics.jsonl and the progress bar, and start the clock.
@@ -63,7 +64,7 @@ class Tracker:
             seconds: Seconds of training in earlier starts of the run.
         """
         if self._path is not None:
-            self._evaluated_at = cut_metrics(self._path, step=step)
+            self._started_at, self._written = step, cut_metrics(self._path, step=step)
             self._file = self._path.open("a", encoding="utf-8")
             self._bar = tqdm(
                 total=self._total_steps,
@@ -190,15 +191,24 @@ class Tracker:
             step: Steps done.
             training: Statistics of the training before it, for the console.
         """
-        # A start that was killed after the same evaluation has written its line and its points.
-        if step != self._evaluated_at:
-            self._write({f"eval_{name}": value for name, value in results.items()}, step=step)
+        self._write({f"eval_{name}": value for name, value in results.items()}, step=step)
         words = [f"{name}: {value:.6g}" for name, value in results.items()]
         line = " | ".join([f"validation at step {step}", *words, *training])
         logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
+    def log_tasks(self, results: Mapping[str, Mapping[str, float]], *, step: int) -> None:
+        """Report the results of tasks, by task and metric."""
+        self._write(task_values(results), step=step)
+        for task, metrics in results.items():
+            words = [f"{name}: {value:.6g}" for name, value in metrics.items()]
+            line = " | ".join([f"task {task} at step {step}", *words])
+            logger.info(line, extra=event("task", step=step, task=task, **metrics))
+
     def _write(self, record: Mapping[str, float], *, step: int) -> None:
         """Send the numbers of an event to the trackers, and to metrics.jsonl as one line."""
+        # A start that was killed after the same evaluation has written its line and its points.
+        if step == self._started_at and not self._written.isdisjoint(record):
+            return
         # The line comes last: once it is on disk, a resumed run sends no point a second time.
         self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
         if self._file is not None:
@@ -214,7 +224,16 @@ class Tracker:
             self._file.close()
 
 
-def cut_metrics(path: Path, *, step: int) -> int | None:
+def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the results of tasks by their names in metrics.jsonl: task_TASK/METRIC."""
+    return {
+        f"task_{task}/{name}": value
+        for task, metrics in results.items()
+        for name, value in metrics.items()
+    }
+
+
+def cut_metrics(path: Path, *, step: int) -> set[str]:
     """Remove the lines of metrics.jsonl after a step, and a line that a kill cut short.
 
     Args:
@@ -222,9 +241,10 @@ def cut_metrics(path: Path, *, step: int) -> int | None:
         step: The step from which training goes on.
 
     Returns:
-        The step of the last evaluation that is left; None without one.
+        The names of the values that are left of the step itself.
     """
-    kept, evaluated_at = [], None
+    kept: list[str] = []
+    names: set[str] = set()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
@@ -232,14 +252,16 @@ def cut_metrics(path: Path, *, step: int) -> int | None:
             break
         if record["step"] <= step:
             kept.append(f"{line}\n")
-            evaluated_at = record["step"] if "eval_loss" in record else evaluated_at
+            names |= record.keys() if record["step"] == step else set()
     write_whole(path, "".join(kept))
-    return evaluated_at
+    return names
 
 
 def _tag(name: str) -> str:
     """Return the name of a metric in the trackers: eval_loss is eval/loss there."""
-    group = next((group for group in ("eval", "kfac") if name.startswith(f"{group}_")), "train")
+    group = next(
+        (group for group in ("eval", "kfac", "task") if name.startswith(f"{group}_")), "train"
+    )
     return f"{group}/{name.removeprefix(f'{group}_')}"
 
 

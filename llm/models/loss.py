@@ -129,27 +129,34 @@ class LanguageModelLoss(nn.Module):
     def predictions(
         self,
         input_ids: Tensor,
+        labels: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
-        """Return the most likely next token at each position.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest next token at each position, and how likely the label is.
 
-        Args:
-            input_ids: [batch, length], int64.
-            positions: As for the loss.
-            documents: As for the loss.
+        The arguments are those of the loss.
 
         Returns:
-            [batch, length], int64.
+            The likeliest tokens, int64 [batch, length]; and the log-probabilities of the labels in
+            nats, fp32 [batch, length], 0 where there is no label.
         """
-        if not self.chunked:
-            logits: Tensor = self._model_outputs(input_ids, positions, documents).logits
-            return logits[..., : self.vocab_size].argmax(dim=-1)
-        hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
-        head = self.model.get_output_embeddings()
-        chunks = hidden.split(self._chunk_rows(hidden, head.weight.shape[0]))
-        best = [head(chunk)[:, : self.vocab_size].argmax(dim=-1) for chunk in chunks]
-        return torch.cat(best).view_as(input_ids)
+        if self.chunked:
+            head = self.model.get_output_embeddings()
+            hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
+            rows = self._chunk_rows(hidden, head.weight.shape[0])
+        else:
+            head = nn.Identity()
+            hidden = self._model_outputs(input_ids, positions, documents).logits.flatten(0, 1)
+            rows = len(hidden)
+        best, losses = [], []
+        for chunk, targets in zip(hidden.split(rows), labels.flatten().split(rows), strict=True):
+            logits = head(chunk)[:, : self.vocab_size]
+            best.append(logits.argmax(dim=-1))
+            losses.append(
+                F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+            )
+        return torch.cat(best).view_as(labels), -torch.cat(losses).view_as(labels)
 
     def _chunked_loss(
         self,

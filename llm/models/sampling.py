@@ -11,7 +11,6 @@ from llm.models.configuration import max_positions
 from llm.models.init import keyed_generator
 
 
-@torch.no_grad()
 def sample_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -46,6 +45,37 @@ def sample_text(
         # A long prompt is cut on the left, to no less than half of the positions.
         start = start[-max(1, limit // 2, limit - max_new_tokens) :]
         max_new_tokens = min(max_new_tokens, limit - len(start))
+    new = continue_tokens(
+        model, tokenizer, start, max_new_tokens=max_new_tokens, seed=seed, **generation
+    )
+    text: str = tokenizer.decode(start + new, skip_special_tokens=True)
+    return text
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    start: list[int],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    **generation: Any,
+) -> list[int]:
+    """Return the tokens by which the model continues others.
+
+    Args:
+        model: A causal language model; its mode is restored.
+        tokenizer: The tokenizer that it was trained with.
+        start: At least one token, and so few that the new ones have positions too.
+        max_new_tokens: Largest number of tokens to add.
+        seed: Keys the draws.
+        generation: More arguments of `generate`.
+
+    Raises:
+        DivergedError: The model's logits are not finite.
+    """
+    end = tokenizer.eos_token_id
     input_ids = torch.tensor([start], device=model.device)
     # Rows of the head without a token, such as padding, must not be drawn.
     unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
@@ -67,8 +97,8 @@ def sample_text(
             )
     finally:
         model.train(training)
-    text: str = tokenizer.decode(output[0], skip_special_tokens=True)
-    return text
+    new: list[int] = output[0, len(start) :].tolist()
+    return new
 
 
 def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

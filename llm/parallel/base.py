@@ -227,13 +227,12 @@ class AcceleratedStrategy:
         return loss_sum, (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
-    def predict(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the likeliest next token at each position, int64 of the inputs' shape."""
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the likeliest next tokens, int64, and the labels' log-probabilities, float32."""
         self.wrapped.eval()
-        input_ids, _, positions, documents, _ = self._local_batch(micro_batch)
         with self.autocast():
-            predictions: Tensor = self.loss.predictions(input_ids, positions, documents)
-        return predictions
+            likeliest, log_probs = self.loss.predictions(*self._local_batch(micro_batch)[:4])
+        return likeliest, log_probs
 
     def loss_scale(self) -> Tensor:
         """Return the factor by which the loss is scaled (1 without fp16)."""

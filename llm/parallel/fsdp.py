@@ -156,10 +156,12 @@ class ShardedStrategy(AcceleratedStrategy):
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
 
-    def predict(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the likeliest next token at each position of whole samples."""
-        predictions = super().predict(micro_batch)
-        return predictions if self._sequence is None else self._sequence.gather(predictions, 1)
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return likeliest next tokens and labels' log-probabilities, of whole samples."""
+        likeliest, log_probs = super().predict(micro_batch)
+        if self._sequence is None:
+            return likeliest, log_probs
+        return self._sequence.gather(likeliest, 1), self._sequence.gather(log_probs, 1)
 
     @property
     def _gradient_ranks(self) -> int:

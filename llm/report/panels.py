@@ -95,7 +95,7 @@ _KNOWN = [
           section="System", from_zero=True, factor=100.0),
 ]  # fmt: skip
 _NOT_DRAWN = {"step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps", "eval_perplexity"}
-_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Other")
+_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
 _UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
 """Panels whose values are all this one say nothing, and are left out."""
 
@@ -145,6 +145,9 @@ def _panel_of(key: str) -> Panel:
         title = f"{split} loss, {source}" if source else f"{split} {words}"
         unit = _NATS if source else ""
         return Panel(name=name, title=title, keys=(key,), unit=unit, section="Loss")
+    if key.startswith("task_"):
+        task, _, metric = key.removeprefix("task_").partition("/")
+        return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
     if "memory" in key:
         return Panel(name=name, title=words.capitalize(), keys=(key,), unit="GiB", section="System",
                      from_zero=True, factor=2.0**-30)  # fmt: skip

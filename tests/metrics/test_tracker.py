@@ -257,10 +257,25 @@ def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, repor
     assert seen == [(3, {"eval/loss": 7.0}), (4, {"eval/loss": 1.25})][reported != OLDER :]
 
 
+def test_tasks_are_reported_once_beside_the_evaluation_of_their_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in [*OLDER, EVALUATION]))
+    seen = []
+    for _ in range(2):  # the first start was killed before its checkpoint
+        tracker = make_tracker(path, seen)
+        tracker.start(step=3, tokens=0, seconds=0.0)
+        tracker.log_tasks({"cloze": {"acc": 0.5}, "plays": {"bits": 2.0}}, step=3)
+        tracker.close()
+
+    values = {"task_cloze/acc": 0.5, "task_plays/bits": 2.0}
+    assert lines_of(path) == [*OLDER, EVALUATION, {"step": 3} | values]
+    assert seen == [(3, {"task/cloze/acc": 0.5, "task/plays/bits": 2.0})]
+
+
 def test_metrics_after_the_checkpoint_and_a_truncated_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         "".join(f"{json.dumps({'step': step})}\n" for step in (5, 10, 15)) + '{"step": 20, "lo'
     )
-    assert cut_metrics(path, step=10) is None
+    assert cut_metrics(path, step=10) == {"step"}
     assert lines_of(path) == [{"step": 5}, {"step": 10}]

@@ -241,11 +241,15 @@ def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 def test_predictions_are_the_likeliest_tokens_that_exist(family: str, chunked: bool) -> None:
     model = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128).eval()
-    input_ids, _ = batch()
-    expected = model(input_ids).logits[..., :320].argmax(dim=-1)
+    input_ids, labels = batch()
+    expected = model(input_ids).logits[..., :320].log_softmax(dim=-1)
 
     loss = LanguageModelLoss(model, chunked=chunked, chunk_bytes=TEN_ROWS)
-    assert torch.equal(loss.predictions(input_ids), expected)
+    likeliest, log_probs = loss.predictions(input_ids, labels)
+
+    assert torch.equal(likeliest, expected.argmax(dim=-1))
+    of_labels = expected.gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(log_probs, of_labels.where(labels >= 0, 0.0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -76,7 +76,7 @@ def test_other_metrics_are_averaged_by_weight_too():
     values = iter([0.5, 0.25])
     metric = SimpleNamespace(add_batch=lambda **_: None, compute=lambda: {"accuracy": next(values)})
     strategy = FakeStrategy()
-    strategy.predict = lambda batch: batch.labels
+    strategy.predict = lambda batch: (batch.labels, None)
     strategy.gather = lambda values: values
 
     sources = [source("wiki", 0.8, 2.0), source("code", 0.2, 1.0)]

@@ -203,16 +203,17 @@ class PipelineStrategy(ShardedStrategy):
         return loss_sum, (micro_batch.labels != -100).sum()
 
     @torch.no_grad()
-    def predict(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the likeliest next token at each position, int64 of the inputs' shape."""
-        arguments = _arguments(micro_batch)
-        del arguments["labels"]
-        outputs = self._forward(arguments)
-        return self._from_last_stage(
-            torch.cat(outputs) if outputs else torch.zeros_like(micro_batch.input_ids)
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the likeliest next tokens, int64, and the labels' log-probabilities, float32."""
+        outputs = self._forward(_arguments(micro_batch), predicting=True)
+        none = torch.zeros_like(micro_batch.input_ids)
+        likeliest, log_probs = zip(*(outputs or [(none, none.float())]), strict=True)
+        return (
+            self._from_last_stage(torch.cat(likeliest)),
+            self._from_last_stage(torch.cat(log_probs)),
         )
 
-    def _forward(self, arguments: dict[str, Tensor]) -> list[Any]:
+    def _forward(self, arguments: dict[str, Tensor], *, predicting: bool = False) -> list[Any]:
         """Run a micro-batch through all stages; return the outputs of the last one, if it is here.
 
         The rows are split into as many pieces as ranks, so that stages compute at the same time.
@@ -230,7 +231,7 @@ class PipelineStrategy(ShardedStrategy):
                     shape, dtype = (*received.shape, self._cut.width), self._sent_dtype
                     received = torch.empty(shape, dtype=dtype, device=self.device)
                     dist.recv(received, group=self._pipeline, group_src=previous)
-                output = stage(received, **rows)
+                output = stage(received, **rows, predicting=predicting)
                 if number == self.num_stages - 1:
                     outputs.append(output)
                 else:

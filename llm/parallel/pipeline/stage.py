@@ -101,6 +101,7 @@ class Stage(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         sources: Tensor | None = None,
+        predicting: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the stage's layers.
 
@@ -108,10 +109,11 @@ class Stage(nn.Module):
             received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
                 first stage ignores it.
             input_ids: As for the loss; every stage has them.
-            labels: As for the loss; without them the last stage predicts.
+            labels: As for the loss; the last stage needs them.
             positions: As for the loss.
             documents: As for the loss.
             sources: As for the loss.
+            predicting: Whether the last stage predicts instead of computing the loss.
 
         Returns:
             [batch, length, width] of `sent_dtype` for the next stage; of the last stage what the
@@ -123,13 +125,14 @@ class Stage(nn.Module):
         io.received, io.sent = received.float(), None
         try:
             with self.autocast():
-                if self.is_last and labels is not None:
-                    outputs: tuple[Tensor, Tensor] = loss(
-                        input_ids, labels, positions, documents, sources
-                    )
-                    return outputs
                 if self.is_last:
-                    return loss.predictions(input_ids, positions, documents)
+                    assert labels is not None
+                    outputs: tuple[Tensor, Tensor]
+                    if predicting:
+                        outputs = loss.predictions(input_ids, labels, positions, documents)
+                    else:
+                        outputs = loss(input_ids, labels, positions, documents, sources)
+                    return outputs
                 run_model(loss.model.base_model, input_ids, positions, documents)
             assert io.sent is not None
             return io.sent.to(self.sent_dtype).contiguous()  # as the next stage's receive buffer

@@ -52,6 +52,20 @@ class EvaluationOptions:
         "evaluate.load knows.",
         group=EVALUATION,
     )
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "Tasks of lm-eval to run on the model: YAML files, with data in local files. Needs the "
+        "extra tasks.",
+        group=EVALUATION,
+        path=True,
+    )
+    eval_tasks_steps: int | None = option(
+        None,
+        "Steps between two runs of eval_tasks. The end of training always has one.",
+        group=EVALUATION,
+        at_least=1,
+        requires=("eval_tasks",),
+    )
     eval_only: bool = option(
         False,
         "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+from llm.metrics.tracker import task_values
 from llm.runtime.files import write_whole
 from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
@@ -14,6 +15,7 @@ from llm.trainers.gpt.setup import (
     described,
     load_weights,
     make_evaluate,
+    make_evaluate_tasks,
     make_model,
     make_strategy,
 )
@@ -39,6 +41,9 @@ def evaluate(config: GPTConfig, world: World) -> None:
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation asks for validation data
     results = evaluate_model()
+    evaluate_tasks = make_evaluate_tasks(config, setup, strategy, model)
+    if evaluate_tasks is not None:
+        results |= task_values(evaluate_tasks())
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
     if strategy.rank == 0:
         setup.run.path.mkdir(parents=True, exist_ok=True)

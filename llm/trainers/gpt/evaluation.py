@@ -146,7 +146,8 @@ def evaluate_source(
 def _add_predictions(
     strategy: AcceleratedStrategy, batch: MicroBatch, metrics: dict[str, Any]
 ) -> None:
-    predictions = strategy.gather(strategy.predict(batch))
+    likeliest, _ = strategy.predict(batch)
+    predictions = strategy.gather(likeliest)
     references = strategy.gather(batch.labels)
     counted = references != -100
     for metric in metrics.values():

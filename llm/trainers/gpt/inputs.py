@@ -7,7 +7,7 @@ cache is written.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -46,6 +46,9 @@ from llm.trainers.gpt.resume import (
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
+if TYPE_CHECKING:
+    from llm.trainers.gpt.tasks import Tasks
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSetup:
@@ -64,6 +67,7 @@ class RunSetup:
         corpus: Training and validation tokens.
         ends: How to keep the documents of a sample apart; None lets attention cross them.
         metrics: Metrics of the evaluate library by name.
+        tasks: What `eval_tasks` names; None without it.
         layout: How the ranks divide one model and its data.
         replicas: The models that train side by side.
     """
@@ -80,6 +84,7 @@ class RunSetup:
     corpus: Corpus
     ends: DocumentEnds | None
     metrics: dict[str, Any]
+    tasks: "Tasks | None"
     layout: ParallelDims
     replicas: Replicas
 
@@ -211,6 +216,7 @@ def _read(
         model_name_or_path=config.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
     )
+    tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = find_init(config, verifiers=verifiers) if resume_from is None else None
     return RunSetup(
@@ -232,9 +238,27 @@ def _read(
         ),
         ends=ends,
         metrics=metrics,
+        tasks=tasks,
         layout=layout,
         replicas=replicas,
     )
+
+
+def _load_tasks(
+    config: GPTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    layout: ParallelDims,
+) -> "Tasks | None":
+    if not config.eval_tasks:
+        return None
+    try:
+        from llm.trainers.gpt.tasks import Tasks  # the library is an extra, and loads for seconds
+    except ImportError as error:
+        raise ConfigError(
+            f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
+        ) from error
+    return Tasks(config.eval_tasks, tokenizer, model_config, layout)
 
 
 def _nothing_to_evaluate_on(option: str) -> str:

@@ -38,6 +38,7 @@ class Trainer:
         health: Receives a heartbeat after each step and before what takes long.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
+        evaluate_tasks: Runs `eval_tasks` on all ranks; None without tasks.
         sample: Logs a sample of the model after a step, or without a step at the end; all ranks
             call it.
 
@@ -46,6 +47,7 @@ class Trainer:
         loader: What each step is trained on.
         metadata: What every checkpoint records of the run.
         results: The last evaluation of this start.
+        task_results: The last results of tasks of this start, by task and metric.
     """
 
     def __init__(
@@ -57,24 +59,17 @@ class Trainer:
         health: Health,
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
+        evaluate_tasks: Callable[[], dict[str, dict[str, float]]] | None,
         sample: Callable[[int | None], None],
     ) -> None:
         self.config, self.seed = config, setup.seed
         self.strategy = strategy
         self.plan, self.schedule = setup.plan, setup.schedule
         self.block_size = setup.block_size
-        self.loader = TrainLoader(
-            samples=setup.samples,
-            plan=setup.plan,
-            rank=strategy.data_rank,
-            device=strategy.device,
-            ends=setup.ends,
-            with_sources=config.log_source_losses,
-            skipped=setup.skipped,
-        )
+        self.loader = _loader(config, setup, strategy)
         self.sources, self.folder = setup.corpus.train, str(setup.run.path)
         self.health, self.tracker = health, tracker
-        self.evaluate = evaluate
+        self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
         self.sample = sample
         self.state = TrainState()
         names = [source.name for source in self.sources] if config.log_source_losses else []
@@ -105,6 +100,7 @@ class Trainer:
         self.saved_at: int | None = None
         self.eval_every: Every = config.eval_tokens or config.eval_steps or "epoch"
         self.results: dict[str, float] = {}
+        self.task_results: dict[str, dict[str, float]] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
 
@@ -146,13 +142,16 @@ class Trainer:
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
     def evaluate_on_resume(self) -> None:
-        """Make the evaluation of the checkpoint's step, if the stop that saved it left no time."""
+        """Make the evaluations of the checkpoint's step, if the stop that saved it left no time."""
         self.report_steps()  # a run that gave up gives up again, whatever it is started with
+        state = self.state
         due = self.is_due(self.eval_every, or_last=True)
-        if self.evaluate and due and self.state.evaluated_at != self.state.step:
-            with self.tracker.paused():
+        with self.tracker.paused():
+            if self.evaluate and due and state.evaluated_at != state.step:
                 self.run_evaluation()
-            self.health.heartbeat(step=self.state.step, phase="start")
+            if self.tasks_are_due() and state.tasks_at != state.step:
+                self.run_tasks()
+        self.health.heartbeat(step=state.step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
         """Take one optimizer step.
@@ -195,6 +194,8 @@ class Trainer:
             loss = None
             if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()
+            if self.tasks_are_due() and not stop:
+                self.run_tasks()
             if self.is_due(config.sample_steps, or_last=False):
                 self.sample(step)
             if saving:
@@ -277,6 +278,19 @@ class Trainer:
         self.state.best_loss = loss if best is None else min(best, loss)
         return loss
 
+    def tasks_are_due(self) -> bool:
+        """Return whether there are tasks to run after this step."""
+        due = self.is_due(self.config.eval_tasks_steps, or_last=True)
+        return self.evaluate_tasks is not None and due
+
+    def run_tasks(self) -> None:
+        """Run the tasks on the model, and report their results."""
+        assert self.evaluate_tasks is not None
+        self.health.heartbeat(step=self.state.step, phase="evaluation")
+        self.task_results = self.evaluate_tasks()
+        self.tracker.log_tasks(self.task_results, step=self.state.step)
+        self.state.tasks_at = self.state.step
+
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""
         words = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
@@ -287,6 +301,19 @@ class Trainer:
             words.append(f"ms per step: {1000 * seconds / steps:.1f}")
         self.last_eval_mark = self.state.step, self.state.seconds
         return [*words, f"total train time: {self.state.seconds:.1f} s"]
+
+
+def _loader(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> TrainLoader:
+    """Return the loader of this rank's samples."""
+    return TrainLoader(
+        samples=setup.samples,
+        plan=setup.plan,
+        rank=strategy.data_rank,
+        device=strategy.device,
+        ends=setup.ends,
+        with_sources=config.log_source_losses,
+        skipped=setup.skipped,
+    )
 
 
 def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.checkpoint.run_folder import MODEL_FILES
 from llm.errors import ConfigError
+from llm.metrics.tracker import task_values
 from llm.models.configuration import one_line
 from llm.models.export import export_model, write_model_card
 from llm.models.sizes import parameter_counts
@@ -55,6 +56,7 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
         ("perplexity" if name == "perplexity" else f"eval_{name}"): value
         for name, value in trainer.results.items()
     }
+    evaluation |= task_values(trainer.task_results)
     state = trainer.state
     if state.best_loss is not None:
         evaluation["best_eval_loss"] = state.best_loss

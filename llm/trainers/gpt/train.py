@@ -30,6 +30,7 @@ from llm.trainers.gpt.setup import (
     described,
     load_weights,
     make_evaluate,
+    make_evaluate_tasks,
     make_model,
     make_strategy,
     restore,
@@ -86,6 +87,9 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
             health=health,
             tracker=tracker,
             evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
+            evaluate_tasks=make_evaluate_tasks(
+                config, setup, strategy, model, on_batch=health.keep_alive
+            ),
             sample=partial(log_sample, config, setup, strategy, model),
         )
         # From here on a signal saves and stops; before, it ended the process at once.
@@ -169,6 +173,8 @@ def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTra
     if not trainer.results and trainer.evaluate is not None:
         # The run was finished before it was resumed, so this start has not evaluated.
         trainer.results = trainer.evaluate()
+    if not trainer.task_results and trainer.evaluate_tasks is not None:
+        trainer.task_results = trainer.evaluate_tasks()
     write_results(config, setup, trainer, model)
     if config.sample_prompt is not None and setup.layout.is_replicated:
         trainer.sample(None)

@@ -72,8 +72,10 @@ def train(family, layers, sizes, schedule, virtual_stages, accumulation):
             size = BATCH // strategy.data_ranks
             rows = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)
             found = torch.stack(strategy.evaluate(MicroBatch(inputs[rows], labels[rows])))
-            best = strategy.gather(strategy.predict(MicroBatch(inputs[rows], labels[rows])))
+            found_best = strategy.predict(MicroBatch(inputs[rows], labels[rows]))
+            best, log_probs = (strategy.gather(values) for values in found_best)
             seen.append([*strategy.reduce_sum(found).tolist(), float(best.sum())])
+            seen.append([float(log_probs[row].sum()) for row in (0, 1, -1)])
     return seen, strategy.full_state_dict(), sum(p.numel() for p in strategy.parameters)
 
 

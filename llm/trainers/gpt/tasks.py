@@ -1,0 +1,267 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on the model that trains (`--eval_tasks`).
+
+lm-eval makes requests of a task's data and results of their answers; the answers come from the
+strategy, in any layout. The module needs the extra `tasks`, and is imported if a run has tasks.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from lm_eval import evaluator
+from lm_eval.api import task as lm_eval_task
+from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llm.errors import ConfigError
+from llm.models.configuration import one_line
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.dims import ParallelDims
+from llm.trainers.gpt.answers import Prompt, Scored, generate, score
+
+Score = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
+Generate = Callable[[Sequence[Prompt]], list[str]]
+
+
+class Tasks:
+    """Tasks whose data and requests have been checked; every rank makes one.
+
+    Args:
+        files: YAML files of lm-eval.
+        tokenizer: The run's tokenizer.
+        model_config: The model's configuration.
+        layout: How the ranks divide the model.
+
+    Raises:
+        ConfigError: A file is no task, its data cannot be read or do not fit the model, or the
+            layout cannot generate the text that it asks for.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        model_config: PreTrainedConfig,
+        layout: ParallelDims,
+    ) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        lm_eval_task.tqdm = partial(tqdm, disable=True)  # there is no option for it
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "--eval_tasks needs a tokenizer with an end-of-text token, which begins every text."
+            )
+        self._tokenizer = tokenizer
+        # Context parallelism cuts every text into chunks of equal length.
+        self._multiple = 2 * layout.context if layout.context > 1 else 1
+        positions = resolve_max_length(model_config, tokenizer)
+        self._max_length = positions - positions % self._multiple
+        self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+        for file in files:
+            loaded = _load(file)
+            for name, task in loaded["tasks"].items():
+                if name in self._loaded["tasks"]:
+                    raise ConfigError(f"--eval_tasks names the task {name} twice.")
+                if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
+                    raise ConfigError(
+                        f"--eval_tasks {file}: the task {name} generates text, for which each rank "
+                        f"must hold the whole model, and they divide it ({layout.describe()}); "
+                        "leave it out."
+                    )
+            try:
+                # All requests are made and all results computed once, from answers of no model.
+                self._evaluate(
+                    loaded,
+                    score=lambda texts: [(-1.0, False)] * len(texts),
+                    generate=lambda prompts: [""] * len(prompts),
+                )
+            except Exception as error:  # of templates, metrics and users' functions, of any kind
+                reason = one_line(error).rstrip(".")
+                raise ConfigError(
+                    f"--eval_tasks {file} does not fit the model or its data: {reason}."
+                ) from error
+            for kind, named in self._loaded.items():
+                named.update(loaded[kind])
+
+    def run(
+        self,
+        strategy: AcceleratedStrategy,
+        model: PreTrainedModel,
+        *,
+        batch_size: int,
+        seed: int,
+        on_batch: Callable[[], None] | None,
+    ) -> dict[str, dict[str, float]]:
+        """Run the tasks on the model; every rank calls it.
+
+        Args:
+            strategy: The prepared model.
+            model: The model, which generates text in layouts whose ranks hold all of it.
+            batch_size: Texts that a rank scores at once.
+            seed: Keys what is drawn for tasks that sample.
+            on_batch: Called after each batch.
+
+        Returns:
+            The values of the metrics by task or group, the same on all ranks.
+        """
+        on_batch = on_batch or (lambda: None)
+        score_texts = partial(
+            score, strategy, batch_size=batch_size, multiple=self._multiple, on_batch=on_batch
+        )
+        continue_texts = partial(
+            generate, strategy, model, tokenizer=self._tokenizer, seed=seed, on_batch=on_batch
+        )
+        # Compiled blocks would be compiled again for every length.
+        with strategy.averaged(), torch.compiler.set_stance("force_eager"):
+            return self._evaluate(self._loaded, score=score_texts, generate=continue_texts)
+
+    def _evaluate(
+        self, loaded: dict[str, Any], *, score: Score, generate: Generate
+    ) -> dict[str, dict[str, float]]:
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # each time the same examples
+        answers = _Answers(self._tokenizer, self._max_length, score, generate)
+        # Standard errors of some metrics would fork processes.
+        found = evaluator.evaluate(answers, loaded, bootstrap_iters=0, log_samples=False)
+        return {name: _values(metrics) for name, metrics in found["results"].items()}
+
+
+def _load(file: str) -> dict[str, Any]:
+    """Load the tasks of a YAML file, and their data."""
+    if not Path(file).is_file():
+        raise ConfigError(f"--eval_tasks {file} is no file; name the YAML file of a task.")
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        loaded: dict[str, Any] = TaskManager(include_defaults=False).load([file])
+    except Exception as error:  # of YAML, lm-eval and datasets, of dozens of kinds
+        raise ConfigError(
+            f"--eval_tasks {file} cannot be loaded as a task of lm-eval: {one_line(error)} "
+            "(a task without access to the Hub has dataset_path: json and its data_files)."
+        ) from error
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+    return loaded
+
+
+def _values(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a task by name; lm-eval calls them METRIC,FILTER."""
+    return {
+        key.removesuffix(",none"): float(value)
+        for key, value in metrics.items()
+        if "," in key and isinstance(value, int | float)
+    }
+
+
+class _Answers(TemplateLM):  # type: ignore[misc]
+    """The model that lm-eval asks: it turns requests into tokens as lm-eval's class `HFLM` does."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        score: Score,
+        generate: Generate,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self._score, self._generate = score, generate
+
+    @property
+    def eot_token_id(self) -> int:
+        token: int = self.tokenizer.eos_token_id
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        token: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if token is None else token
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+    ) -> list[int]:
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        tokens: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return tokens
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return answers
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
+    ) -> list[tuple[float, bool]]:
+        texts = []
+        for _, context, continuation in requests:
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"a request has {len(context)} tokens of context and {len(continuation)} to "
+                    f"score; each needs one, and {self.max_length} can be scored"
+                )
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            texts.append(Scored(tokens, len(continuation)))
+        return self._score(texts)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = True
+    ) -> list[float]:
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(*request.args),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += log_prob
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        prompts, stops = [], []
+        for request in requests:
+            context, arguments = request.args
+            generation: dict[str, Any] = normalize_gen_kwargs(arguments, DEFAULT_MAX_GEN_TOKS)
+            new = generation.pop("max_gen_toks")
+            if new >= self.max_length:
+                raise ValueError(
+                    f"max_gen_toks is {new}, and the model has {self.max_length} positions"
+                )
+            tokens = self.tok_encode(context)[new - self.max_length :]
+            if not tokens:
+                raise ValueError("a prompt is empty")
+            end = self.tokenizer.decode(self.eot_token_id)
+            stops.append(handle_stop_sequences(generation.pop("until"), eos=end))
+            generation["stopping_criteria"] = stop_sequences_criteria(
+                self.tokenizer, stops[-1], len(tokens), 1
+            )
+            if not generation["do_sample"]:
+                generation.pop("temperature", None)
+            prompts.append(Prompt(tokens, new, generation))
+        texts = self._generate(prompts)
+        return [
+            postprocess_generated_text(text, stop, None)
+            for text, stop in zip(texts, stops, strict=True)
+        ]
