@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["start", "resume", "save", "evaluation", "skip", "stop"]
+Kind = Literal["start", "resume", "branch", "save", "evaluation", "skip", "stop"]
 
 
 class _ConsoleHandler(logging.Handler):

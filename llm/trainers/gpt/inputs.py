@@ -21,7 +21,7 @@ from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
-from llm.optim.schedule import Schedule, make_schedule
+from llm.optim.schedule import Schedule
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
@@ -29,6 +29,7 @@ from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
 from llm.tokenizers.load_tokenizer import load_tokenizer
+from llm.trainers.gpt.branches import Branch, add_cooldown, branch_of, find_parent
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
@@ -36,8 +37,8 @@ from llm.trainers.gpt.resume import (
     check_same_data,
     choose_by_device,
     choose_seed,
-    find_init,
     find_resume,
+    find_start,
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
@@ -49,6 +50,7 @@ class RunSetup:
     Attributes:
         run: The run's folder.
         resume_from: The checkpoint to resume from or to evaluate, or None.
+        branch_from: The parent's checkpoint that a new branch starts from, or None.
         init_from: The checkpoint whose weights a new run starts from, or None.
         seed: The run's seed, drawn unless the options have one.
         by_device: Values of the options whose default depends on the device, by name.
@@ -65,6 +67,7 @@ class RunSetup:
 
     run: RunFolder
     resume_from: Checkpoint | None
+    branch_from: Checkpoint | None
     init_from: Checkpoint | None
     seed: int
     by_device: dict[str, Any]
@@ -78,18 +81,25 @@ class RunSetup:
     layout: ParallelDims
     replicas: Replicas
 
+    @property
+    def start(self) -> Checkpoint | None:
+        """The checkpoint from which training goes on, the run's own or its parent's."""
+        return self.resume_from or self.branch_from
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSetup(RunSetup):
     """What a training reads besides.
 
     Attributes:
+        branch: Where the run left its parent; None if it is no branch.
         data_digest: Digest of the training tokens.
         samples: The training samples.
         plan: Batch arithmetic.
         schedule: Learning rate by step.
     """
 
+    branch: Branch | None
     data_digest: str
     samples: Samples
     plan: BatchPlan
@@ -112,26 +122,36 @@ def read_training(
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
     resume_from = find_resume(config, run, verifiers=verifiers)
+    branch_from = find_parent(config, resume_from, verifiers=verifiers)
     check_folder(config, run, resume_from, config_file=config_file)
-    setup = _read(config, world, run, resume_from, verifiers)
+    setup = _read(config, world, run, resume_from, branch_from, verifiers)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     if config.save_top_k and not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("save_top_k"))
     data_digest = digest_of(setup.corpus.train)
-    check_same_data(config, resume_from, data_digest)
+    check_same_data(config, setup.start, data_digest)
     samples = Samples(setup.corpus.train, block_size=setup.block_size, seed=setup.seed)
-    plan = _plan(config, samples.num_windows, setup.layout.data_ranks, resume_from)
+    plan = _plan(config, samples.num_windows, setup.layout.data_ranks, setup.start)
+    branch = branch_of(config, resume_from, branch_from)
+    plan, schedule = add_cooldown(config, branch, plan, block_size=setup.block_size)
+    if branch_from is not None and branch_from.step >= plan.total_steps:
+        raise ConfigError(
+            f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
+            "--cooldown_tokens, or a greater length."
+        )
     check_micro_batches(
         config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=plan.accumulation
-    )
-    schedule = make_schedule(
-        config, total_steps=plan.total_steps, global_batch_size=plan.global_batch_size
     )
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
-        **vars(setup), data_digest=data_digest, samples=samples, plan=plan, schedule=schedule
+        **vars(setup),
+        branch=branch,
+        data_digest=data_digest,
+        samples=samples,
+        plan=plan,
+        schedule=schedule,
     )
 
 
@@ -143,7 +163,8 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     """
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
-    setup = _read(config, world, run, find_resume(config, run, verifiers=verifiers), verifiers)
+    resume_from = find_resume(config, run, verifiers=verifiers)
+    setup = _read(config, world, run, resume_from, None, verifiers)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
@@ -168,12 +189,14 @@ def _read(
     world: World,
     run: RunFolder,
     resume_from: Checkpoint | None,
+    branch_from: Checkpoint | None,
     verifiers: Verifiers,
 ) -> RunSetup:
     # In the order of what they cost: wrong options are refused before text is tokenised.
-    replicas = plan_replicas(config, world.world_size, resume_from)
+    start = resume_from or branch_from
+    replicas = plan_replicas(config, world.world_size, start)
     device = device_of(world)
-    by_device = choose_by_device(config, resume_from, device)
+    by_device = choose_by_device(config, start, device)
     check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)
@@ -185,16 +208,19 @@ def _read(
         trust_remote_code=config.trust_remote_code,
     )
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
-    init_from = find_init(config, verifiers=verifiers) if resume_from is None else None
+    init_from = None
+    if start is None and config.init_from is not None:
+        init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
     return RunSetup(
         run=run,
         resume_from=resume_from,
+        branch_from=branch_from,
         init_from=init_from,
-        seed=choose_seed(config, resume_from),
+        seed=choose_seed(config, start),
         by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=None if resume_from or init_from else find_weights(config),
+        weights_from=None if start or init_from else find_weights(config),
         block_size=block_size,
         corpus=open_corpus(
             config,
@@ -288,12 +314,12 @@ def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
 
 
 def _plan(
-    config: GPTConfig, num_windows: int, data_ranks: int, resume_from: Checkpoint | None
+    config: GPTConfig, num_windows: int, data_ranks: int, start: Checkpoint | None
 ) -> BatchPlan:
     saved: int | None = None
-    if resume_from is not None and "global_batch_size" not in config.change_on_resume:
+    if start is not None and "global_batch_size" not in config.change_on_resume:
         # The order of samples depends on it: on another number of ranks, accumulation changes.
-        saved = int(resume_from.metadata["global_batch_size"])
+        saved = int(start.metadata["global_batch_size"])
         check_unchanged(
             {"global_batch_size": saved},
             {"global_batch_size": config.global_batch_size or saved},

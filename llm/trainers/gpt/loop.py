@@ -1,5 +1,6 @@
 """The training loop. The page to read first."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from llm.metrics.meter import Meter
 from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
+from llm.optim.options import averages_weights
 from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.weight_average import WeightAverage
 from llm.runtime.health import Health
 from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
@@ -44,6 +47,7 @@ class Trainer:
 
     Attributes:
         state: Counters of the run, which a checkpoint restores through `parts`.
+        average: The moving average of the weights; None unless the options ask for one.
         results: The last evaluation of this start.
     """
 
@@ -71,6 +75,7 @@ class Trainer:
         self.health, self.tracker = health, tracker
         self.evaluate = evaluate
         self.sample = sample
+        self.average = WeightAverage(config, strategy) if averages_weights(config) else None
         self.state = TrainState()
         self.meter = Meter(strategy.device, rank=strategy.rank)
         self.saver = Saver(
@@ -82,6 +87,7 @@ class Trainer:
                 "logged": logged_options(config),
                 "global_batch_size": setup.plan.global_batch_size,
                 "data": setup.data_digest,
+                "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
                 **setup.replicas.metadata(),
             },
             rank=strategy.rank,
@@ -116,6 +122,8 @@ class Trainer:
         }
         if self.strategy.second_order is not None:
             parts["kfac"] = self.strategy.second_order
+        if self.average is not None:
+            parts["ema"] = self.average
         return parts
 
     def fit(self) -> Literal["finished", "preempted"]:
@@ -172,6 +180,8 @@ class Trainer:
         # Skipped on all ranks if the gradient of any is not finite. Norm and flag stay on the
         # device: reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
+        if self.average is not None:
+            self.average.update(batch.num_tokens)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
@@ -272,9 +282,8 @@ class Trainer:
 
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
-        assert self.evaluate is not None
         self.health.heartbeat(step=self.state.step, phase="evaluation")
-        self.results = self.evaluate()
+        self.results = self.evaluate_weights()
         self.tracker.log_evaluation(
             self.results, step=self.state.step, training=self.format_train_stats()
         )
@@ -283,6 +292,15 @@ class Trainer:
         best = self.state.best_loss
         self.state.best_loss = loss if best is None else min(best, loss)
         return loss
+
+    def evaluate_weights(self) -> dict[str, float]:
+        """Return the results of an evaluation, and as `ema_NAME` those of the average."""
+        assert self.evaluate is not None
+        results = self.evaluate()
+        if self.average is not None and self.config.eval_ema:
+            with self.average.swapped():
+                results |= {f"ema_{name}": value for name, value in self.evaluate().items()}
+        return results
 
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""

@@ -75,7 +75,7 @@ def log_start(
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
-            step=setup.resume_from.step if setup.resume_from else 0,
+            step=setup.start.step if setup.start else 0,
             total_steps=total_steps,
             architecture=setup.model_config.model_type,
             parameters=counts["total"],
@@ -131,7 +131,7 @@ def make_tracker(
 ) -> Tracker:
     """Open the trackers of `report_to`, for the step from which training goes on."""
     accelerator = strategy.accelerator
-    step = setup.resume_from.step if setup.resume_from else 0
+    step = setup.start.step if setup.start else 0
     names: list[Any] = [name for name in config.report_to if name != "none"]
     if "tensorboard" in names:
         # TensorBoard drops the points of an earlier start from this step on, so that no step shows

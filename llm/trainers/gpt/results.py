@@ -81,6 +81,7 @@ def _card(
         "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "weights started from": setup.weights_from or "scratch",
+        **({"weights": "their exponential moving average"} if config.export_ema else {}),
         "data": data,
         "block size": setup.block_size,
         "global batch size": setup.plan.global_batch_size,

@@ -65,7 +65,12 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
     config = dataclasses.replace(
-        config, seed=setup.seed, output_dir=str(setup.run.path), **setup.by_device
+        config,
+        seed=setup.seed,
+        output_dir=str(setup.run.path),
+        # RUN alone would be a later checkpoint if the branch is started again before its first.
+        branch_from=setup.branch.parent if setup.branch else None,
+        **setup.by_device,
     )
     model = make_model(config, setup, world)
     repository = None
@@ -169,8 +174,10 @@ def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTra
     """Export the model and its results, and log the last lines; every rank calls it."""
     if not trainer.results and trainer.evaluate is not None:
         # The run was finished before it was resumed, so this start has not evaluated.
-        trainer.results = trainer.evaluate()
-    write_results(config, setup, trainer, model)
+        trainer.results = trainer.evaluate_weights()
+    exported = trainer.average.swapped() if trainer.average and config.export_ema else None
+    with exported or contextlib.nullcontext():
+        write_results(config, setup, trainer, model)
     if config.sample_prompt is not None and setup.layout.is_replicated:
         trainer.sample(None)
     elif config.sample_prompt is not None:
