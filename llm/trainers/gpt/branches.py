@@ -98,15 +98,24 @@ def branch_of(
         config: The options.
         resume_from: The checkpoint that the run resumes from.
         parent: The checkpoint that a new branch starts from.
+
+    Raises:
+        CheckpointError: The parent is in another cooldown.
     """
     start = resume_from or parent
     recorded = None if start is None else start.metadata.get("branch")
     if parent is None:
         return None if recorded is None else Branch(**recorded)
     cooldown_from = None if config.cooldown_tokens is None else parent.step
-    # The branch of a run in its cooldown continues that, unless it asks for another one.
-    if recorded and parent.metadata["fixed"]["cooldown_tokens"] == config.cooldown_tokens:
-        cooldown_from = recorded["cooldown_from"]
+    falls_from = recorded["cooldown_from"] if recorded else None
+    if falls_from is not None and cooldown_from is not None:
+        # The branch of a run in its cooldown continues that.
+        if parent.metadata["fixed"]["cooldown_tokens"] != config.cooldown_tokens:
+            raise CheckpointError(
+                f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "
+                f"{parent.path} is in a cooldown already; branch from before its start."
+            )
+        cooldown_from = falls_from
     return Branch(
         parent=os.path.realpath(parent.path), step=parent.step, cooldown_from=cooldown_from
     )
