@@ -482,7 +482,7 @@ def test_branches_and_means_are_compared_with_runs_of_their_lengths():
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     by_length = {row[0]: row[1:] for row in rows}
-    assert {"| 10": "2", "| 20": "4"} == {key: by_length[key][0] for key in ("| 10", "| 20")}
+    assert {key: by_length[key][0] for key in ("| 10", "| 20")} == {"| 10": "2", "| 20": "4"}
     assert "take 22 steps, the separate runs 30" in done.stdout
     assert "0.73x" in done.stdout
     assert "1 of 1" in done.stdout or "0 of 1" in done.stdout

@@ -1,7 +1,8 @@
 """The mean of the weights of several checkpoints, with a few of their rows in memory at a time."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from safetensors import safe_open
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from llm.checkpoint.format import Checkpoint, model_tensors
 from llm.errors import CheckpointError
 
-_BLOCK = 1 << 19
+_BLOCK = 1 << 18
 """Elements that are averaged at once."""
 _MODEL = "strategy/model/"
 
@@ -32,21 +33,25 @@ def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str,
         CheckpointError: A checkpoint is of another model.
     """
     saved = [_SavedModel(checkpoint) for checkpoint in checkpoints]
-    means = {}
-    for name, tensor in model_tensors(model).items():
-        mean = means[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for each in saved:
-            each.check(name, tensor.shape)
+    tensors = model_tensors(model)
+    for each in saved:
+        each.check(tensors)
+    means = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
+    # One for all blocks: the allocator would keep the memory of each that is freed.
+    widest = max(math.prod(mean.shape[1:]) for mean in means.values())
+    buffer = torch.empty(max(_BLOCK, widest), dtype=torch.float64)
+    for name, mean in means.items():
         rows = mean.view(-1) if mean.ndim == 0 else mean
-        step = max(1, _BLOCK * len(rows) // max(1, mean.numel()))
+        step = max(1, _BLOCK // max(1, math.prod(rows.shape[1:])))
         for first in range(0, len(rows), step):
-            total = torch.zeros_like(rows[first : first + step], dtype=torch.float64)
+            own = rows[first : first + step]
+            total = buffer[: own.numel()].view(own.shape).zero_()
             for each in saved:
-                for place, part in each.parts(name, first, first + len(total)):
-                    total[place] += part
-            rows[first : first + step] = total / len(saved)
-    own = [*model.named_parameters(), *model.named_buffers()]
-    first_name = {id(tensor): name for name, tensor in own}
+                for place, part in each.parts(name, first, first + len(own)):
+                    total[place].add_(part)
+            own.copy_(total.div_(len(saved)))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    first_name = {id(tensor): name for name, tensor in named}
     state = model.state_dict(keep_vars=True)
     return {name: means[first_name[id(tensor)]] for name, tensor in state.items()}
 
@@ -63,14 +68,17 @@ class _SavedModel:
                 offset = index.offset or [0] * len(file.shape)
                 self._shards[index.fqn].append((offset, file.shape, file.relative_path))
 
-    def check(self, name: str, shape: torch.Size) -> None:
-        """Raise a CheckpointError unless there is a tensor of this name and shape."""
-        ends = [
-            [at + size for at, size in zip(offset, part, strict=True)]
-            for offset, part, _ in self._shards[_MODEL + name]
-        ]
-        if not ends or [max(axis) for axis in zip(*ends, strict=True)] != [*shape]:
-            raise CheckpointError(f"{self._path} does not fit this model, which has a {name}.")
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise a CheckpointError unless it has tensors of these names and shapes."""
+        for name, tensor in tensors.items():
+            ends = [
+                [at + size for at, size in zip(offset, part, strict=True)]
+                for offset, part, _ in self._shards[_MODEL + name]
+            ]
+            if not ends or [max(axis) for axis in zip(*ends, strict=True)] != [*tensor.shape]:
+                raise CheckpointError(
+                    f"{self._path} does not fit this model, which has another {name}."
+                )
 
     def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield what each shard has of some rows, and its place among them."""

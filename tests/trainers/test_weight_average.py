@@ -82,9 +82,8 @@ def test_the_average_is_that_of_the_weights_on_any_layout(bench, layout):
     folders = [bench.folder / f"{name}-{kind}" for kind in ("3", "4", "mean")]
     for step, folder in zip("34", folders, strict=False):
         assert checkpoints([str(run.folder), "--export", step, str(folder)]) == 0
-    assert (
-        checkpoints(["average", str(run.folder), "--last", "2", "--output", str(folders[2])]) == 0
-    )
+    words = ["average", str(run.folder), "--last", "2", "--output", str(folders[2])]
+    assert checkpoints(words) == 0
     third, fourth, mean = (load_file(folder / "model.safetensors") for folder in folders)
     assert mean.keys() == third.keys()
     for key, tensor in mean.items():
