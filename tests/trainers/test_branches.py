@@ -156,11 +156,12 @@ def test_a_killed_branch_starts_again_from_its_parent_then_from_itself(bench):
     options = {"report_to": "tensorboard", "logging_steps": 3}
     parent = bench.train_well("split", ranks=2, **PARENT, **options)
     options = {
-        **NOTHING, "branch_from": parent.folder / "4", "cooldown_tokens": 12 * STEP_TOKENS,
+        **NOTHING, "branch_from": parent.folder / "4", "cooldown_tokens": 20 * STEP_TOKENS,
     }  # fmt: skip
     straight = bench.train_well("whole", ranks=2, **options)
     step = "llm.trainers.gpt.loop:Trainer.train_step"
-    kills = [Fault(at=step, what="SIGKILL", call=call, rank=1, amount=0.01) for call in (2, 4)]
+    # Steps 5 and 10: before the first checkpoint, and when that of step 6 is whole.
+    kills = [Fault(at=step, what="SIGKILL", call=call, rank=1, amount=0.01) for call in (1, 6)]
 
     run = kill_and_go_on(bench, "killed", kills, together=True, **options)
 
@@ -209,7 +210,8 @@ def test_a_branch_that_cannot_be_is_refused(bench, parent, cooled, source, optio
 
 def test_a_branch_is_refused_a_folder_that_holds_another_run(bench, parent, cooled):
     for step, name, options, said in (
-        (4, "parent", {}, "parent holds a run already"),
+        (4, "cooled", {}, "cooled holds a run already"),
+        (4, "parent", {}, "lies in --output_dir"),
         (4, "parent", {"overwrite_output_dir": True}, "which this run would replace"),
         (4, "parent", {"resume_from_checkpoint": True}, "is of a run that is no branch"),
         (6, "cooled", {"resume_from_checkpoint": True, **COOLDOWN}, "cooldown_tokens was 768"),
