@@ -62,6 +62,7 @@ class Runs:
             "config": _ROOT / "examples" / "quickstart.toml",
             "config_overrides": options.model,
             "learning_rate": options.learning_rate,
+            "num_warmup_steps": min(options.lengths) // 10,
             "sample_prompt": "none",
             "keep_checkpoints": "none",
             "report_to": "none",

@@ -48,6 +48,11 @@ def make_schedule(
         warmup_steps = options.num_warmup_samples / global_batch_size
     start, end = warmup_steps, total_steps - constant_steps
     if cooldown_from is not None:
+        if warmup_steps > cooldown_from:
+            raise ConfigError(
+                f"The cooldown begins after step {cooldown_from}, in the warm-up of "
+                f"{warmup_steps:g} steps; branch from a later checkpoint."
+            )
         kind, start, end = "warmup_stable_decay", cooldown_from, total_steps
     elif kind == "warmup_stable_decay":
         decay = options.num_decay_steps or max(1, total_steps // 10)

@@ -99,3 +99,6 @@ def test_phases_that_do_not_fit_into_the_run_are_refused():
         schedule("warmup_stable_decay", num_warmup_steps=60, num_decay_steps=60)
     with pytest.raises(ConfigError, match="leave nothing of the 100 steps"):
         schedule("cosine", num_warmup_steps=60, num_constant_steps=40)
+    options = OptimizerOptions(num_warmup_steps=60)
+    with pytest.raises(ConfigError, match="after step 5, in the warm-up of 60 steps"):
+        make_schedule(options, total_steps=100, global_batch_size=4, cooldown_from=5)
