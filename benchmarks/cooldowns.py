@@ -1,6 +1,6 @@
 """Branches with cooldowns beside runs of their lengths, and means of checkpoints beside the last.
 
-python -m benchmarks.cooldowns [--lengths 400 600 800] [--seeds 5]
+python -m benchmarks.cooldowns [--lengths 300 450 600] [--seeds 5]
 """
 
 import json
@@ -35,14 +35,20 @@ _STEP_TOKENS = 8 * 128
 class CooldownsBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
-    lengths: tuple[int, ...] = option((400, 600, 800), "Steps of the runs.", group="Run")
+    lengths: tuple[int, ...] = option((300, 450, 600), "Steps of the runs.", group="Run")
     cooldown: float = option(
         0.2, "Share of a length in which the rate falls.", group="Run", above=0, below=1
     )
     cooldown_shape: Literal["linear", "sqrt", "cosine"] = option(
         "sqrt", "How it falls.", group="Run"
     )
-    learning_rate: float = option(3e-3, "Peak, of all runs.", group="Run", above=0)
+    learning_rate: float = option(6e-3, "Rate of the stable runs.", group="Run", above=0)
+    cosine_rates: tuple[float, ...] = option(
+        (6e-3, 1.2e-2),
+        "Peaks of the separate runs, of which the best counts.",
+        group="Run",
+        above=0,
+    )
     model: str = option("n_layer=2,n_embd=64,n_head=2", "Changes to the model.", group="Run")
     seeds: int = option(5, "Stable runs whose checkpoints are averaged.", group="Run", at_least=1)
     every: int = option(20, "Steps between these checkpoints.", group="Run", at_least=1)
@@ -120,7 +126,10 @@ def measure_branches(options: CooldownsBenchmarkOptions, runs: Runs) -> Section:
     runs.train("stable", steps=starts[lengths[-1]], checkpointing_steps=every, **STABLE)
     rows, above = [], []
     for length in lengths:
-        alone = runs.train(f"cosine-{length}", steps=length)
+        alone, rate = min(
+            (runs.train(f"cosine-{length}-at-{rate:g}", steps=length, learning_rate=rate), rate)
+            for rate in options.cosine_rates
+        )
         branch = runs.train(
             f"branch-{length}",
             steps=starts[lengths[-1]],  # the parent's
@@ -130,16 +139,17 @@ def measure_branches(options: CooldownsBenchmarkOptions, runs: Runs) -> Section:
             lr_scheduler_type="constant_with_warmup",
         )
         above.append(branch - alone)
-        cells = [str(length), str(cooldowns[length]), f"{alone:.4f}", f"{branch:.4f}"]
-        rows.append([*cells, f"{branch - alone:+.4f}"])
+        cells = [str(length), str(cooldowns[length]), f"{rate:g}", f"{alone:.4f}"]
+        rows.append([*cells, f"{branch:.4f}", f"{branch - alone:+.4f}"])
     separate = sum(lengths)
     shared = starts[lengths[-1]] + sum(cooldowns.values())
-    head = ["steps", "of them cooldown", "cosine run", "branch", "difference"]
+    head = ["steps", "of them cooldown", "best rate", "cosine run", "branch", "difference"]
     return Section(
         title="One stable run, and a branch with a cooldown for each length",
         lines=[
             f"Validation loss in nats a token. The stable run and its branches take {shared:,} "
-            f"steps, the separate runs {separate:,}.",
+            f"steps, the separate runs {separate:,} at each of their peaks, "
+            f"{', '.join(f'{rate:g}' for rate in options.cosine_rates)}, of which the best counts.",
             "",
             *table(head, rows),
         ],
@@ -184,7 +194,7 @@ def report(options: CooldownsBenchmarkOptions, folder: Path) -> str:
     facts = [
         *machine(["torch", "transformers"]),
         f"the quick start's text and recipe, with --config_overrides {options.model} and "
-        f"--learning_rate {options.learning_rate:g}; cooldowns by {options.cooldown_shape}",
+        f"a stable rate of {options.learning_rate:g}; cooldowns by {options.cooldown_shape}",
     ]
     sections = [measure_branches(options, runs), measure_averages(options, runs)]
     return render("Branches, cooldowns and means", facts, sections)
