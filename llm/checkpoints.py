@@ -1,4 +1,4 @@
-"""Lists, verifies and exports the checkpoints of a run: `python -m llm.checkpoints runs/wiki`.
+"""Lists, verifies, exports and averages a run's checkpoints: `python -m llm.checkpoints runs/wiki`.
 
 Exit codes: 0 success; 1 `--verify` has detected damage; 2 an option cannot work, or a file cannot
 be read or written.
@@ -10,18 +10,25 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, read_manifest, step_of
+from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import lacking, option
 from llm.errors import CheckpointError, ConfigError, LLMError
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.trained_model import (
+    build_untrained,
     choose_checkpoint,
     follow_best,
     load_trained,
     read_config,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
@@ -47,6 +54,24 @@ class CheckpointsOptions:
         "STEP is a number, latest or best.",
         group="Checkpoints",
     )
+    ema: bool = option(
+        False,
+        "Export the moving average of the weights that --ema_decay or --ema_tokens keeps.",
+        group="Checkpoints",
+        requires=("export",),
+    )
+    last: int = option(
+        5,
+        "average RUN: average the weights of so many checkpoints, the newest.",
+        group="Checkpoints",
+        at_least=1,
+        requires=("output",),
+    )
+    output: str | None = option(
+        None,
+        "average RUN: the folder to write the mean of the weights, and the tokenizer, to.",
+        group="Checkpoints",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,17 +91,22 @@ class Entry:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    averages = [*words[:1]] == ["average"]
     try:
         options = parse(
             CheckpointsOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.checkpoints",
-            description="Show a run's checkpoints, verify them, or export a model from one.",
+            words[1:] if averages else words,
+            prog="python -m llm.checkpoints [average]",
+            description="Show a run's checkpoints, verify them, export a model from one, or "
+            "average the weights of several.",
             positional="run",
         )
-        run, folder = _places(options)
-        if options.export:
-            lines, code = [_export(run, folder, options.export)], 0
+        run, folder = _places(options, averages=averages)
+        if options.output is not None:
+            lines, code = [_average(run, folder, options.last, options.output)], 0
+        elif options.export:
+            lines, code = [_export(run, folder, options.export, ema=options.ema)], 0
         else:
             lines, code = _show(folder, verify=options.verify)
     except LLMError as error:
@@ -89,8 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _places(options: CheckpointsOptions) -> tuple[Path, Path]:
+def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]:
     """Return the run's folder and that of its checkpoints, which need not exist."""
+    problems = lacking(options)
+    if problems:
+        raise ConfigError(problems[0])
+    if averages != (options.output is not None):
+        raise ConfigError(
+            "The mean of checkpoints is written by llm.checkpoints average RUN --last 5 --output "
+            f"DIR; {'--output is missing' if averages else 'the word average is missing'}."
+        )
+    if averages and (options.verify or options.export):
+        raise ConfigError("average verifies what it reads; leave out --verify and --export.")
     if not options.run:
         raise ConfigError(
             "No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify."
@@ -130,6 +170,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
             f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
             "cut short; the next save clears it away."
         )
+    lines += _lineage([entry for entry in entries if entry.problem is None])
     lines.append(f"latest, from which training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, of the lowest validation loss: {remark}")
     damaged = len(entries) - len(valid)
@@ -139,6 +180,17 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         return lines, 1 if damaged else 0
     lines.append("Only names and sizes were compared; --verify reads every byte.")
     return lines, 0
+
+
+def _lineage(valid: list[Entry]) -> list[str]:
+    """Return the line that names the parent of a branch."""
+    checkpoint = valid[-1].checkpoint if valid else None
+    branch = checkpoint.metadata.get("branch") if checkpoint else None
+    if branch is None:
+        return []
+    start = branch["cooldown_from"]
+    cooldown = "" if start is None else f", with a cooldown after step {start}"
+    return [f"a branch of {branch['parent']}{cooldown}"]
 
 
 def _look_at(path: Path, *, verify: bool) -> Entry:
@@ -186,37 +238,82 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
+def _export(run: Path, folder: Path, words: tuple[str, ...], *, ema: bool) -> str:
     """Write a Hugging Face folder, after every file that it needs has been verified."""
     step, target = words[0], Path(words[1])
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
+    _check_empty(target, f"--export {step} {target}")
     config = read_config(run)
     chosen = choose_checkpoint(folder, step, option="--export")
+    _prepare_libraries()
+    model, tokenizer = load_trained(config, chosen, ema=ema)
+    loss = chosen.metadata.get("eval_loss")
+    known = {} if loss is None or ema else {"eval loss": loss}
+    known |= {"weights": "their exponential moving average"} if ema else {}
+    _write(target, run, config, model, tokenizer, model.state_dict(), steps=chosen.step, **known)
+    return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
+
+
+def _average(run: Path, folder: Path, number: int, output: str) -> str:
+    """Write the mean of the newest checkpoints as a Hugging Face folder."""
+    target = Path(output)
+    _check_empty(target, f"--output {output}")
+    config = read_config(run)
+    newest = list_checkpoints(folder)[-number:]
+    if len(newest) < number:
+        raise ConfigError(f"--last {number}: {folder} holds {len(newest)} valid checkpoints only.")
+    chosen = [read_valid(checkpoint.path) for checkpoint in newest]
+    _prepare_libraries()
+    from llm.checkpoint.mean import mean_state
+
+    # Without weights of its own, which would double the memory.
+    model, tokenizer = build_untrained(config, device="meta")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
+    state = mean_state(chosen, model)
+    _write(target, run, config, model, tokenizer, state, **{"mean of steps": steps})
+    return (
+        f"The mean of the weights after steps {steps} is exported: "
+        f"AutoModelForCausalLM.from_pretrained('{target}') loads it."
+    )
+
+
+def _check_empty(target: Path, given: str) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{given}: {target} is not empty; name a new folder.")
+
+
+def _prepare_libraries() -> None:
     from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
 
     limit_spin_wait()
     quiet_libraries()
+
+
+def _write(
+    target: Path,
+    run: Path,
+    config: GPTConfig,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    state: dict[str, Any],
+    **card: object,
+) -> None:
+    """Export a model, with some entries of its card."""
     from llm.models.export import export_model, write_model_card
 
-    model, tokenizer = load_trained(config, chosen)
-    loss = chosen.metadata.get("eval_loss")
     try:
         export_model(
             config=model.config,
-            state_dict={name: tensor.detach() for name, tensor in model.state_dict().items()},
+            state_dict={name: tensor.detach() for name, tensor in state.items()},
             folder=target,
             tokenizer=tokenizer,
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
         )
-        card = {"name": run.resolve().name, "architecture": model.config.model_type}
-        known = {} if loss is None else {"eval loss": loss}
-        write_model_card(target, {**card, "steps": chosen.step, **known, "seed": config.seed})
+        known = {"name": run.resolve().name, "architecture": model.config.model_type}
+        write_model_card(target, {**known, **card, "seed": config.seed})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
-    return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
 if __name__ == "__main__":

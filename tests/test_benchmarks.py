@@ -474,6 +474,20 @@ def test_the_kfac_benchmark_refuses_before_it_trains(arguments, complaint):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.benchmarks
+def test_branches_and_means_are_compared_with_runs_of_their_lengths():
+    small = ["--lengths", "10", "20", "--seeds", "1", "--every", "2", "--cosine_rates", "0.006"]
+    command = [sys.executable, "-m", "benchmarks.cooldowns", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    by_length = {row[0]: row[1:] for row in rows}
+    assert {key: by_length[key][0] for key in ("| 10", "| 20")} == {"| 10": "2", "| 20": "4"}
+    assert "take 22 steps, the separate runs 30" in done.stdout
+    assert "0.73x" in done.stdout
+    assert "1 of 1" in done.stdout or "0 of 1" in done.stdout
+
+
 def test_a_folder_that_is_no_checkout_is_refused():
     command = [sys.executable, "-m", "benchmarks.train", "--nanogpt", "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

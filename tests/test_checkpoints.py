@@ -9,9 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llm.checkpoint.options import CheckpointOptions
+from llm.checkpoint.save import Saver
 from llm.checkpoints import main
-from tests.support.checkpoints import filled, save, saver_of
-from tests.support.training import Bench
+from llm.config.toml import to_toml
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.trained_model import build_untrained
+from tests.support.checkpoints import Part, filled, save, saver_of
+from tests.support.training import Bench, write_model_folder
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -129,6 +134,12 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
         (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),
         (["--export", "30", "{}/out", "{}/run"], "No run is named: give its folder first"),
         (["{}/run", "--export", "30", "{}/run"], "{}/run is not empty; name a new folder"),
+        (["average", "{}/run"], "--output is missing"),
+        (["{}/run", "--output", "{}/out"], "the word average is missing"),
+        (["{}/run", "--last", "2"], "--last needs --output"),
+        (["{}/run", "--ema"], "--ema needs --export"),
+        (["average", "{}/run", "--output", "{}/run"], "{}/run is not empty; name a new folder"),
+        (["average", "{}/run", "--output", "{}/out"], "{}/run has no config.toml"),
         (["{}/run", "more"], "'more' stands without an option before it"),
         (["{}/run", "--verfy"], "There is no option --verfy; did you mean verify?"),
     ],
@@ -205,6 +216,60 @@ def test_any_step_can_be_exported(trained, tmp_path):
     assert os.readlink(trained / "checkpoints" / "best") == "step_00000004"
     for name, parameter in best.named_parameters():
         assert torch.equal(parameter, end.get_parameter(name))
+
+
+def test_the_mean_of_checkpoints_is_an_ordinary_export(trained, tmp_path, capsys):
+    for step in "24":
+        assert main([str(trained), "--export", step, str(tmp_path / step)]) == 0
+    words = ["average", str(trained), "--last", "2", "--output", str(tmp_path / "mean")]
+    assert main(words) == 0
+
+    assert "The mean of the weights after steps 2, 4 is exported" in capsys.readouterr().out
+    mean, *both = (AutoModelForCausalLM.from_pretrained(tmp_path / d) for d in ("mean", "2", "4"))
+    assert mean.get_input_embeddings().weight is mean.get_output_embeddings().weight
+    for name, tensor in mean.state_dict().items():
+        second, fourth = (model.state_dict()[name].double() for model in both)
+        assert torch.equal(tensor, ((second + fourth) / 2).float())
+    assert {p.name for p in (tmp_path / "mean").iterdir()} == {
+        path.name for path in (tmp_path / "4").iterdir()
+    }
+    assert "| mean of steps | 2, 4 |" in (tmp_path / "mean" / "README.md").read_text()
+
+    assert main([*words[:3], "3", "--output", str(tmp_path / "more")]) == 2
+    assert "holds 2 valid checkpoints only" in capsys.readouterr().err
+    assert main([str(trained), "--export", "4", str(tmp_path / "ema"), "--ema"]) == 2
+    assert "step_00000004 has no moving average" in capsys.readouterr().err
+
+
+def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
+    """A model of 160 MB in two checkpoints, after a small one that has loaded all libraries."""
+    run = tmp_path / "run"
+    folder = write_model_folder(tmp_path / "model", n_embd=640, n_layer=8, n_head=8)
+    config = GPTConfig(model_name_or_path=str(folder), seed=1)
+    model, _ = build_untrained(config, device="cpu")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    saver = Saver(
+        CheckpointOptions(async_checkpoint=False), run / "checkpoints",
+        parts={"strategy": Part({"model": weights})}, metadata={}, rank=0, world_size=1,
+    )  # fmt: skip
+    for step in (1, 2):
+        saver.save(step=step, eval_loss=None)
+    (run / "config.toml").write_text(to_toml(config))
+    code = (
+        "import re, pathlib\n"
+        "from llm.checkpoints import main\n"
+        "def peak(run, output):\n"
+        "    assert main(['average', run, '--last', '2', '--output', output]) == 0\n"
+        "    status = pathlib.Path('/proc/self/status').read_text()\n"
+        "    return 1024 * int(re.search('VmHWM:\\s*(\\d+)', status)[1])\n"
+        f"before = peak({str(trained)!r}, {str(tmp_path / 'small')!r})\n"
+        f"print(peak({str(run)!r}, {str(tmp_path / 'large')!r}) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    assert size > 1.5e8
+    assert 0.9 * size < int(done.stdout.splitlines()[-1]) < 1.2 * size
 
 
 def test_a_run_from_pretrained_weights_exports_their_generation_settings(trained, tmp_path):

@@ -33,6 +33,7 @@ from llm.report.__main__ import ReportOptions
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import Kind
 from llm.runtime.signals import EXIT_PREEMPTED
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT, name_of
 
@@ -233,7 +234,9 @@ def test_every_option_that_a_page_names_exists(page):
 def test_every_command_that_a_page_shows_parses(page):
     for command in trainer_commands(page):
         words = shlex.split(command.split("llm.trainers.gpt", 1)[1])
-        if not set(words) & {"{options}", "..."} and "NAME" not in command:
+        if "--branch_from" in words:  # its parent, whose options it takes over, is not there
+            assert parse(GPTConfig, words, prog="gpt", description="")
+        elif not set(words) & {"{options}", "..."} and "NAME" not in command:
             assert parse_args(words)
 
 
@@ -256,6 +259,8 @@ def test_every_other_command_that_a_page_shows_parses(page):
             options, positional = OTHER_PROGRAMS[program]
             if program == "plan":
                 del words[:1]  # the file, whose content the page shows
+            if program == "checkpoints" and words[:1] == ["average"]:
+                del words[:1]
             if positional and words and not words[0].startswith("-"):
                 words = [f"--{positional}", *words]  # whose name can be left out
             assert parse(options, words, prog=program, description="")
@@ -457,8 +462,8 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     results = keys_written_by("trainers/gpt/results.py", "collect_results")
     assert (
         table_keys(page, "metrics.jsonl")
-        - {"eval_accuracy", "eval_NAME", "eval_loss/SOURCE", "loss/SOURCE", "kfac_NAME"}
-        - {"--eval_metrics", "--log_source_losses", "task_TASK/METRIC"}
+        - {"eval_accuracy", "eval_NAME", "eval_ema_NAME", "eval_loss/SOURCE", "loss/SOURCE"}
+        - {"kfac_NAME", "--eval_metrics", "--log_source_losses", "task_TASK/METRIC"}
         == training | evaluation
     )
     assert results <= table_keys(page, "all_results.json")

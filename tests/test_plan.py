@@ -20,7 +20,7 @@ from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
-from llm.plan.estimate import Estimate, estimate, nearest, search, transfers
+from llm.plan.estimate import Estimate, checkpoint_bytes, estimate, nearest, search, transfers
 from llm.plan.job import DEVICES, Job
 from llm.plan.memory import _Stage, in_flight
 from llm.plan.options import PlanOptions
@@ -80,6 +80,14 @@ def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None
     )
     formula = 96 * batch * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
     assert plan.flops_per_step == pytest.approx(formula, rel=0.01)
+
+
+def test_a_moving_average_takes_four_bytes_for_each_trained_weight() -> None:
+    plain, averaged = job_of(), job_of(ema_tokens=1_000_000)
+    assert averaged.optimizer.per_element == plain.optimizer.per_element + 4
+    assert checkpoint_bytes(averaged) - checkpoint_bytes(plain) == pytest.approx(
+        4 * plain.param_counts(1).parameters, abs=1
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -93,6 +93,11 @@ def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
     return checkpoint
 
 
+def holds_part(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a checkpoint has a part of this name."""
+    return name in json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))
+
+
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     """Restore the state that each part had when the checkpoint was saved.
 
@@ -126,6 +131,22 @@ def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
     """
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
     read_tensors(checkpoint, tensors, of=[_MODEL])
+
+
+def load_average(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
+    """Load the model of a checkpoint, with the moving average of its weights in their place.
+
+    Raises:
+        CheckpointError: It has none, or is of another model.
+    """
+    if not holds_part(checkpoint, "ema"):
+        raise CheckpointError(
+            f"{checkpoint.path} has no moving average, which --ema_decay or --ema_tokens keeps."
+        )
+    load_model(checkpoint, model)
+    named = model.named_parameters()
+    averages = {f"ema/{name}": p.detach() for name, p in named if p.requires_grad}
+    read_tensors(checkpoint, averages, of=["ema/"])
 
 
 def read_tensors(

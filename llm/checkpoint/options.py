@@ -87,6 +87,16 @@ class CheckpointOptions:
         path=True,
         resume="fixed",
     )
+    branch_from: str | None = option(
+        None,
+        "Go on from another run's checkpoint in a run of its own: RUN (the newest), RUN/STEP or "
+        "RUN/best. Weights, optimizer, counters and the position in the data are those of the "
+        "parent, and so are the options that are not given. A resumed branch goes on from its own "
+        "checkpoints.",
+        group=CHECKPOINTS,
+        path=True,
+        requires=("output_dir",),
+    )
 
 
 def checkpoint_problems(options: CheckpointOptions) -> list[str]:

@@ -256,7 +256,11 @@ def differences(saved: dict[str, object], current: dict[str, object]) -> list[st
 
 
 def check_unchanged(
-    saved: dict[str, object], current: dict[str, object], *, allowed: tuple[str, ...]
+    saved: dict[str, object],
+    current: dict[str, object],
+    *,
+    allowed: tuple[str, ...],
+    refusal: str = "The run cannot be resumed",
 ) -> None:
     """Refuse to resume if a fixed option has changed.
 
@@ -264,6 +268,7 @@ def check_unchanged(
         saved: The fixed options of the checkpoint.
         current: The fixed options of this start.
         allowed: Options that may differ nevertheless.
+        refusal: The beginning of the message.
 
     Raises:
         CheckpointError: An option differs; the message lists all of them.
@@ -271,7 +276,7 @@ def check_unchanged(
     changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
     if changed:
         raise CheckpointError(
-            f"The run cannot be resumed with other settings: {'; '.join(changed)}. Give them their "
+            f"{refusal} with other settings: {'; '.join(changed)}. Give them their "
             "old values, allow a change with --change_on_resume NAME, or start another run in "
             "another --output_dir."
         )

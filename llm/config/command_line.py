@@ -51,6 +51,7 @@ def parse(
     prog: str,
     description: str,
     positional: str | None = None,
+    inherit: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> ConfigT:
     """Read options: default < TOML file (`--config`) < command line.
 
@@ -61,6 +62,8 @@ def parse(
         description: What the program does, for `--help`.
         positional: Option whose name can be left out: the first word that belongs to no other
             option is its value; all such words are, if it takes several.
+        inherit: Returns options of another run, given those of the file and the command line,
+            which override them.
 
     Returns:
         The options.
@@ -92,6 +95,8 @@ def parse(
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
     values.update({name: _value(name, value) for name, value in given.items()})
+    if inherit is not None:
+        values = inherit(values) | values
     config = cls(**values)
     check_ranges(config)
     for name, text in paths(config):

@@ -170,6 +170,21 @@ class OptimizerOptions(KFACOptions):
         "batch over the first one (Malladi et al. 2022), or leave it as it is.",
         requires=("global_batch_size",),
     )
+    cooldown_tokens: Tokens | None = option(
+        None,
+        "Tokens of a branch, over which its learning rate falls from the parent's stable rate to "
+        "min_learning_rate; in place of the parent's schedule and length.",
+        group=OPTIMIZER,
+        resume="fixed",
+        requires=("branch_from",),
+        at_least=1,
+    )
+    cooldown_shape: Literal["linear", "sqrt", "cosine"] = _fixed_option(
+        "linear",
+        "How the rate falls in the decay of warmup_stable_decay and in a cooldown: linear, as 1 - "
+        "sqrt(progress), or as half a cosine.",
+        requires=("lr_scheduler_type=warmup_stable_decay", "cooldown_tokens"),
+    )
     weight_decay: float = _fixed_option(
         0.0,
         "Weight decay, on matrices only: decoupled, but with sgd added to the gradient.",
@@ -181,6 +196,22 @@ class OptimizerOptions(KFACOptions):
     eps: float = _fixed_option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
     max_grad_norm: float = _fixed_option(
         1.0, "Clip the gradient's global norm to this; 0 is off.", at_least=0
+    )
+    ema_decay: float | None = option(
+        None,
+        "Keep an exponential moving average of the weights, in which the past counts this much "
+        "less after each step.",
+        group=OPTIMIZER,
+        resume="logged",
+        above=0,
+        below=1,
+    )
+    ema_tokens: Tokens | None = option(
+        None,
+        "The same by tokens: the past counts half as much after so many (its half-life).",
+        group=OPTIMIZER,
+        resume="logged",
+        at_least=1,
     )
 
 
@@ -195,6 +226,8 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         named = [f"--{name}" for name in names if name in given(options)]
         if len(named) > 1:
             problems.append(f"{' and '.join(named)} exclude each other; give one of them.")
+    if options.ema_decay is not None and options.ema_tokens is not None:
+        problems.append("--ema_decay and --ema_tokens exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.optimizer == "sgd":
@@ -215,7 +248,8 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
             f"--min_learning_rate {options.min_learning_rate:g} is above --learning_rate "
             f"{options.learning_rate:g}."
         )
-    if options.min_learning_rate and kind in ("constant", "constant_with_warmup"):
+    stays = kind in ("constant", "constant_with_warmup") and options.cooldown_tokens is None
+    if options.min_learning_rate and stays:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
@@ -223,6 +257,11 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     if kind == "constant" and warmup:
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
     return problems
+
+
+def averages_weights(options: OptimizerOptions) -> bool:
+    """Return whether the run keeps a moving average of its weights."""
+    return options.ema_decay is not None or options.ema_tokens is not None
 
 
 def kfac_problems(options: KFACOptions) -> list[str]:

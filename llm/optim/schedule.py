@@ -6,6 +6,8 @@ Schedules of a name that `transformers.get_scheduler` has agree with its schedul
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from llm.errors import ConfigError
 from llm.optim.options import OptimizerOptions
@@ -14,12 +16,20 @@ Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
 
 
+class Shape(Protocol):
+    """The course of the rate between its peak (1) and its minimum (0)."""
+
+    def __call__(self, step: float, *, start: float, end: float) -> float:
+        """Return the height at a step."""
+
+
 def make_schedule(
     options: OptimizerOptions,
     *,
     total_steps: int,
     warmup: float | None = None,
     decay: float | None = None,
+    cooldown_from: int | None = None,
 ) -> Schedule:
     """Make the schedule that `lr_scheduler_type` names.
 
@@ -28,6 +38,8 @@ def make_schedule(
         total_steps: Optimizer steps of the run.
         warmup: Steps of the warm-up, where the options give it in samples or tokens.
         decay: Steps of the decay of `warmup_stable_decay`, where they give it in tokens.
+        cooldown_from: Steps done when the rate of a branch begins to fall, in place of the decay
+            that `lr_scheduler_type` names; None without a cooldown.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
@@ -35,7 +47,14 @@ def make_schedule(
     kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
     warmup_steps = options.num_warmup_steps if warmup is None else warmup
     start, end = warmup_steps, total_steps - constant_steps
-    if kind == "warmup_stable_decay":
+    if cooldown_from is not None:
+        if warmup_steps > cooldown_from:
+            raise ConfigError(
+                f"The cooldown begins after step {cooldown_from}, in the warm-up of "
+                f"{warmup_steps:g} steps; branch from a later checkpoint."
+            )
+        kind, start, end = "warmup_stable_decay", cooldown_from, total_steps
+    elif kind == "warmup_stable_decay":
         name = "num_decay_steps" if decay is None else "num_decay_tokens"
         decay = decay or options.num_decay_steps or max(1, total_steps // 10)
         if warmup_steps + decay > total_steps:
@@ -50,6 +69,8 @@ def make_schedule(
             f"leave nothing of the {total_steps} steps to decay in."
         )
     shape = _SHAPES[kind]
+    if kind == "warmup_stable_decay":
+        shape = partial(stable_then_decay, decay=_DECAYS[options.cooldown_shape])
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
     floor = min(options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0), peak)
@@ -78,15 +99,24 @@ def cosine(step: float, *, start: float, end: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def stable_then_decay(step: float, *, start: float, end: float) -> float:
-    """Stay at 1 until `start`, then fall to 0 at `end` on a straight line.
+def sqrt(step: float, *, start: float, end: float) -> float:
+    """Fall from 1 at `start` to 0 at `end` by the root of the progress (Haegele et al. 2024)."""
+    progress = min(1.0, (step - start) / max(1.0, end - start))
+    return 1.0 - math.sqrt(progress)
+
+
+def stable_then_decay(step: float, *, start: float, end: float, decay: Shape = linear) -> float:
+    """Stay at 1 until `start`, then fall to 0 at `end`.
 
     The decay phase of warmup-stable-decay (Hu et al. 2024; Haegele et al. 2024).
     """
-    return 1.0 if step < start else linear(step, start=start, end=end)
+    return 1.0 if step < start else decay(step, start=start, end=end)
 
 
-_SHAPES = {
+_DECAYS: dict[str, Shape] = {"linear": linear, "sqrt": sqrt, "cosine": cosine}
+"""By `cooldown_shape`."""
+
+_SHAPES: dict[str, Shape] = {
     "linear": linear,
     "cosine": cosine,
     "cosine_with_restarts": cosine,

@@ -241,10 +241,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return super().state_dict()
 
     def _reshard(self) -> None:
-        """Free the unsharded weights that an evaluation leaves: `parameters` are the shards."""
-        for module in self.wrapped.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.wrapped)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
@@ -265,6 +262,13 @@ def _norm_weights(block: nn.Module) -> set[nn.Parameter]:
         if all(parameter.ndim < 2 for parameter in own):
             weights |= own
     return weights
+
+
+def reshard(root: nn.Module) -> None:
+    """Free the unsharded weights that an evaluation leaves: the parameters are the shards."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

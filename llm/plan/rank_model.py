@@ -18,6 +18,7 @@ from llm.models.sizes import find_blocks
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
+from llm.optim.options import averages_weights
 from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
 from llm.plan.options import PlanOptions
 
@@ -145,12 +146,16 @@ class OptimizerMemory:
 
 
 def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
-    """Make the optimizer on the meta device as the trainer does, and count its state."""
+    """Make the optimizer on the meta device as the trainer does, and count its state.
+
+    A moving average of the weights counts as such too.
+    """
+    average = FP32 * averages_weights(options)
     if not options.kfac:
         uses_blocks = options.optimizer == "accumadamw"
         accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
         optimizer = make_optimizer(options, model, accum_steps=accum_steps)
-        return OptimizerMemory(per_element=_per_element(optimizer, model))
+        return OptimizerMemory(per_element=_per_element(optimizer, model) + average)
     with fake_ranks(options.nodes * options.gpus_per_node):
         kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
     curvature = kfac.recorder
@@ -158,7 +163,7 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     # In a step in which all factors are due, as in the first.
     sums = FP32 * sum(width**2 for factor in curvature.factors for width in factor.widths)
     return OptimizerMemory(
-        per_element=_per_element(kfac.optimizer, model),
+        per_element=_per_element(kfac.optimizer, model) + average,
         kfac=curvature.num_bytes(),
         kfac_recording=sums,
         kfac_step=sums + FP32 * curvature.coverage.num_covered,

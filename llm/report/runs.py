@@ -138,6 +138,7 @@ def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) ->
         texts = {
             "start": f"started on {line.get('ranks')} ranks",
             "resume": "resumed",
+            "branch": f"branched from {line.get('checkpoint')}",
             "save": "saved" if step in saved else "saved; removed since",
             "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
             f"{line.get('last_sample')})",

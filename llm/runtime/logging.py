@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["start", "resume", "save", "evaluation", "task", "skip", "spike", "rewind", "stop"]
+Kind = Literal[
+    "start", "resume", "branch", "save", "evaluation", "task", "skip", "spike", "rewind", "stop"
+]
 
 
 class _ConsoleHandler(logging.Handler):

@@ -56,6 +56,31 @@ def test_the_decay_may_begin_between_two_steps():
     assert [rate(step) for step in (97, 98, 99, 100)] == pytest.approx([1.0, 0.8, 0.4, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "heights"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("sqrt", [1.0, 0.5, 0.292893, 0.133975, 0.0]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+    ],
+)
+def test_a_decay_falls_in_the_shape_that_is_asked_for(shape, heights):
+    rate = schedule("warmup_stable_decay", num_decay_steps=20, cooldown_shape=shape)
+    assert rate(79) == 1.0
+    assert [rate(step) for step in range(80, 101, 5)] == pytest.approx(heights, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "warmup_stable_decay"])
+def test_a_cooldown_replaces_the_end_of_a_schedule_from_its_step_on(kind):
+    options = OptimizerOptions(
+        lr_scheduler_type=kind, learning_rate=1.0, min_learning_rate=0.2, num_warmup_steps=10,
+        cooldown_shape="sqrt",
+    )  # fmt: skip
+    rate = make_schedule(options, total_steps=70, cooldown_from=30)
+    assert [rate(step) for step in (5, 10, 29, 30)] == [0.5, 1.0, 1.0, 1.0]
+    assert [rate(step) for step in (40, 70)] == pytest.approx([0.6, 0.2])
+
+
 def test_warmup_may_end_between_two_steps():
     rate = schedule("constant_with_warmup", warmup=2.5)
     assert [rate(step) for step in (1, 2, 3)] == pytest.approx([0.4, 0.8, 1.0])
@@ -81,3 +106,6 @@ def test_phases_that_do_not_fit_into_the_run_are_refused():
         schedule("warmup_stable_decay", num_warmup_steps=40, decay=60.5)
     with pytest.raises(ConfigError, match="leave nothing of the 100 steps"):
         schedule("cosine", num_warmup_steps=60, num_constant_steps=40)
+    options = OptimizerOptions(num_warmup_steps=60)
+    with pytest.raises(ConfigError, match="after step 5, in the warm-up of 60 steps"):
+        make_schedule(options, total_steps=100, cooldown_from=5)

@@ -163,7 +163,7 @@ def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
 
 def refusal_of_different_starts() -> str:
     strategy = make_strategy()
-    inputs = SimpleNamespace(resume_from=None, init_from=None, seed=strategy.rank)
+    inputs = SimpleNamespace(start=None, init_from=None, seed=strategy.rank)
     try:
         check_same_start(inputs, strategy)
     except ParallelError as error:

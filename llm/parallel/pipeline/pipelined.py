@@ -255,7 +255,7 @@ class PipelineStrategy(ShardedStrategy):
     def owner_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of this rank's stage; those of the first one for a tied weight."""
         key, _, name = path.removeprefix("strategy/").partition("/")
-        if key not in ("model", "optimizer"):
+        if key not in ("model", "optimizer", "ema"):
             return range(self.world_size)
         tied = name.partition("/")[0] in self._cut.tied
         stage = 0 if tied else self._stage_rank

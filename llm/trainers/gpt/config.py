@@ -52,6 +52,12 @@ class EvaluationOptions:
         "evaluate.load knows.",
         group=EVALUATION,
     )
+    eval_ema: bool = option(
+        False,
+        "Evaluate the moving average of the weights too, each time; its results begin with ema_.",
+        group=EVALUATION,
+        requires=("ema_decay", "ema_tokens"),
+    )
     eval_tasks: tuple[str, ...] = option(
         (),
         "Tasks of lm-eval to run on the model: YAML files, with data in local files. Needs the "
@@ -140,6 +146,12 @@ class RunOptions:
         group=RUN,
         renamed_from="sample_every",
         at_least=1,
+    )
+    export_ema: bool = option(
+        False,
+        "Export the moving average of the weights at the end, in place of the last weights.",
+        group=RUN,
+        requires=("ema_decay", "ema_tokens"),
     )
     push_to_hub: bool = option(
         False,

@@ -7,7 +7,7 @@ cache is written.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -15,97 +15,36 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
-from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import Corpus, Samples, digest_of, hold_corpus_in_memory
-from llm.data.epoch_limits import check_epochs
+from llm.data.corpus import Samples, digest_of, hold_corpus_in_memory
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
-from llm.data.order import DocumentEnds, document_ends
-from llm.data.skipped_samples import SkippedSamples
+from llm.data.order import document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
-from llm.optim.schedule import Schedule
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
 from llm.tokenizers.load_tokenizer import load_tokenizer
+from llm.trainers.gpt.branches import branch_of, find_parent
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
-from llm.trainers.gpt.lengths import budget_parameters, plan_learning_rates, plan_run
+from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_data,
     choose_by_device,
     choose_seed,
     choose_skipped,
-    find_init,
     find_resume,
+    find_start,
 )
-from llm.trainers.gpt.strategies import Replicas, plan_replicas
+from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
+from llm.trainers.gpt.strategies import plan_replicas
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.tasks import Tasks
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSetup:
-    """What a training and an evaluation read before they start.
-
-    Attributes:
-        run: The run's folder.
-        resume_from: The checkpoint to resume from or to evaluate, or None.
-        init_from: The checkpoint whose weights a new run starts from, or None.
-        seed: The run's seed, drawn unless the options have one.
-        by_device: Values of the options whose default depends on the device, by name.
-        tokenizer: The tokenizer.
-        model_config: The model's Hugging Face configuration.
-        weights_from: Where pretrained weights come from, or None to start from scratch.
-        block_size: Tokens of a sample.
-        corpus: Training and validation tokens.
-        ends: How to keep the documents of a sample apart; None lets attention cross them.
-        metrics: Metrics of the evaluate library by name.
-        tasks: What `eval_tasks` names; None without it.
-        layout: How the ranks divide one model and its data.
-        replicas: The models that train side by side.
-    """
-
-    run: RunFolder
-    resume_from: Checkpoint | None
-    init_from: Checkpoint | None
-    seed: int
-    by_device: dict[str, Any]
-    tokenizer: PreTrainedTokenizerBase
-    model_config: PreTrainedConfig
-    weights_from: str | None
-    block_size: int
-    corpus: Corpus
-    ends: DocumentEnds | None
-    metrics: dict[str, Any]
-    tasks: "Tasks | None"
-    layout: ParallelDims
-    replicas: Replicas
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSetup(RunSetup):
-    """What a training reads besides.
-
-    Attributes:
-        data_digest: Digest of the training tokens.
-        samples: The training samples.
-        plan: Batch arithmetic.
-        skipped: The samples that are left out.
-        schedule: Learning rate by step.
-    """
-
-    data_digest: str
-    samples: Samples
-    plan: BatchPlan
-    skipped: SkippedSamples
-    schedule: Schedule
 
 
 def read_training(
@@ -124,45 +63,32 @@ def read_training(
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
     resume_from = find_resume(config, run, verifiers=verifiers)
+    branch_from = find_parent(config, resume_from, verifiers=verifiers)
     check_folder(config, run, resume_from, config_file=config_file)
-    setup = _read(config, world, run, resume_from, verifiers)
+    setup = _read(config, world, run, resume_from, branch_from, verifiers)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     if config.save_top_k and not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("save_top_k"))
     data_digest = digest_of(setup.corpus.train)
-    check_same_data(config, resume_from, data_digest)
+    check_same_data(config, setup.start, data_digest)
     samples = Samples(
         setup.corpus.train,
         stages=setup.corpus.stages,
         block_size=setup.block_size,
         seed=setup.seed,
     )
-    plan = plan_run(
-        config,
-        num_windows=samples.num_windows,
-        data_ranks=setup.layout.data_ranks,
-        block_size=setup.block_size,
-        num_parameters=budget_parameters(
-            config, setup.model_config, vocab_size=len(setup.tokenizer)
-        ),
-        resume_from=resume_from,
-    )
-    check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
-    for phase in plan.phases:
-        micro_batches, _ = plan.shape(phase.first_step)
-        check_micro_batches(
-            config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
-        )
-    schedule = plan_learning_rates(config, plan, block_size=setup.block_size)
+    branch = branch_of(config, resume_from, branch_from)
+    plan, schedule = plan_training(config, setup, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
         **vars(setup),
+        branch=branch,
         data_digest=data_digest,
         samples=samples,
         plan=plan,
-        skipped=choose_skipped(config, resume_from, plan),
+        skipped=choose_skipped(config, setup.start, plan),
         schedule=schedule,
     )
 
@@ -175,7 +101,8 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     """
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
-    setup = _read(config, world, run, find_resume(config, run, verifiers=verifiers), verifiers)
+    resume_from = find_resume(config, run, verifiers=verifiers)
+    setup = _read(config, world, run, resume_from, None, verifiers)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
@@ -200,12 +127,14 @@ def _read(
     world: World,
     run: RunFolder,
     resume_from: Checkpoint | None,
+    branch_from: Checkpoint | None,
     verifiers: Verifiers,
 ) -> RunSetup:
     # In the order of what they cost: wrong options are refused before text is tokenised.
-    replicas = plan_replicas(config, world.world_size, resume_from)
+    start = resume_from or branch_from
+    replicas = plan_replicas(config, world.world_size, start)
     device = device_of(world)
-    by_device = choose_by_device(config, resume_from, device)
+    by_device = choose_by_device(config, start, device)
     check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
     model_config = load_config(config)
@@ -218,16 +147,19 @@ def _read(
     )
     tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
-    init_from = find_init(config, verifiers=verifiers) if resume_from is None else None
+    init_from = None
+    if start is None and config.init_from is not None:
+        init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
     return RunSetup(
         run=run,
         resume_from=resume_from,
+        branch_from=branch_from,
         init_from=init_from,
-        seed=choose_seed(config, resume_from),
+        seed=choose_seed(config, start),
         by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=None if resume_from or init_from else find_weights(config),
+        weights_from=None if start or init_from else find_weights(config),
         block_size=block_size,
         corpus=open_corpus(
             config,

@@ -1,5 +1,6 @@
 """The arithmetic of a run from its options: batches, length, and the learning rate of each step."""
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -9,10 +10,16 @@ from transformers import PreTrainedConfig
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
+from llm.data.corpus import Samples
+from llm.data.epoch_limits import check_epochs
+from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
 from llm.optim.schedule import Schedule, make_schedule
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
+from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.run_setup import RunSetup
 
 
 def budget_parameters(
@@ -66,7 +73,9 @@ def plan_run(
     )
 
 
-def plan_learning_rates(config: GPTConfig, plan: BatchPlan, *, block_size: int) -> Schedule:
+def plan_learning_rates(
+    config: GPTConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
+) -> Schedule:
     """Make the schedule, whose phases the options may give in samples or tokens.
 
     With `lr_batch_scaling` sqrt it grows with the square root of the global batch, which keeps the
@@ -83,7 +92,13 @@ def plan_learning_rates(config: GPTConfig, plan: BatchPlan, *, block_size: int) 
     if config.num_decay_tokens is not None:
         decay_samples = Fraction(config.num_decay_tokens, block_size)
         decay = plan.total_steps - plan.steps_at(plan.total_samples - decay_samples)
-    schedule = make_schedule(config, total_steps=plan.total_steps, warmup=warmup, decay=decay)
+    schedule = make_schedule(
+        config,
+        total_steps=plan.total_steps,
+        warmup=warmup,
+        decay=decay,
+        cooldown_from=cooldown_from,
+    )
     if config.lr_batch_scaling == "none":
         return schedule
 
@@ -92,3 +107,69 @@ def plan_learning_rates(config: GPTConfig, plan: BatchPlan, *, block_size: int) 
         return schedule(step) * math.sqrt(growth)
 
     return scaled
+
+
+def add_cooldown(
+    config: GPTConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
+) -> tuple[BatchPlan, Schedule]:
+    """Return batch plan and schedule of a run, of which a cooldown replaces the end.
+
+    Args:
+        config: The options.
+        branch: What the run is a branch of, or None.
+        plan: The plan without a cooldown.
+        block_size: Tokens of a sample.
+
+    Raises:
+        ConfigError: The parent's rate is not stable there, or the cooldown is shorter than a step.
+    """
+    schedule = plan_learning_rates(config, plan, block_size=block_size)
+    if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
+        return plan, schedule
+    step = branch.cooldown_from
+    samples = math.ceil(config.cooldown_tokens / block_size)
+    batch = plan.phase(step).global_batch_size
+    if samples < batch:
+        raise ConfigError(
+            f"--cooldown_tokens {config.cooldown_tokens:,} is less than one step of "
+            f"{batch * block_size:,} tokens; make it longer."
+        )
+    plan = dataclasses.replace(plan, total_samples=plan.samples_at(step) + samples)
+    falling = plan_learning_rates(config, plan, block_size=block_size, cooldown_from=step)
+    if schedule(step) != falling(step):
+        raise ConfigError(
+            f"--cooldown_tokens begins at the stable rate {falling(step):g}, but after step {step} "
+            f"of {branch.parent} --lr_scheduler_type {config.lr_scheduler_type} has "
+            f"{schedule(step):g}; branch from constant, constant_with_warmup or "
+            "warmup_stable_decay between warm-up and decay."
+        )
+    return plan, falling
+
+
+def plan_training(
+    config: GPTConfig, setup: RunSetup, samples: Samples, branch: Branch | None
+) -> tuple[BatchPlan, Schedule]:
+    """Return the batches and the learning rates, after the checks that need them."""
+    plan = plan_run(
+        config,
+        num_windows=samples.num_windows,
+        data_ranks=setup.layout.data_ranks,
+        block_size=setup.block_size,
+        num_parameters=budget_parameters(
+            config, setup.model_config, vocab_size=len(setup.tokenizer)
+        ),
+        resume_from=setup.start,
+    )
+    plan, schedule = add_cooldown(config, branch, plan, block_size=setup.block_size)
+    if setup.branch_from is not None and setup.branch_from.step >= plan.total_steps:
+        raise ConfigError(
+            f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
+            "--cooldown_tokens, or a greater length."
+        )
+    check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
+    for phase in plan.phases:
+        micro_batches, _ = plan.shape(phase.first_step)
+        check_micro_batches(
+            config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
+        )
+    return plan, schedule

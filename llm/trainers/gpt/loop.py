@@ -1,5 +1,6 @@
 """The training loop. The page to read first."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,13 +16,15 @@ from llm.metrics.meter import Meter
 from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
+from llm.optim.options import averages_weights
 from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.weight_average import WeightAverage
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup
 from llm.trainers.gpt.resume import fixed_options, logged_options
+from llm.trainers.gpt.run_setup import TrainSetup
 from llm.trainers.gpt.step_report import report_steps
 
 Every = int | Tokens | Literal["epoch"] | None
@@ -46,6 +49,7 @@ class Trainer:
         state: Counters of the run, which a checkpoint restores through `parts`.
         loader: What each step is trained on.
         metadata: What every checkpoint records of the run.
+        average: The moving average of the weights; None unless the options ask for one.
         results: The last evaluation of this start.
         task_results: The last results of tasks of this start, by task and metric.
     """
@@ -71,6 +75,7 @@ class Trainer:
         self.health, self.tracker = health, tracker
         self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
         self.sample = sample
+        self.average = WeightAverage(config, strategy) if averages_weights(config) else None
         self.state = TrainState()
         names = [source.name for source in self.sources] if config.log_source_losses else []
         self.meter = Meter(strategy.device, rank=strategy.rank, sources=names)
@@ -114,6 +119,8 @@ class Trainer:
         }
         if self.strategy.second_order is not None:
             parts["kfac"] = self.strategy.second_order
+        if self.average is not None:
+            parts["ema"] = self.average
         return parts
 
     def fit(self) -> Literal["finished", "preempted"]:
@@ -173,6 +180,8 @@ class Trainer:
         # Skipped on all ranks if the gradient of any is not finite. Norm and flag stay on the
         # device: reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
+        if self.average is not None:
+            self.average.update(batch.num_tokens)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.tracker.step_done(self.state.step)
@@ -266,9 +275,8 @@ class Trainer:
 
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""
-        assert self.evaluate is not None
         self.health.heartbeat(step=self.state.step, phase="evaluation")
-        self.results = self.evaluate()
+        self.results = self.evaluate_weights()
         self.tracker.log_evaluation(
             self.results, step=self.state.step, training=self.format_train_stats()
         )
@@ -290,6 +298,15 @@ class Trainer:
         self.task_results = self.evaluate_tasks()
         self.tracker.log_tasks(self.task_results, step=self.state.step)
         self.state.tasks_at = self.state.step
+
+    def evaluate_weights(self) -> dict[str, float]:
+        """Return the results of an evaluation, and as `ema_NAME` those of the average."""
+        assert self.evaluate is not None
+        results = self.evaluate()
+        if self.average is not None and self.config.eval_ema:
+            with self.average.swapped():
+                results |= {f"ema_{name}": value for name, value in self.evaluate().items()}
+        return results
 
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""
@@ -324,5 +341,6 @@ def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
         "data": setup.data_digest,
         "skip_samples": str(setup.skipped),
+        "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
         **setup.replicas.metadata(),
     }

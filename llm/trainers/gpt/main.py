@@ -30,6 +30,7 @@ from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
+from llm.trainers.gpt.trained_model import inherited_options
 
 GRACE_SECONDS = 3.0
 """Grace period in which the failing rank can print its error before the launcher kills the job."""
@@ -87,6 +88,7 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
         argv,
         prog="python -m llm.trainers.gpt",
         description="Pretrain any Hugging Face causal language model on any text.",
+        inherit=inherited_options,
     )
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.

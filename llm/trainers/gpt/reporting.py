@@ -28,7 +28,7 @@ from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import RunSetup, TrainSetup
+from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 
 SAMPLE_TOKENS = 120
 
@@ -68,7 +68,7 @@ def log_start(
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
-            step=setup.resume_from.step if setup.resume_from else 0,
+            step=setup.start.step if setup.start else 0,
             total_steps=total_steps,
             architecture=setup.model_config.model_type,
             parameters=counts["total"],
@@ -114,7 +114,7 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
 
 
 def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
-    """Return what decides which samples a rank has in each step, besides the length of the run."""
+    """Return what decides which samples a rank has in each step."""
     if not isinstance(setup, TrainSetup):
         return {}
     return {
@@ -122,6 +122,7 @@ def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
         "block_size": setup.block_size,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        "total_samples": setup.plan.total_samples,
         "data_ranks": setup.plan.world_size,
         "data": setup.data_digest,
     }
@@ -182,7 +183,7 @@ def make_tracker(
 ) -> Tracker:
     """Open the trackers of `report_to`, for the step from which training goes on."""
     accelerator = strategy.accelerator
-    step = setup.resume_from.step if setup.resume_from else 0
+    step = setup.start.step if setup.start else 0
     names: list[Any] = [name for name in config.report_to if name != "none"]
     if "tensorboard" in names:
         # TensorBoard drops the points of an earlier start from this step on, so that no step shows

@@ -19,8 +19,8 @@ from llm.models.export import export_model, write_model_card
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.run_setup import TrainSetup
 
 _NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of the files in a run's folder that are not part of the model."""
@@ -85,6 +85,7 @@ def _card(
         "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "weights started from": setup.weights_from or "scratch",
+        **({"weights": "their exponential moving average"} if config.export_ema else {}),
         "data": data,
         "block size": setup.block_size,
         "global batch size": setup.plan.batch_schedule(setup.block_size),

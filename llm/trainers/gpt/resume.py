@@ -69,10 +69,8 @@ def find_resume(
         checkpoint = newest
     if config.eval_only:
         return checkpoint  # only its weights are loaded
-    saved = _saved_options(checkpoint, "fixed")
-    present = options.renamed(GPTConfig)
-    named = [present.get(name, name) for name in config.change_on_resume]
-    allowed = (*named, *_lengthened(config, checkpoint))
+    saved = saved_options(checkpoint, "fixed")
+    allowed = (*named_changes(config), *lengthened(config, checkpoint))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return checkpoint
 
@@ -100,7 +98,7 @@ def check_folder(
         inputs.append(("config", str(config_file)))
     for name, text in inputs:
         sources = [text, f"{text}.bin", f"{text}.idx"]  # a prefix names two files
-        if name == "init_from" and not os.path.exists(text):
+        if name in ("init_from", "branch_from") and not os.path.exists(text):
             sources = [str(Path(text).parent)]  # RUN/STEP
         if any(run.endangers(Path(source)) for source in sources if os.path.exists(source)):
             raise ConfigError(
@@ -130,7 +128,7 @@ def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: st
         )
 
 
-def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
+def lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     """Return the options of length that may grow because the learning rates so far stay."""
     saved = checkpoint.metadata["fixed"]
     kind = saved.get("lr_scheduler_type")
@@ -150,19 +148,18 @@ def _lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def find_init(config: GPTConfig, *, verifiers: Verifiers = ALONE) -> Checkpoint | None:
-    """Return the checkpoint of `init_from`: a run's newest valid one, or that of a step.
+def find_start(named: str, *, option: str, verifiers: Verifiers = ALONE) -> Checkpoint:
+    """Return a checkpoint of another run: its newest valid one, or that of a step.
 
     Args:
-        config: The options.
+        named: RUN, RUN/STEP, RUN/best, or the checkpoint's own folder.
+        option: The option that names it, for messages.
         verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    if config.init_from is None:
-        return None
-    path = Path(config.init_from)
+    path = Path(named)
     if (path / MANIFEST).exists():
         return read_valid(path, verifiers=verifiers)
     for run, name in ((path, None), (path.parent, path.name)):
@@ -177,7 +174,7 @@ def find_init(config: GPTConfig, *, verifiers: Verifiers = ALONE) -> Checkpoint 
             step = name_of(int(name)) if name.isdigit() else name
             return read_valid(folder / step, verifiers=verifiers)
     raise CheckpointError(
-        f"--init_from {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
+        f"--{option} {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."
     )
 
@@ -212,14 +209,20 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
     return plain
 
 
-def _saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+def saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options of a checkpoint, which may have former names."""
     return options.with_present_names(GPTConfig, checkpoint.metadata.get(kind, {}))
 
 
+def named_changes(config: GPTConfig) -> list[str]:
+    """Return the options of `change_on_resume` by their present names."""
+    present = options.renamed(GPTConfig)
+    return [present.get(name, name) for name in config.change_on_resume]
+
+
 def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
     """Log the settings that affect the numbers and differ from those of the checkpoint."""
-    fixed, logged = _saved_options(checkpoint, "fixed"), _saved_options(checkpoint, "logged")
+    fixed, logged = saved_options(checkpoint, "fixed"), saved_options(checkpoint, "logged")
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
         *differences(logged, logged_options(config)),
@@ -235,7 +238,7 @@ def choose_by_device(
     """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
     if resume_from is not None and not config.eval_only:
-        fixed, logged = (_saved_options(resume_from, kind) for kind in ("fixed", "logged"))
+        fixed, logged = (saved_options(resume_from, kind) for kind in ("fixed", "logged"))
         values |= {"tf32": False}  # what runs had before there was the option
         values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
     given = {name: getattr(config, name) for name in BY_DEVICE}

@@ -10,9 +10,9 @@ from llm.config.toml import to_toml
 from llm.errors import CheckpointError, DivergedError, LossSpikeError
 from llm.runtime.logging import event
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import forget_points
+from llm.trainers.gpt.run_setup import TrainSetup
 from llm.trainers.gpt.setup import restore
 from llm.trainers.gpt.step_report import samples_of
 
@@ -44,7 +44,7 @@ def fit(
                 ) from None
             trainer.health.heartbeat(step=trainer.state.step, phase="start")
             # Until the first one is saved, a resumed run goes back to where it came from.
-            checkpoint = _newest_checkpoint(setup, trainer) or setup.resume_from
+            checkpoint = _newest_checkpoint(setup, trainer) or setup.start
             if checkpoint is None:
                 raise
             setup = _rewind(config, setup, trainer, checkpoint, spike.first)

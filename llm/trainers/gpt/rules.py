@@ -142,12 +142,19 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
 
 def _replica_problems(config: GPTConfig) -> list[str]:
     mode = config.data_parallel
+    problems = []
     if config.kfac and mode != "allreduce":
-        return [
+        problems.append(
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
             "bring together; leave one of them out."
-        ]
-    return []
+        )
+    problems += [
+        f"--{name} averages the weights of one model, and --data_parallel {mode} trains several; "
+        "leave one of them out."
+        for name in ("ema_decay", "ema_tokens")
+        if mode != "allreduce" and getattr(config, name) is not None
+    ]
+    return problems
 
 
 def _size_problems(config: GPTConfig) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import load_state
+from llm.checkpoint.load import holds_part, load_state
 from llm.checkpoint.retention import mark_superseded
 from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
@@ -31,9 +31,9 @@ from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evaluate_sources
-from llm.trainers.gpt.inputs import RunSetup, TrainSetup
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
+from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 
 logger = logging.getLogger("llm")
@@ -135,7 +135,7 @@ def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
     Raises:
         ParallelError: On all ranks, with what two of them have read.
     """
-    start = setup.resume_from or setup.init_from
+    start = setup.start or setup.init_from
     own = {
         "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
         "seed": setup.seed,
@@ -231,23 +231,41 @@ def make_evaluate_tasks(
     )
 
 
+def _load(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    parts, average = trainer.parts, trainer.average
+    if average is None or holds_part(checkpoint, "ema"):
+        load_checkpoint(checkpoint, parts)
+        return
+    del parts["ema"]
+    load_checkpoint(checkpoint, parts)
+    average.restart()
+    logger.info(f"{checkpoint.path} has no moving average of the weights: it begins here.")
+
+
 def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
-    """Load the checkpoint that the run resumes from, if there is one, into the trainer.
+    """Load the checkpoint from which training goes on, if there is one, into the trainer.
 
     Raises:
         CheckpointError: The checkpoint is of another model or optimizer.
     """
-    if setup.resume_from is None:
+    if setup.start is None:
         return
-    load_checkpoint(setup.resume_from, trainer.parts)
-    if trainer.strategy.rank == 0:
-        # Else the next resume would take a later checkpoint, which this run has turned away from.
-        mark_superseded(setup.run.checkpoints, after=setup.resume_from.step)
+    _load(setup.start, trainer)
     step = trainer.state.step
-    logger.info(
-        f"Resumed from {setup.resume_from.path} at step {step}.",
-        extra=event("resume", step=step, checkpoint=setup.resume_from.path.name),
-    )
-    log_changes(config, setup.resume_from, ranks=trainer.strategy.world_size)
+    if setup.resume_from is None:  # the start is the parent's checkpoint
+        path = str(setup.start.path)
+        logger.info(
+            f"Branched from {path} at step {step}.",
+            extra=event("branch", step=step, checkpoint=path),
+        )
+    else:
+        if trainer.strategy.rank == 0:
+            # Else the next resume would take a later checkpoint, from which this run has turned.
+            mark_superseded(setup.run.checkpoints, after=step)
+        logger.info(
+            f"Resumed from {setup.start.path} at step {step}.",
+            extra=event("resume", step=step, checkpoint=setup.start.path.name),
+        )
+    log_changes(config, setup.start, ranks=trainer.strategy.world_size)
     if step == setup.plan.total_steps:
         logger.info(f"All {step:,} steps are done already: nothing is left to train.")

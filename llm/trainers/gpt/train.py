@@ -19,12 +19,13 @@ from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import TrainSetup, read_training
+from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.rewind import fit
+from llm.trainers.gpt.run_setup import TrainSetup
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -65,6 +66,8 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         seed=setup.seed,
         output_dir=str(setup.run.path),
         skip_samples=str(setup.skipped) or None,
+        # RUN alone would be a later checkpoint if the branch is started again before its first.
+        branch_from=setup.branch.parent if setup.branch else None,
         **setup.by_device,
     )
     model = make_model(config, setup, world)
@@ -172,10 +175,12 @@ def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTra
     """Export the model and its results, and log the last lines; every rank calls it."""
     if not trainer.results and trainer.evaluate is not None:
         # The run was finished before it was resumed, so this start has not evaluated.
-        trainer.results = trainer.evaluate()
+        trainer.results = trainer.evaluate_weights()
     if not trainer.task_results and trainer.evaluate_tasks is not None:
         trainer.task_results = trainer.evaluate_tasks()
-    write_results(config, setup, trainer, model)
+    exported = trainer.average.swapped() if trainer.average and config.export_ema else None
+    with exported or contextlib.nullcontext():
+        write_results(config, setup, trainer, model)
     if config.sample_prompt is not None and setup.layout.is_replicated:
         trainer.sample(None)
     elif config.sample_prompt is not None:

@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from llm.checkpoint.format import Checkpoint, checkpoint_folders, step_of
-from llm.checkpoint.load import load_model, newest_valid, read_valid
+from llm.checkpoint.load import load_average, load_model, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
+from llm.config.options import fields, given
 from llm.config.toml import read_toml
 from llm.errors import CheckpointError, ConfigError
 from llm.trainers.gpt.config import GPTConfig
@@ -27,6 +29,33 @@ def read_config(run: Path) -> GPTConfig:
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
     return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
+
+
+def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a branch takes over from the run of `branch_from`.
+
+    Args:
+        values: The options that are given, by name. If they are complete, as in the `config.toml`
+            of the branch itself, nothing is taken over.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    parent = values.get("branch_from")
+    recorded = [field for field in fields(GPTConfig) if not field.option.one_shot]
+    if parent is None or {f.name for f in recorded if f.default is not None} <= values.keys():
+        return {}
+    path = Path(os.path.realpath(parent))
+    # RUN, RUN/STEP or RUN/checkpoints/step_STEP
+    runs = [run for run in (path, *path.parents[:2]) if (run / "config.toml").is_file()]
+    if not runs:
+        raise ConfigError(
+            f"--branch_from {parent} is no run, which has a config.toml; name a run's folder or "
+            "RUN/STEP."
+        )
+    own = ("output_dir", "branch_from")
+    taken = given(read_config(runs[0]))
+    return {name: value for name, value in taken.items() if name not in own}
 
 
 def follow_best(folder: Path) -> tuple[Path | None, str]:
@@ -77,19 +106,33 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
 
 
 def load_trained(
-    config: GPTConfig, chosen: Checkpoint
+    config: GPTConfig, chosen: Checkpoint, *, ema: bool = False
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load the model and the tokenizer of a run, with the weights of a checkpoint.
 
     Args:
         config: The run's configuration.
         chosen: One of its checkpoints.
+        ema: Whether to take the moving average of the weights in their place.
 
     Returns:
         The model, in fp32 on the CPU, with the vocabulary padded as in training; the tokenizer.
 
     Raises:
         LLMError: The model or the tokenizer cannot be loaded, or the checkpoint is of another one.
+    """
+    model, tokenizer = build_untrained(config, device="cpu")
+    (load_average if ema else load_model)(chosen, model)
+    return model, tokenizer
+
+
+def build_untrained(
+    config: GPTConfig, *, device: Literal["cpu", "meta"]
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Build the model of a run with its vocabulary padded, and load its tokenizer.
+
+    Raises:
+        LLMError: The model or the tokenizer cannot be loaded.
     """
     import torch
     from transformers import GenerationConfig
@@ -112,7 +155,7 @@ def load_trained(
         load_config(config),
         weights_from=None,
         seed=config.seed or 0,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
     )
@@ -120,5 +163,4 @@ def load_trained(
         with contextlib.suppress(OSError):
             # The generation settings belong to the pretrained weights that the run started from.
             model.generation_config = GenerationConfig.from_pretrained(name)
-    load_model(chosen, model)
     return model, tokenizer

@@ -15,13 +15,13 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, digest_of
 from llm.data.open_corpus import open_corpus
+from llm.data.options import LENGTHS
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.parallel.dims import parallel_dims
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import choose_block_size
-from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.trained_model import read_config
 
@@ -72,6 +72,9 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     config = read_config(run)
     order = _recorded_order(RunFolder(run), step, config)
     config = replace(config, **{name: order[name] for name in _OPTIONS if name in order})
+    if "total_samples" in order:  # in place of a length by other options, or by a cooldown
+        length = dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
+        config = replace(config, **length)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
@@ -101,7 +104,6 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         num_windows=samples.num_windows,
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
-        num_parameters=budget_parameters(config, model_config, vocab_size=len(tokenizer)),
         global_batch_size=order.get("global_batch_size"),
     )
     positions = _positions(plan, step, rank)
@@ -158,16 +160,18 @@ def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, A
         config: The run's configuration.
     """
     order: dict[str, Any] = {}
+    total: dict[str, int] = {}  # of the last start, which may have made the run longer
     lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
             record = json.loads(line)
-            if record["event"] == "start" and record["step"] < step:
-                order = record
+            if record["event"] == "start":
+                total = {name: record[name] for name in ("total_samples",) if name in record}
+                order = record if record["step"] < step else order
     for checkpoint in list_checkpoints(run.checkpoints)[-1:]:
         names = ("data", "global_batch_size")
         order = {name: checkpoint.metadata.get(name) for name in names} | order
         order.setdefault("ranks", checkpoint.world_size)
     if "data_ranks" not in order:
         order["data_ranks"] = parallel_dims(config, order.get("ranks", 1)).data_ranks
-    return order
+    return order | total

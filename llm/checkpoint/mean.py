@@ -1,0 +1,97 @@
+"""The mean of the weights of several checkpoints, with a few of their rows in memory at a time."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from llm.checkpoint.format import Checkpoint, model_tensors
+from llm.errors import CheckpointError
+
+_BLOCK = 1 << 18
+"""Elements that are averaged at once."""
+_MODEL = "strategy/model/"
+
+
+def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
+    """Return the mean of the weights and persistent buffers of checkpoints, in host memory.
+
+    Sums are float64 and rounded once. Beside the mean there is one block of rows at a time.
+
+    Args:
+        checkpoints: Of one run, saved on any layout.
+        model: Has the names, shapes and types of the tensors; it may be on the meta device.
+
+    Returns:
+        The tensors by the names of `model.state_dict()`; those that are tied are one.
+
+    Raises:
+        CheckpointError: A checkpoint is of another model.
+    """
+    saved = [_SavedModel(checkpoint) for checkpoint in checkpoints]
+    tensors = model_tensors(model)
+    for each in saved:
+        each.check(tensors)
+    means = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
+    # One for all blocks: the allocator would keep the memory of each that is freed.
+    widest = max(math.prod(mean.shape[1:]) for mean in means.values())
+    buffer = torch.empty(max(_BLOCK, widest), dtype=torch.float64)
+    for name, mean in means.items():
+        rows = mean.view(-1) if mean.ndim == 0 else mean
+        step = max(1, _BLOCK // max(1, math.prod(rows.shape[1:])))
+        for first in range(0, len(rows), step):
+            own = rows[first : first + step]
+            total = buffer[: own.numel()].view(own.shape).zero_()
+            for each in saved:
+                for place, part in each.parts(name, first, first + len(own)):
+                    total[place].add_(part)
+            own.copy_(total.div_(len(saved)))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    first_name = {id(tensor): name for name, tensor in named}
+    state = model.state_dict(keep_vars=True)
+    return {name: means[first_name[id(tensor)]] for name, tensor in state.items()}
+
+
+class _SavedModel:
+    """The tensors of the model in a checkpoint, and the shards and files that hold them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._path = checkpoint.path
+        self._shards = defaultdict(list)
+        metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
+        for index, file in (metadata.storage_data or {}).items():
+            if index.fqn.startswith(_MODEL):
+                offset = index.offset or [0] * len(file.shape)
+                self._shards[index.fqn].append((offset, file.shape, file.relative_path))
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise a CheckpointError unless it has tensors of these names and shapes."""
+        for name, tensor in tensors.items():
+            ends = [
+                [at + size for at, size in zip(offset, part, strict=True)]
+                for offset, part, _ in self._shards[_MODEL + name]
+            ]
+            if not ends or [max(axis) for axis in zip(*ends, strict=True)] != [*tensor.shape]:
+                raise CheckpointError(
+                    f"{self._path} does not fit this model, which has another {name}."
+                )
+
+    def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Yield what each shard has of some rows, and its place among them."""
+        for offset, shape, path in self._shards[_MODEL + name]:
+            # Opened for each part: the pages of a mapped file count as memory until it is closed.
+            with safe_open(path, framework="pt") as file:
+                if not shape:
+                    yield (slice(None),), file.get_tensor(_MODEL + name)
+                    continue
+                low, high = max(first, offset[0]), min(stop, offset[0] + shape[0])
+                if low < high:
+                    saved = file.get_slice(_MODEL + name)[low - offset[0] : high - offset[0]]
+                    columns = zip(offset[1:], shape[1:], strict=True)
+                    place = [slice(low - first, high - first)]
+                    place += [slice(at, at + size) for at, size in columns]
+                    yield tuple(place), saved

@@ -1,0 +1,75 @@
+"""An exponential moving average of the weights, beside them on every layout."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from llm.optim.options import OptimizerOptions
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.fsdp import as_dtensor, reshard
+
+
+class WeightAverage:
+    """The average of a strategy's weights after each step, in float32, sharded as they are.
+
+    The weights after a step count `ema_decay` times as much after each later one, or half as much
+    after `ema_tokens`. As in Adam's moments (Kingma & Ba 2015, section 3), the average is divided
+    by the sum of all factors: the initial weights have no part in it, however short the run.
+
+    Args:
+        options: The decay, by steps or by tokens.
+        strategy: A prepared strategy whose ranks train one model.
+    """
+
+    def __init__(self, options: OptimizerOptions, strategy: AcceleratedStrategy) -> None:
+        self._options, self._strategy = options, strategy
+        self._weights = [parameter.detach() for parameter in strategy.local_parameters]
+        self._averages = [weight.clone() for weight in self._weights]
+        self._mass = 0.0  # the sum of all factors, times 1 - decay
+
+    def restart(self) -> None:
+        """Begin with the present weights, where a checkpoint has no average."""
+        torch._foreach_copy_(self._averages, self._weights)
+
+    def update(self, num_tokens: int) -> None:
+        """Take in the weights after a step.
+
+        Args:
+            num_tokens: Tokens of the step over all ranks.
+        """
+        decay = self._options.ema_decay
+        if self._options.ema_tokens is not None:
+            decay = 0.5 ** (num_tokens / self._options.ema_tokens)
+        assert decay is not None  # one of the two is given
+        # All numbers are the host's: nothing is read from the device, nor copied to it.
+        self._mass = 1 - decay * (1 - self._mass)
+        torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._mass)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the model the average in place of its weights inside the context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        reshard(self._strategy.wrapped)  # weights that are still gathered would stay as they are
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average by parameter name, as live shards, and the sum of factors."""
+        names = {p: name for name, p in self._strategy.model.named_parameters()}
+        both = zip(self._strategy.parameters, self._averages, strict=True)
+        tensors = {names[p]: as_dtensor(average, like=p) for p, average in both}
+        return {**tensors, "mass": self._mass}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the sum of factors; the live tensors have been read into."""
+        self._mass = state["mass"]

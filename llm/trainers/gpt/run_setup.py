@@ -1,0 +1,87 @@
+"""What a run has read before it starts."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.run_folder import RunFolder
+from llm.data.batch_plan import BatchPlan
+from llm.data.corpus import Corpus, Samples
+from llm.data.order import DocumentEnds
+from llm.data.skipped_samples import SkippedSamples
+from llm.optim.schedule import Schedule
+from llm.parallel.dims import ParallelDims
+from llm.trainers.gpt.branches import Branch
+from llm.trainers.gpt.strategies import Replicas
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.tasks import Tasks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """What a training and an evaluation read before they start.
+
+    Attributes:
+        run: The run's folder.
+        resume_from: The checkpoint to resume from or to evaluate, or None.
+        branch_from: The parent's checkpoint that a new branch starts from, or None.
+        init_from: The checkpoint whose weights a new run starts from, or None.
+        seed: The run's seed, drawn unless the options have one.
+        by_device: Values of the options whose default depends on the device, by name.
+        tokenizer: The tokenizer.
+        model_config: The model's Hugging Face configuration.
+        weights_from: Where pretrained weights come from, or None to start from scratch.
+        block_size: Tokens of a sample.
+        corpus: Training and validation tokens.
+        ends: How to keep the documents of a sample apart; None lets attention cross them.
+        metrics: Metrics of the evaluate library by name.
+        tasks: What `eval_tasks` names; None without it.
+        layout: How the ranks divide one model and its data.
+        replicas: The models that train side by side.
+    """
+
+    run: RunFolder
+    resume_from: Checkpoint | None
+    branch_from: Checkpoint | None
+    init_from: Checkpoint | None
+    seed: int
+    by_device: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PreTrainedConfig
+    weights_from: str | None
+    block_size: int
+    corpus: Corpus
+    ends: DocumentEnds | None
+    metrics: dict[str, Any]
+    tasks: "Tasks | None"
+    layout: ParallelDims
+    replicas: Replicas
+
+    @property
+    def start(self) -> Checkpoint | None:
+        """The checkpoint from which training goes on, the run's own or its parent's."""
+        return self.resume_from or self.branch_from
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSetup(RunSetup):
+    """What a training reads besides.
+
+    Attributes:
+        branch: Where the run left its parent; None if it is no branch.
+        data_digest: Digest of the training tokens.
+        samples: The training samples.
+        plan: Batch arithmetic.
+        skipped: The samples that are left out.
+        schedule: Learning rate by step.
+    """
+
+    branch: Branch | None
+    data_digest: str
+    samples: Samples
+    plan: BatchPlan
+    skipped: SkippedSamples
+    schedule: Schedule

@@ -1,0 +1,140 @@
+"""The moving average of the weights on every layout, and what becomes of it."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llm.checkpoint.format import name_of, read_manifest
+from llm.checkpoints import main as checkpoints
+from llm.errors import ConfigError
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.rules import check
+from llm.trainers.gpt.trained_model import load_trained, read_config
+from tests.support.recovery import last_counts, last_hash, weights_hash, without_times
+from tests.support.training import Bench, Run
+
+SHARDED = {"data_parallel_shard_size": 2}
+LAYOUTS = {
+    "FSDP2": (2, SHARDED),
+    "PP2": (2, {"pipeline_parallel_size": 2}),
+    "TP2": (2, {"tensor_parallel_size": 2}),
+    "DP2 with K-FAC": (2, {"kfac": True, "kfac_strategy": "mem-opt"}),
+    "PP2xFSDP2": (4, {"pipeline_parallel_size": 2, **SHARDED}),
+}
+IN_SHORT = ("FSDP2", "PP2")
+"""Those of the ordinary suite; `make test-layouts` runs all."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def weights(run: Run, step: int, *, ema: bool) -> dict[str, torch.Tensor]:
+    """The whole weights, or their average, of a checkpoint of any layout."""
+    checkpoint = read_manifest(run.folder / "checkpoints" / name_of(step))
+    model, _ = load_trained(read_config(run.folder), checkpoint, ema=ema)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_average(run: Run, *, steps: int, decay: float) -> None:
+    """Compare the average with the weighted mean of the weights after each step."""
+    history = [weights(run, step, ema=False) for step in range(1, steps + 1)]
+    factors = [decay ** (steps - step) for step in range(1, steps + 1)]
+    average = weights(run, steps, ema=True)
+    assert average.keys() == history[0].keys()
+    for name, tensor in average.items():
+        terms = [f * each[name].double() for f, each in zip(factors, history, strict=True)]
+        torch.testing.assert_close(tensor.double(), sum(terms) / sum(factors), rtol=1e-5, atol=1e-7)
+
+
+def test_the_average_by_tokens_halves_the_past_after_its_half_life(bench):
+    options = {"max_train_steps": 5, "checkpointing_steps": 1, "learning_rate": 1e-2}
+    run = bench.train_well("tokens", ema_tokens=2 * 4 * 32, **options)
+    assert_average(run, steps=5, decay=0.5**0.5)  # two steps of 4 samples of 32 tokens
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.layouts) for name in LAYOUTS],
+)
+def test_the_average_is_that_of_the_weights_on_any_layout(bench, layout):
+    ranks, sizes = LAYOUTS[layout]
+    options = {"max_train_steps": 4, "checkpointing_steps": 1, "learning_rate": 1e-2}
+    options |= {"gradient_accumulation_steps": 2, "ema_decay": 0.5, "eval_ema": True}
+    name = layout.replace(" ", "-")
+
+    run = bench.train_well(name, ranks=ranks, eval_steps=2, export_ema=True, **options, **sizes)
+
+    assert_average(run, steps=4, decay=0.5)
+    average, exported = weights(run, 4, ema=True), load_file(run.folder / "model.safetensors")
+    assert all(torch.equal(tensor, average[name]) for name, tensor in exported.items())
+    # The losses of the average are those of the export, also while FSDP has gathered weights.
+    alone = {"eval_only": True, "model_name_or_path": run.folder}
+    expected = bench.train_well(f"{name}-eval", **alone).read_json("eval_results.json")
+    results = run.read_json("all_results.json")
+    assert results["eval_ema_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert abs(results["eval_ema_loss"] - results["eval_loss"]) > 1e-3
+    assert [r["step"] for r in run.metrics if "eval_ema_perplexity" in r] == [2, 4]
+    # Two of these checkpoints, in shards, give the mean of their exports.
+    folders = [bench.folder / f"{name}-{kind}" for kind in ("3", "4", "mean")]
+    for step, folder in zip("34", folders, strict=False):
+        assert checkpoints([str(run.folder), "--export", step, str(folder)]) == 0
+    words = ["average", str(run.folder), "--last", "2", "--output", str(folders[2])]
+    assert checkpoints(words) == 0
+    third, fourth, mean = (load_file(folder / "model.safetensors") for folder in folders)
+    assert mean.keys() == third.keys()
+    for key, tensor in mean.items():
+        assert torch.equal(tensor, ((third[key].double() + fourth[key]) / 2).float())
+
+
+def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
+    options = {"max_train_steps": 6, "checkpointing_steps": 2, "eval_steps": 3, **SHARDED}
+    plain = bench.train_well("plain", ranks=2, **options)
+    options |= {"ema_decay": 0.9, "eval_ema": True}
+    straight = bench.train_well("straight", ranks=2, **options)
+    assert straight.losses == plain.losses
+    assert weights_hash(straight.folder) == weights_hash(plain.folder)
+
+    cut = bench.folder / "resumed"
+    shutil.copytree(straight.folder, cut)
+    shutil.rmtree(cut / "checkpoints" / name_of(6))
+    resumed = bench.train_well("resumed", ranks=2, resume_from_checkpoint=True, **options)
+
+    assert last_hash(resumed) == last_hash(straight)
+    assert last_counts(resumed) == last_counts(straight)
+    assert last_counts(resumed)["ema"] == {"mass": pytest.approx(1 - 0.9**6)}
+    assert without_times(resumed) == without_times(straight)
+
+
+def test_another_number_of_ranks_continues_the_average(bench):
+    options = {"checkpointing_steps": 1, "ema_decay": 0.5, "global_batch_size": 8}
+    bench.train_well("fewer", ranks=2, max_train_steps=3, **options, **SHARDED)
+    run = bench.train_well("fewer", max_train_steps=6, resume_from_checkpoint=True, **options)
+    assert "at step 3" in run.output
+    assert_average(run, steps=6, decay=0.5)
+
+
+def test_an_average_may_begin_in_a_branch(bench):
+    parent = bench.train_well("parent", max_train_steps=6, checkpointing_steps=2)
+    options = {"ema_tokens": "1K", "eval_ema": True, "checkpointing_steps": 1}
+    run = bench.train_well("branch", branch_from=parent.folder / "4", max_train_steps=6, **options)
+    assert "has no moving average of the weights: it begins here" in run.output
+    after_5, average = weights(run, 5, ema=False), weights(run, 5, ema=True)
+    assert all(torch.equal(tensor, average[name]) for name, tensor in after_5.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ema_decay": 0.9, "ema_tokens": 100}, "--ema_decay and --ema_tokens exclude each other"),
+        ({"eval_ema": True}, "--eval_ema needs --ema_decay or --ema_tokens"),
+        ({"ema_decay": 0.9, "data_parallel": "gossip"}, "--data_parallel gossip trains several"),
+        ({"ema_tokens": 9, "data_parallel": "diloco"}, "--ema_tokens averages the weights of one"),
+    ],
+)
+def test_an_average_that_cannot_be_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        check(GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options))
