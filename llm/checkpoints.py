@@ -10,11 +10,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, read_manifest, step_of
 from llm.checkpoint.retention import BEST, leftovers
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import lacking, option
 from llm.errors import CheckpointError, ConfigError, LLMError
 from llm.trainers.gpt.trained_model import (
     choose_checkpoint,
@@ -47,6 +48,12 @@ class CheckpointsOptions:
         "STEP is a number, latest or best.",
         group="Checkpoints",
     )
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        None,
+        "Precision of the exported weights; by default that of the run.",
+        group="Checkpoints",
+        requires=("export",),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         run, folder = _places(options)
         if options.export:
-            lines, code = [_export(run, folder, options.export)], 0
+            lines, code = [_export(run, folder, options)], 0
         else:
             lines, code = _show(folder, verify=options.verify)
     except LLMError as error:
@@ -97,6 +104,8 @@ def _places(options: CheckpointsOptions) -> tuple[Path, Path]:
         )
     if options.verify and options.export:
         raise ConfigError("--export verifies what it exports; leave out --verify.")
+    if problems := lacking(options):
+        raise ConfigError(" ".join(problems))
     if options.export and len(options.export) != 2:
         raise ConfigError(
             f"--export expects a step and a folder, as in --export latest DIR, not "
@@ -186,9 +195,9 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
+def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Write a Hugging Face folder, after every file that it needs has been verified."""
-    step, target = words[0], Path(words[1])
+    step, target = options.export[0], Path(options.export[1])
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--export {step} {target}: {target} is not empty; name a new folder.")
     config = read_config(run)
@@ -210,6 +219,7 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
             tokenizer=tokenizer,
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
+            dtype=options.export_dtype or config.export_dtype,
         )
         card = {"name": run.resolve().name, "architecture": model.config.model_type}
         known = {} if loss is None else {"eval loss": loss}

@@ -17,13 +17,14 @@ class Meter:
         rank: Rank of this process.
     """
 
-    _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+    _names = ("loss_sum", "z_loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
     """The numbers that a checkpoint holds."""
 
     def __init__(self, device: torch.device, *, rank: int) -> None:
         self._rank = rank
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=dtype, device=device)
+        self.z_loss_sum = torch.zeros((), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
@@ -41,6 +42,7 @@ class Meter:
         *,
         grad_norm: torch.Tensor,
         skipped: torch.Tensor,
+        z_loss_sum: torch.Tensor | None = None,
     ) -> None:
         """Count one step.
 
@@ -50,8 +52,11 @@ class Meter:
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
             skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
+            z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
         self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
+        if z_loss_sum is not None:
+            self.z_loss_sum += torch.where(skipped > 0, 0.0, z_loss_sum.to(self.loss_sum.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
         self._own.append((step, skipped, torch.isnan(grad_norm)))
@@ -75,13 +80,15 @@ class Meter:
         """
         dtype = self.loss_sum.dtype
         flags = [flag for _, skipped, nan in self._own for flag in (skipped, nan)]
-        own = [torch.ones_like(self.loss_sum), self.loss_sum, self.num_tokens, self.grad_norm]
+        losses = [self.loss_sum, self.z_loss_sum]
+        own = [torch.ones_like(self.loss_sum), *losses, self.num_tokens, self.grad_norm]
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
-        ranks, loss_sum, num_tokens, grad_norm = total[:4]
+        ranks, loss_sum, z_loss_sum, num_tokens, grad_norm = total[:5]
         self.loss_sum = loss_sum if self._rank == 0 else torch.zeros_like(loss_sum)
+        self.z_loss_sum = z_loss_sum if self._rank == 0 else torch.zeros_like(z_loss_sum)
         self.num_tokens = num_tokens / ranks
         self.grad_norm = (grad_norm / ranks).to(self.grad_norm.dtype)
-        of_steps = total[4:].view(-1, 2) > 0
+        of_steps = total[5:].view(-1, 2) > 0
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
         self._flags += [
@@ -97,14 +104,16 @@ class Meter:
         values = torch.stack(
             [
                 (self.loss_sum / self.num_tokens).double(),
+                (self.z_loss_sum / self.num_tokens).double(),
                 self.grad_norm.double(),
                 self.skipped_steps.double(),
                 self.nan_steps.double(),
             ]
         ).tolist()
         self.loss_sum = torch.zeros_like(self.loss_sum)
+        self.z_loss_sum = torch.zeros_like(self.z_loss_sum)
         self.num_tokens = torch.zeros_like(self.num_tokens)
-        names = ("loss", "grad_norm", "skipped_steps", "nan_steps")
+        names = ("loss", "z_loss", "grad_norm", "skipped_steps", "nan_steps")
         return dict(zip(names, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +123,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
         for name in self._names:
-            getattr(self, name).fill_(state[name])
+            getattr(self, name).fill_(state.get(name, 0.0))  # older checkpoints lack some
         if self._rank != 0:  # else the next all-reduce would add rank 0's loss once for each rank
             self.loss_sum.zero_()
+            self.z_loss_sum.zero_()

@@ -40,6 +40,7 @@ class LanguageModelLoss(nn.Module):
         aligned: Whether matrix products have the sizes that are fast on an accelerator: multiples
             of 128, in chunks of equal length. On all devices but a CPU unless given.
         compiled: Whether to compile what is computed from the logits of a chunk.
+        z_loss: Coefficient of the z-loss, which is part of the objective in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -54,6 +55,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
         compiled: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -69,6 +71,8 @@ class LanguageModelLoss(nn.Module):
         self._aligned = aligned
         self._compiled = compiled
         self._buffer: Tensor | None = None
+        self._z_loss = z_loss
+        self._z_sum: Tensor | None = None
 
     def forward(
         self,
@@ -88,13 +92,13 @@ class LanguageModelLoss(nn.Module):
 
         Returns:
             Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
-            the log (detached). They differ only in a mixture-of-experts model, by its balancing
-            loss, which is added once per token.
+            the log (detached). They differ by the z-loss, and in a mixture-of-experts model by its
+            balancing loss, which is added once per token.
         """
         # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
         if self.chunked:
-            loss_sum = self._chunked_loss(input_ids, labels, positions, documents)
-            return loss_sum, loss_sum.detach()
+            loss_sum, z_sum = self._chunked_loss(input_ids, labels, positions, documents)
+            return self._with_z_loss(loss_sum, z_sum), loss_sum.detach()
         outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
         loss_sum = F.cross_entropy(
@@ -104,7 +108,23 @@ class LanguageModelLoss(nn.Module):
         if self._router:
             tokens = (labels != IGNORED).sum()
             objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
+        if self._z_loss and self.training:
+            squares = logits.logsumexp(dim=-1).square()
+            z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
+            objective = self._with_z_loss(objective, z_sum)
         return objective, loss_sum.detach()
+
+    def _with_z_loss(self, objective: Tensor, z_sum: Tensor | None) -> Tensor:
+        """Add the z-losses of a micro-batch to its objective, and to the sum for the log."""
+        if z_sum is None:
+            return objective
+        self._z_sum = z_sum.detach() if self._z_sum is None else self._z_sum + z_sum.detach()
+        return objective + z_sum
+
+    def pop_z_loss(self, device: torch.device) -> Tensor:
+        """Return the sum of the z-losses since the last call, an fp32 scalar on the device."""
+        z_sum, self._z_sum = self._z_sum, None
+        return torch.zeros((), device=device) if z_sum is None else z_sum
 
     @torch.no_grad()
     def predictions(
@@ -138,7 +158,7 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         embedding = self.model.get_input_embeddings()
         tied = embedding if isinstance(embedding, TiedEmbedding) else None
         if tied is not None:
@@ -159,6 +179,7 @@ class LanguageModelLoss(nn.Module):
             tied=tied,
             buffer=self._logits_buffer(hidden, rows, head.weight),
             compiled=self._compiled,
+            z_loss=self._z_loss if self.training else 0.0,
         )
 
     def _model_outputs(

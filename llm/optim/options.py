@@ -1,10 +1,12 @@
 """Options of the optimizer, K-FAC and the learning rate."""
 
+import json
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from llm.config.options import given, option
+from llm.errors import ConfigError
 
 OPTIMIZER = "Optimizer and learning rate"
 KFAC = "K-FAC"
@@ -129,6 +131,11 @@ class OptimizerOptions(KFACOptions):
         "constant_with_warmup",
         "warmup_stable_decay",
     ] = _fixed_option("linear", "Learning-rate schedule.")
+    lr_scheduler_kwargs: str | None = _fixed_option(
+        None,
+        "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (0.5 if not "
+        "given) and of cosine_with_restarts (1), power of polynomial (1).",
+    )
     num_warmup_steps: int = _fixed_option(
         0, "Steps over which the learning rate rises from 0.", at_least=0
     )
@@ -193,7 +200,53 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
     if kind == "constant" and (options.num_warmup_steps or options.num_warmup_samples):
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
+    try:
+        scheduler_kwargs(options)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
+
+
+_SCHEDULER_KWARGS = {
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "polynomial": "power",
+}
+"""The setting that a schedule has, by `lr_scheduler_type`."""
+
+
+def scheduler_kwargs(options: OptimizerOptions) -> dict[str, float]:
+    """Return the settings of the schedule that `lr_scheduler_kwargs` holds.
+
+    Raises:
+        ConfigError: It cannot be read, or the schedule has no such setting.
+    """
+    text, kind = options.lr_scheduler_kwargs, options.lr_scheduler_type
+    if text is None:
+        return {}
+    try:
+        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+        is_json = text.lstrip().startswith("{")
+        values: dict[str, Any] = (
+            json.loads(text) if is_json else {k.strip(): json.loads(v) for k, v in pairs}
+        )
+    except ValueError:
+        raise ConfigError(
+            f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
+        ) from None
+    known = _SCHEDULER_KWARGS.get(kind)
+    for name, value in values.items():
+        if name != known:
+            raise ConfigError(
+                f"--lr_scheduler_kwargs sets {name}, which --lr_scheduler_type {kind} does not "
+                f"have; " + (f"it has {known}." if known else "leave it out.")
+            )
+        if type(value) not in (int, float) or not 0 < value <= 1e6:
+            raise ConfigError(
+                f"--lr_scheduler_kwargs {name} must be a number above 0 and at most 1e6, not "
+                f"{value!r}."
+            )
+    return values
 
 
 def kfac_problems(options: KFACOptions) -> list[str]:

@@ -6,9 +6,10 @@ Schedules of a name that `transformers.get_scheduler` has agree with its schedul
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from llm.errors import ConfigError
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import OptimizerOptions, scheduler_kwargs
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
@@ -45,7 +46,7 @@ def make_schedule(
             f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
             f"leave nothing of the {total_steps} steps to decay in."
         )
-    shape = _SHAPES[kind]
+    shape = partial(_SHAPES[kind], **scheduler_kwargs(options))
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
     floor = min(options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0), peak)
@@ -68,10 +69,21 @@ def linear(step: float, *, start: float, end: float) -> float:
     return max(0.0, (end - step) / max(1.0, end - start))
 
 
-def cosine(step: float, *, start: float, end: float) -> float:
+def polynomial(step: float, *, start: float, end: float, power: float = 1.0) -> float:
+    """Fall from 1 at `start` to 0 at `end` as a power of the steps that are left."""
+    return linear(step, start=start, end=end) ** power
+
+
+def cosine(step: float, *, start: float, end: float, num_cycles: float = 0.5) -> float:
     """Fall from 1 at `start` to 0 at `end` on half a cosine (Loshchilov & Hutter 2017)."""
     progress = min(1.0, (step - start) / max(1.0, end - start))
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+
+
+def cosine_with_restarts(step: float, *, start: float, end: float, num_cycles: float = 1) -> float:
+    """Fall from 1 to 0 on half a cosine `num_cycles` times (Loshchilov & Hutter 2017)."""
+    progress = (step - start) / max(1.0, end - start)
+    return cosine(num_cycles * progress % 1.0, start=0.0, end=1.0) if progress < 1.0 else 0.0
 
 
 def stable_then_decay(step: float, *, start: float, end: float) -> float:
@@ -82,11 +94,11 @@ def stable_then_decay(step: float, *, start: float, end: float) -> float:
     return 1.0 if step < start else linear(step, start=start, end=end)
 
 
-_SHAPES = {
+_SHAPES: dict[str, Callable[..., float]] = {
     "linear": linear,
     "cosine": cosine,
-    "cosine_with_restarts": cosine,
-    "polynomial": linear,
+    "cosine_with_restarts": cosine_with_restarts,
+    "polynomial": polynomial,
     "constant": constant,
     "constant_with_warmup": constant,
     "warmup_stable_decay": stable_then_decay,

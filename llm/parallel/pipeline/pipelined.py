@@ -170,6 +170,10 @@ class PipelineStrategy(ShardedStrategy):
         no_loss = torch.zeros((), device=self.device)
         return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum())
 
+    def pop_z_loss(self) -> Tensor:
+        """Return the sum of the last stage's z-losses on all stages; every rank must call it."""
+        return self._sum_of_losses([stage.loss.pop_z_loss(self.device) for stage in self.stages])
+
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
         dist.all_reduce(values, group=self._pipeline)

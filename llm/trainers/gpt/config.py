@@ -6,7 +6,7 @@ in `llm/trainers/gpt/rules.py`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
 from llm.config.options import Removed, option
@@ -105,6 +105,11 @@ class RunOptions:
         group=RUN,
         renamed_from="sample_every",
         at_least=1,
+    )
+    export_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Precision of the weights in the exported model; training and checkpoints stay float32.",
+        group=RUN,
     )
     push_to_hub: bool = option(
         False,

@@ -125,6 +125,8 @@ class Trainer:
         self.last_eval_mark = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
+        if self.config.z_loss:
+            self.strategy.pop_z_loss()  # of the pass in which DDP has ordered its buckets
         waiting_since = time.perf_counter()
         # Closed also if a step raises, which ends the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
@@ -173,7 +175,14 @@ class Trainer:
         # device: reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
-        self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
+        self.meter.add(
+            step,
+            loss_sum,
+            batch.num_tokens,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            z_loss_sum=strategy.pop_z_loss() if self.config.z_loss else None,
+        )
         self.tracker.step_done(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
@@ -243,6 +252,7 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.global_batch_size,
             kfac={} if second_order is None else second_order.metrics(),
+            with_z_loss=self.config.z_loss > 0,
         )
 
     def report_skipped(self) -> None:

@@ -111,6 +111,7 @@ def make_strategy(
         chunked=None if config.chunked_loss else False,
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
         compiled=bool(config.torch_compile) and not on_cpu,  # chunks are small there
+        z_loss=config.z_loss,
     )
     if config.torch_compile:
         compile_blocks(model)
