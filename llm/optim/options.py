@@ -107,6 +107,11 @@ class OptimizerOptions(KFACOptions):
         at_least=1,
         resume="fixed",
     )
+    moment_dtype: Literal["fp32", "bf16"] = _fixed_option(
+        "fp32",
+        "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
+        "memory.",
+    )
     momentum: float | None = _fixed_option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",

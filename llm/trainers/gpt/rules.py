@@ -124,6 +124,16 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
             "adamw; leave one of them out."
         )
+    others = [] if kind in (None, "adamw") else [f"optimizer {kind}"]
+    others += ["kfac"] if config.kfac else []
+    others += (
+        [] if config.data_parallel == "allreduce" else [f"data_parallel {config.data_parallel}"]
+    )
+    if config.moment_dtype == "bf16" and others:
+        problems.append(
+            f"--moment_dtype bf16 is for AdamW with gradients averaged over all ranks, not for "
+            f"--{' and --'.join(others)}; leave one of them out."
+        )
     if kind == "soap" and config.data_parallel != "allreduce":
         problems.append(
             "--optimizer soap has bases that cannot be averaged over ranks with weights of their "

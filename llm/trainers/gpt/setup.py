@@ -123,7 +123,8 @@ def make_strategy(
                 kfac = make_kfac(config, model, torch_compile=bool(config.torch_compile))
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)
+        accum_steps = setup.replicas.accum_steps
+        return make_optimizer(config, model, accum_steps=accum_steps, seed=setup.seed)
 
     strategy.prepare(loss, optimizer_factory)
     return strategy
