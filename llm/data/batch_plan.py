@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.options import BatchOptions
+from llm.data.options import BatchOptions, micro_batch_size
 from llm.errors import ConfigError
 
 
@@ -71,6 +71,24 @@ class BatchPlan:
         return after // self.num_windows > before // self.num_windows
 
 
+_LARGEST_AUTO = 1024
+"""The most samples of a micro-batch that `auto` tries; larger ones are no faster."""
+
+
+def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
+    """Return the sizes that `--per_device_train_batch_size auto` chooses from, the smallest first.
+
+    Args:
+        options: Sizes of batches.
+        world_size: Data-parallel ranks.
+    """
+    batch = options.global_batch_size
+    if not isinstance(batch, int):
+        return [2**n for n in range(_LARGEST_AUTO.bit_length())]
+    most = min(_LARGEST_AUTO, max(1, batch // world_size))
+    return [size for size in range(1, most + 1) if batch % (size * world_size) == 0] or [1]
+
+
 def plan_batches(
     options: BatchOptions,
     *,
@@ -89,15 +107,15 @@ def plan_batches(
     Raises:
         ConfigError: The global batch cannot be divided evenly.
     """
-    micro_batch_size = options.per_device_train_batch_size
-    together = micro_batch_size * world_size
+    size = micro_batch_size(options)
+    together = size * world_size
     batch = global_batch_size or options.global_batch_size
     if batch is None:
         batch = together * options.gradient_accumulation_steps
     elif batch % together:
         raise ConfigError(
             f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
-            f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
+            f"{size} times {world_size} ranks = {together}; change one of them."
         )
     if options.max_train_steps is not None:
         total_samples = options.max_train_steps * batch
@@ -107,7 +125,7 @@ def plan_batches(
         total_samples = options.num_train_epochs * num_windows
     return BatchPlan(
         num_windows=num_windows,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=size,
         world_size=world_size,
         global_batch_size=batch,
         total_samples=total_samples,

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from llm.config.options import given, option
 
@@ -150,8 +151,13 @@ class DataOptions:
 class BatchOptions:
     """Options of batches and of the length of a run."""
 
-    per_device_train_batch_size: int = option(
-        8, "Samples of one micro-batch on one device.", group=BATCH, resume="logged", at_least=1
+    per_device_train_batch_size: int | Literal["auto"] = option(
+        8,
+        "Samples of one micro-batch on one device; auto is the largest power of two (or divisor of "
+        "what global_batch_size leaves for a device) that fits, and is searched for once in a run.",
+        group=BATCH,
+        resume="logged",
+        at_least=1,
     )
     per_device_eval_batch_size: int = option(
         8,
@@ -246,6 +252,12 @@ def batch_problems(options: BatchOptions) -> list[str]:
             "--gradient_accumulation_steps."
         )
     return problems
+
+
+def micro_batch_size(options: BatchOptions) -> int:
+    """Return the samples of a micro-batch; 1 for `auto`, before the search for it."""
+    size = options.per_device_train_batch_size
+    return size if isinstance(size, int) else 1
 
 
 def num_cores() -> int:

@@ -38,6 +38,7 @@ from llm.trainers.gpt.resume import (
     choose_seed,
     find_init,
     find_resume,
+    keep_batch_size,
 )
 from llm.trainers.gpt.strategies import Replicas, plan_replicas
 
@@ -112,6 +113,7 @@ def read_training(
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
     resume_from = find_resume(config, run, verifiers=verifiers)
+    config = keep_batch_size(config, resume_from)
     check_folder(config, run, resume_from, config_file=config_file)
     setup = _read(config, world, run, resume_from, verifiers)
     if not setup.corpus.train:

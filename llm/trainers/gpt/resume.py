@@ -1,5 +1,6 @@
 """Where a run starts from: its own checkpoint, weights, or a seed; what a resume must keep."""
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -234,6 +235,14 @@ def choose_by_device(
         values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
     given = {name: getattr(config, name) for name in BY_DEVICE}
     return values | {name: value for name, value in given.items() if value is not None}
+
+
+def keep_batch_size(config: GPTConfig, resume_from: Checkpoint | None) -> GPTConfig:
+    """Return the options with the micro-batch of the checkpoint in place of `auto`."""
+    if resume_from is None or config.per_device_train_batch_size != "auto":
+        return config
+    name = "per_device_train_batch_size"
+    return dataclasses.replace(config, **{name: _saved_options(resume_from, "logged").get(name, 1)})
 
 
 def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:

@@ -88,6 +88,11 @@ def _run_problems(config: GPTConfig) -> list[str]:
             "--init_from starts a training; to evaluate a checkpoint, name it with "
             "--resume_from_checkpoint."
         )
+    if config.per_device_train_batch_size == "auto" and config.data_parallel != "allreduce":
+        problems.append(
+            f"--per_device_train_batch_size auto cannot plan --data_parallel {config.data_parallel}"
+            "; give a number."
+        )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
     problems += [
