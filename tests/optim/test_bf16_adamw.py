@@ -121,7 +121,7 @@ def test_small_changes_of_a_moment_add_up():
 def test_the_size_of_a_slice_does_not_matter(size, monkeypatch):
     models = []
     for elements in (2**22, size):
-        monkeypatch.setattr(bf16_adamw, "_SLICE", elements)
+        monkeypatch.setattr(bf16_adamw, "_CPU_SLICE", elements)
         model = model_of()
         optimizer = make_bf16_adamw(OPTIONS, model, seed=3)
         for step in range(3):

@@ -23,7 +23,12 @@ from tests.support.ranks import run_ranks, values
 from tests.support.recovery import without_times
 from tests.support.training import NO_DROPOUT, Bench
 
-AUTO = {"per_device_train_batch_size": "auto", "ranks": 2, "global_batch_size": 24}
+AUTO = {
+    "per_device_train_batch_size": "auto",
+    "ranks": 2,
+    "global_batch_size": 24,
+    "eval_steps": 2,
+}
 TRIAL = "llm.trainers.gpt.auto_batch:trial_step"
 
 
