@@ -138,7 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 losses[span], of_chunk, grad_logits = softmax(
                     logits, labels[span], own_columns, shard, any(wanted), z_loss
                 )
-                if squares is not None:
+                if squares is not None and of_chunk is not None:
                     squares[span] = of_chunk
                 if grad_logits is None:
                     continue

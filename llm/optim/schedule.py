@@ -71,7 +71,7 @@ def linear(step: float, *, start: float, end: float) -> float:
 
 def polynomial(step: float, *, start: float, end: float, power: float = 1.0) -> float:
     """Fall from 1 at `start` to 0 at `end` as a power of the steps that are left."""
-    return linear(step, start=start, end=end) ** power
+    return math.pow(linear(step, start=start, end=end), power)
 
 
 def cosine(step: float, *, start: float, end: float, num_cycles: float = 0.5) -> float:
