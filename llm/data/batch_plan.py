@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.options import BatchOptions, micro_batch_size
+from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
 
 
@@ -107,15 +107,15 @@ def plan_batches(
     Raises:
         ConfigError: The global batch cannot be divided evenly.
     """
-    size = micro_batch_size(options)
-    together = size * world_size
+    micro_batch_size = device_batch_size(options)
+    together = micro_batch_size * world_size
     batch = global_batch_size or options.global_batch_size
     if batch is None:
         batch = together * options.gradient_accumulation_steps
     elif batch % together:
         raise ConfigError(
             f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
-            f"{size} times {world_size} ranks = {together}; change one of them."
+            f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
         )
     if options.max_train_steps is not None:
         total_samples = options.max_train_steps * batch
@@ -125,7 +125,7 @@ def plan_batches(
         total_samples = options.num_train_epochs * num_windows
     return BatchPlan(
         num_windows=num_windows,
-        micro_batch_size=size,
+        micro_batch_size=micro_batch_size,
         world_size=world_size,
         global_batch_size=batch,
         total_samples=total_samples,

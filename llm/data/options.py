@@ -254,7 +254,7 @@ def batch_problems(options: BatchOptions) -> list[str]:
     return problems
 
 
-def micro_batch_size(options: BatchOptions) -> int:
+def device_batch_size(options: BatchOptions) -> int:
     """Return the samples of a micro-batch; 1 for `auto`, before the search for it."""
     size = options.per_device_train_batch_size
     return size if isinstance(size, int) else 1

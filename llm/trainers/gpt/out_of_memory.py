@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from llm.data.options import micro_batch_size
+from llm.data.options import device_batch_size
 from llm.errors import DeviceMemoryError
 from llm.metrics.hardware import device_memory
 from llm.models.options import recomputation
@@ -55,7 +55,7 @@ def _sentence(config: GPTConfig, world: World) -> str:
 def _remedies(config: GPTConfig) -> str:
     """Return the options that lower the memory and are not used to the full yet."""
     remedies = []
-    size = micro_batch_size(config)
+    size = device_batch_size(config)
     if size > 1 and not config.eval_only:
         remedies.append(f"lower --per_device_train_batch_size {size}")
     if config.per_device_eval_batch_size > 1:
