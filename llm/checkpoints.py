@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, read_manifest, step_of
 from llm.checkpoint.load import list_checkpoints, read_valid
@@ -72,6 +72,12 @@ class CheckpointsOptions:
         "average RUN: the folder to write the mean of the weights, and the tokenizer, to.",
         group="Checkpoints",
     )
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        None,
+        "Precision of the exported weights; by default that of the run.",
+        group="Checkpoints",
+        requires=("export", "output"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         run, folder = _places(options, averages=averages)
         if options.output is not None:
-            lines, code = [_average(run, folder, options.last, options.output)], 0
+            lines, code = [_average(run, folder, options, options.output)], 0
         elif options.export:
-            lines, code = [_export(run, folder, options.export, ema=options.ema)], 0
+            lines, code = [_export(run, folder, options)], 0
         else:
             lines, code = _show(folder, verify=options.verify)
     except LLMError as error:
@@ -137,6 +143,8 @@ def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]
         )
     if options.verify and options.export:
         raise ConfigError("--export verifies what it exports; leave out --verify.")
+    if problems := lacking(options):
+        raise ConfigError(" ".join(problems))
     if options.export and len(options.export) != 2:
         raise ConfigError(
             f"--export expects a step and a folder, as in --export latest DIR, not "
@@ -238,26 +246,30 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _export(run: Path, folder: Path, words: tuple[str, ...], *, ema: bool) -> str:
+def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Write a Hugging Face folder, after every file that it needs has been verified."""
-    step, target = words[0], Path(words[1])
+    step, target = options.export[0], Path(options.export[1])
     _check_empty(target, f"--export {step} {target}")
-    config = read_config(run)
+    config = _in_dtype(read_config(run), options)
     chosen = choose_checkpoint(folder, step, option="--export")
     _prepare_libraries()
-    model, tokenizer = load_trained(config, chosen, ema=ema)
+    model, tokenizer = load_trained(config, chosen, ema=options.ema)
     loss = chosen.metadata.get("eval_loss")
-    known = {} if loss is None or ema else {"eval loss": loss}
-    known |= {"weights": "their exponential moving average"} if ema else {}
+    known = {} if loss is None or options.ema else {"eval loss": loss}
+    known |= {"weights": "their exponential moving average"} if options.ema else {}
     _write(target, run, config, model, tokenizer, model.state_dict(), steps=chosen.step, **known)
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
-def _average(run: Path, folder: Path, number: int, output: str) -> str:
+def _in_dtype(config: GPTConfig, options: CheckpointsOptions) -> GPTConfig:
+    return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
+
+
+def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
-    target = Path(output)
+    target, number = Path(output), options.last
     _check_empty(target, f"--output {output}")
-    config = read_config(run)
+    config = _in_dtype(read_config(run), options)
     newest = list_checkpoints(folder)[-number:]
     if len(newest) < number:
         raise ConfigError(f"--last {number}: {folder} holds {len(newest)} valid checkpoints only.")
@@ -309,6 +321,7 @@ def _write(
             tokenizer=tokenizer,
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
+            dtype=config.export_dtype,
         )
         known = {"name": run.resolve().name, "architecture": model.config.model_type}
         write_model_card(target, {**known, **card, "seed": config.seed})

@@ -132,6 +132,7 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
         (["{}"], "--run {} holds no run"),
         (["{}/run", "--export", "30"], "--export expects a step and a folder"),
         (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),
+        (["{}/run", "--export_dtype", "bf16"], "--export_dtype needs --export"),
         (["--export", "30", "{}/out", "{}/run"], "No run is named: give its folder first"),
         (["{}/run", "--export", "30", "{}/run"], "{}/run is not empty; name a new folder"),
         (["average", "{}/run"], "--output is missing"),
@@ -194,6 +195,12 @@ def test_an_export_equals_the_one_at_the_end_of_training(trained, tmp_path, caps
     for name in exported[1:]:
         assert (tmp_path / "out" / name).read_bytes() == (trained / name).read_bytes()
     assert "| steps | 4 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_checkpoint_is_exported_in_the_precision_asked_for(trained, tmp_path):
+    out = tmp_path / "out"
+    assert main([str(trained), "--export", "latest", str(out), "--export_dtype", "bf16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
 
 
 def test_any_step_can_be_exported(trained, tmp_path):

@@ -20,6 +20,7 @@ from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
+from llm.plan.batch_size import largest_batch
 from llm.plan.estimate import Estimate, checkpoint_bytes, estimate, nearest, search, transfers
 from llm.plan.job import DEVICES, Job
 from llm.plan.memory import _Stage, in_flight
@@ -88,6 +89,29 @@ def test_a_moving_average_takes_four_bytes_for_each_trained_weight() -> None:
     assert checkpoint_bytes(averaged) - checkpoint_bytes(plain) == pytest.approx(
         4 * plain.param_counts(1).parameters, abs=1
     )
+
+
+def test_moments_in_bf16_take_half_the_memory_but_for_vectors() -> None:
+    whole, half = (plan_of(moment_dtype=dtype) for dtype in ("fp32", "bf16"))
+    parameters = list(job_of().outline().parameters())
+    vectors = num_elements(p for p in parameters if p.ndim < 2)
+    assert whole.memory.optimizer == pytest.approx(8 * num_elements(parameters), rel=0.01)
+    expected = 4 * num_elements(parameters) + 4 * vectors
+    assert half.memory.optimizer == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_batch_size": 8 * 36}])
+def test_the_largest_batch_that_fits_is_found(changes: dict[str, Any]) -> None:
+    """A power of two, or a divisor of the 36 samples of each of 8 ranks."""
+    limit = plan_of(per_device_train_batch_size=9, **changes).memory.total / 2**30
+    options = {**SMALL, **changes, "memory_gib": limit, "per_device_train_batch_size": "auto"}
+    found = largest_batch(PlanOptions(**options)).per_device_train_batch_size
+    assert found == (9 if changes else 8)
+
+
+def test_where_nothing_fits_the_largest_batch_is_one_sample() -> None:
+    options = {**SMALL, "memory_gib": 1e-3, "per_device_train_batch_size": "auto"}
+    assert largest_batch(PlanOptions(**options)).per_device_train_batch_size == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

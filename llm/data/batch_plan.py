@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
-from llm.data.options import BatchOptions
+from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
 
 
@@ -137,6 +137,24 @@ class BatchPlan:
         return ",".join(f"{p.global_batch_size}@{p.first_sample * block_size}" for p in self.phases)
 
 
+_LARGEST_AUTO = 1024
+"""The most samples of a micro-batch that `auto` tries; larger ones are no faster."""
+
+
+def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
+    """Return the sizes that `--per_device_train_batch_size auto` chooses from, the smallest first.
+
+    Args:
+        options: Sizes of batches.
+        world_size: Data-parallel ranks.
+    """
+    batch = options.global_batch_size
+    if not isinstance(batch, int):
+        return [2**n for n in range(_LARGEST_AUTO.bit_length())]
+    most = min(_LARGEST_AUTO, max(1, batch // world_size))
+    return [size for size in range(1, most + 1) if batch % (size * world_size) == 0] or [1]
+
+
 def plan_batches(
     options: BatchOptions,
     *,
@@ -159,7 +177,7 @@ def plan_batches(
     Raises:
         ConfigError: The global batch cannot be divided evenly, or is more than the whole run.
     """
-    micro_batch_size = options.per_device_train_batch_size
+    micro_batch_size = device_batch_size(options)
     together = micro_batch_size * world_size
     batch = global_batch_size or options.global_batch_size
     if batch is None:

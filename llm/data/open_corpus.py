@@ -14,7 +14,7 @@ from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
 from llm.data.mixture import Stage
-from llm.data.options import DataOptions, bounded_workers
+from llm.data.options import DataOptions
 from llm.data.order import DocumentEnds
 from llm.data.preparation.cache import TokenCache
 from llm.data.preparation.encoder import Encoding, end_token
@@ -22,6 +22,7 @@ from llm.data.preparation.output_files import read_row_bytes
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
 from llm.data.text.hub import dataset_sources
 from llm.data.text.sources import Source, file_source
+from llm.data.workers import bounded_workers
 from llm.errors import DataError
 from llm.runtime.world import launch_id
 from llm.tokenizers.fast import from_transformers

@@ -1,8 +1,7 @@
 """Options of the data: its source, its order, batches, the length of a run."""
 
-import logging
-import os
 from dataclasses import dataclass
+from typing import Literal
 
 from llm.config.options import given, option
 from llm.config.tokens import Tokens
@@ -14,8 +13,6 @@ from llm.errors import ConfigError
 DATA = "Data"
 BATCH = "Batch"
 LENGTH = "Length of training"
-
-log = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +168,13 @@ class DataOptions:
 class BatchOptions:
     """Options of batches and of the length of a run."""
 
-    per_device_train_batch_size: int = option(
-        8, "Samples of one micro-batch on one device.", group=BATCH, resume="logged", at_least=1
+    per_device_train_batch_size: int | Literal["auto"] = option(
+        8,
+        "Samples of one micro-batch on one device; auto is the largest power of two (or divisor of "
+        "what global_batch_size leaves for a device) that fits, and is searched for once in a run.",
+        group=BATCH,
+        resume="logged",
+        at_least=1,
     )
     per_device_eval_batch_size: int = option(
         8,
@@ -319,23 +321,7 @@ def batch_problems(options: BatchOptions) -> list[str]:
     return problems
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # a batch system may give a job some of them only
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
-    """Return the number of workers that a user asked for, but no more than are useful.
-
-    Args:
-        wanted: The number asked for; None takes all that are useful.
-        most: How many are useful; None is the cores that this process may use.
-    """
-    most = most or num_cores()
-    if wanted is None:
-        return most
-    if wanted > most:
-        log.info(f"taking {most:,} workers, not {wanted:,}: there are {num_cores():,} cores")
-    return min(wanted, most)
+def device_batch_size(options: BatchOptions) -> int:
+    """Return the samples of a micro-batch; 1 for `auto`, before the search for it."""
+    size = options.per_device_train_batch_size
+    return size if isinstance(size, int) else 1

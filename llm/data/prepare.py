@@ -173,9 +173,9 @@ def prepare(config: PrepareConfig) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option load no library.
     from llm.data.formats.megatron import token_dtype
-    from llm.data.options import bounded_workers
     from llm.data.preparation.encoder import Encoding, end_token
     from llm.data.preparation.prepare_files import prepare_files
+    from llm.data.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.data.options import bounded_workers, num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
+from llm.data.workers import bounded_workers, num_cores
 from llm.errors import ConfigError, LLMError
 from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer

@@ -18,7 +18,7 @@ class Meter:
         sources: Names of the sources of the data, if the losses are summed by source.
     """
 
-    _names = ("loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+    _names = ("loss_sum", "z_loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
     """The numbers that a checkpoint holds."""
 
     def __init__(self, device: torch.device, *, rank: int, sources: Sequence[str] = ()) -> None:
@@ -26,6 +26,7 @@ class Meter:
         self._sources = sources
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=dtype, device=device)
+        self.z_loss_sum = torch.zeros((), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         # Token losses and labels of each source.
         self.by_source = torch.zeros(2, len(sources), dtype=dtype, device=device)
@@ -46,6 +47,7 @@ class Meter:
         *,
         grad_norm: torch.Tensor,
         skipped: torch.Tensor,
+        z_loss_sum: torch.Tensor | None = None,
     ) -> None:
         """Count one step.
 
@@ -56,12 +58,14 @@ class Meter:
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
             skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
+            z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
-        loss_sum = torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
         if self._sources:
-            self.by_source += loss_sum
+            self.by_source += torch.where(skipped > 0, 0.0, loss_sum.to(self.by_source.dtype))
             loss_sum = loss_sum[0].sum()
-        self.loss_sum += loss_sum
+        self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
+        if z_loss_sum is not None:
+            self.z_loss_sum += torch.where(skipped > 0, 0.0, z_loss_sum.to(self.loss_sum.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
         self._own.append((step, skipped, torch.isnan(grad_norm), loss_sum, num_tokens))
@@ -93,12 +97,14 @@ class Meter:
         """
         dtype = self.loss_sum.dtype
         flags = [flag for _, skipped, nan, *_ in self._own for flag in (skipped, nan)]
-        own = [torch.ones_like(self.loss_sum), self.loss_sum, self.num_tokens, self.grad_norm]
+        losses = [self.loss_sum, self.z_loss_sum]
+        own = [torch.ones_like(self.loss_sum), *losses, self.num_tokens, self.grad_norm]
         own += self.by_source.flatten()
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
-        ranks, loss_sum, num_tokens, grad_norm = total[:4]
-        by_source = total[4 : len(own)].view_as(self.by_source)
+        ranks, loss_sum, z_loss_sum, num_tokens, grad_norm = total[:5]
+        by_source = total[5 : len(own)].view_as(self.by_source)
         self.loss_sum = loss_sum if self._rank == 0 else torch.zeros_like(loss_sum)
+        self.z_loss_sum = z_loss_sum if self._rank == 0 else torch.zeros_like(z_loss_sum)
         self.by_source = by_source if self._rank == 0 else torch.zeros_like(by_source)
         self.num_tokens = num_tokens / ranks
         self.grad_norm = (grad_norm / ranks).to(self.grad_norm.dtype)
@@ -123,6 +129,7 @@ class Meter:
         values = torch.stack(
             [
                 (self.loss_sum / self.num_tokens).double(),
+                (self.z_loss_sum / self.num_tokens).double(),
                 self.grad_norm.double(),
                 self.skipped_steps.double(),
                 self.nan_steps.double(),
@@ -130,11 +137,12 @@ class Meter:
             ]
         ).tolist()
         self.loss_sum = torch.zeros_like(self.loss_sum)
+        self.z_loss_sum = torch.zeros_like(self.z_loss_sum)
         self.num_tokens = torch.zeros_like(self.num_tokens)
         self.by_source = torch.zeros_like(self.by_source)
-        names = ("loss", "grad_norm", "skipped_steps", "nan_steps")
-        result = dict(zip(names, values[:4], strict=True))
-        for source, loss, labels in zip(self._sources, values[4::2], values[5::2], strict=True):
+        names = ("loss", "z_loss", "grad_norm", "skipped_steps", "nan_steps")
+        result = dict(zip(names, values[:5], strict=True))
+        for source, loss, labels in zip(self._sources, values[5::2], values[6::2], strict=True):
             if labels:
                 result[f"loss/{source}"] = loss / labels
         return result
@@ -150,7 +158,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
         for name in self._names:
-            getattr(self, name).fill_(state[name])
+            getattr(self, name).fill_(state.get(name, 0.0))  # older checkpoints lack some
         # A start without the option, or with other sources, has not saved these.
         saved = state.get("by_source", {})
         for number, source in enumerate(self._sources):
@@ -158,4 +166,5 @@ class Meter:
                 sums[number] = value
         if self._rank != 0:  # else the next all-reduce would add rank 0's loss once for each rank
             self.loss_sum.zero_()
+            self.z_loss_sum.zero_()
             self.by_source.zero_()

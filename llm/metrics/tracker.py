@@ -110,6 +110,7 @@ class Tracker:
         loss_scale: float,
         global_batch_size: int,
         kfac: Mapping[str, torch.Tensor],
+        with_z_loss: bool = False,
     ) -> None:
         """Report the logging interval that ends with a step.
 
@@ -122,6 +123,7 @@ class Tracker:
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples of a step.
             kfac: K-FAC's metrics by name; empty without it.
+            with_z_loss: Whether the run has a z-loss.
         """
         if self._peak_flops is None:
             with self.paused():
@@ -150,6 +152,8 @@ class Tracker:
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
+        if with_z_loss:
+            record["z_loss"] = values["z_loss"]
         record |= {f"kfac_{name}": float(value) for name, value in kfac.items()}
         record |= {name: value for name, value in values.items() if name.startswith("loss/")}
         self._seconds_before += elapsed
@@ -163,6 +167,7 @@ class Tracker:
 
     def _console_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
         """Return the line of a step in the words of Megatron-LM's log."""
+        z_loss = [f"z loss: {record['z_loss']:.6E}"] if "z_loss" in record else []
         return " | ".join(
             [
                 f"step {step:8d}/{self._total_steps:8d}",
@@ -173,6 +178,7 @@ class Tracker:
                 f"learning rate: {record['learning_rate']:.6E}",
                 f"global batch size: {global_batch_size:5d}",
                 f"lm loss: {record['loss']:.6E}",
+                *z_loss,
                 f"loss scale: {record['loss_scale']:.1f}",
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",

@@ -7,6 +7,9 @@ Kernel (Hsu et al. 2024, arXiv:2410.10989) fuse the head with the cross-entropy 
 If the rows of the head are sharded over ranks, no rank has the logits of the whole vocabulary. The
 ranks then all-reduce the largest logit and the sum of the exponentials of each token (Shoeybi et
 al. 2019, arXiv:1909.08053, section 3).
+
+The z-loss keeps the logits from drifting: it is the square of each token's log-sum-exp of logits,
+times a small coefficient (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 """
 
 import functools
@@ -40,8 +43,9 @@ def chunked_cross_entropy(
     buffer: Tensor | None = None,
     compiled: bool = False,
     token_losses: Tensor | None = None,
-) -> Tensor:
-    """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums of the cross-entropies and of the z-losses of `hidden @ weight.T + bias`.
 
     Args:
         hidden: [tokens, width]; the same on all ranks of a sharded head.
@@ -57,6 +61,11 @@ def chunked_cross_entropy(
         buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
         compiled: Compile what is computed from the logits of a chunk; not of a sharded head.
         token_losses: Fp32 [tokens], which receives the terms of the sum.
+        z_loss: Coefficient of the z-loss.
+
+    Returns:
+        Two fp32 scalars; the second is None without z-loss. The gradient of the first is that of
+        both together, and the second has none: so the logits need no second backward pass.
     """
     shard, whole = None, weight
     if isinstance(weight, DTensor):
@@ -68,11 +77,11 @@ def chunked_cross_entropy(
     softmax = _compiled_softmax() if compiled and shard is None else _softmax
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *(hidden, weight, bias, labels, vocab_size, rows, matrix),
-        *(shard, tied, buffer, softmax, grad_enabled, token_losses),
+        *(shard, tied, buffer, softmax, grad_enabled, token_losses, z_loss),
     )
-    return loss_sum
+    return sums
 
 
 @dataclass(frozen=True)
@@ -104,17 +113,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
-        softmax: Callable[..., tuple[Tensor, Tensor | None]],
+        softmax: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
         grad_enabled: bool,
         token_losses: Tensor | None,
-    ) -> Tensor:
-        """Return the sum; the arguments are those of `chunked_cross_entropy`."""
+        z_loss: float,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sums; the arguments are those of `chunked_cross_entropy`."""
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         # Gradients are summed over chunks in fp32: in bf16 each addition would round.
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         losses = token_losses
         if losses is None:
             losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        squares = torch.empty_like(losses) if z_loss else None
         first = 0 if shard is None else shard.first
         columns = len(weight)
         width, dtype = len(matrix), matrix.dtype
@@ -129,9 +140,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 chunk = hidden[span].to(dtype)
                 logits = _logits(chunk, matrix, offsets, buffer)
                 own_columns = min(columns, max(0, vocab_size - first))
-                losses[span], grad_logits = softmax(
-                    logits, labels[span], own_columns, shard, any(wanted)
+                losses[span], of_chunk, grad_logits = softmax(
+                    logits, labels[span], own_columns, shard, any(wanted), z_loss
                 )
+                if squares is not None and of_chunk is not None:
+                    squares[span] = of_chunk
                 if grad_logits is None:
                     continue
                 keep = (labels[span] != IGNORED).to(dtype).unsqueeze(1)
@@ -154,11 +167,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.tied = tied
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        return losses.sum()
+        if squares is None:
+            return losses.sum(), None
+        z_sum = z_loss * squares.sum()  # on a sharded head each rank has that of all tokens
+        ctx.mark_non_differentiable(z_sum)
+        return losses.sum(), z_sum
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
+        scale, _ = grad_outputs
         hidden, weight, bias = (
             None if saved is None else saved.mul_(scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -166,7 +183,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, *[None] * 10
+        return hidden, weight, bias, *[None] * 11
 
 
 @torch.no_grad()
@@ -198,8 +215,13 @@ def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor |
 
 
 def _softmax(
-    logits: Tensor, labels: Tensor, own_columns: int, shard: _Shard | None, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+    logits: Tensor,
+    labels: Tensor,
+    own_columns: int,
+    shard: _Shard | None,
+    with_gradient: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the losses of a chunk, and their gradient by the logits; overwrites the logits.
 
     Args:
@@ -208,33 +230,50 @@ def _softmax(
         own_columns: Columns of this rank's part of the vocabulary; the others are padding.
         shard: The part, if the head is sharded.
         with_gradient: Whether to compute the gradient.
+        z_loss: Coefficient of the z-loss.
 
     Returns:
-        Fp32 [rows], without those of labels in the columns of other ranks; and [rows, columns], in
-        the precision of the logits, or None.
+        Fp32 [rows], without those of labels in the columns of other ranks; fp32 [rows], the squared
+        log-sum-exp of the logits of all ranks, 0 without a label, or None without z-loss; and
+        [rows, columns], in the precision of the logits, or None.
     """
     logits[:, own_columns:] = -torch.inf  # probability 0
-    log_probs = _log_softmax(logits, shard)
     targets = labels if shard is None else labels - shard.first
     # A label in the columns of another rank adds its loss there.
     mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
     targets = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-    losses = torch.where(mine, -log_probs.gather(1, targets).squeeze(1), 0.0)
+    at_target = logits.gather(1, targets) if z_loss else None  # before it is overwritten
+    log_probs, log_sums = _log_softmax(logits, shard)
+    log_targets = log_probs.gather(1, targets)
+    losses = torch.where(mine, -log_targets.squeeze(1), 0.0)
+    squares = None
+    if at_target is not None:
+        if log_sums is None:
+            log_sums = at_target.float() - log_targets
+        squares = torch.where(labels != IGNORED, log_sums.squeeze(1).square(), 0.0)
     if not with_gradient:
-        return losses, None
+        return losses, squares, None
+    probs = log_probs.exp_()
+    if log_sums is not None and z_loss:
+        # In fp32: half precision has no number between 1 and 1 + 2 z_loss log_sums.
+        probs *= 1.0 + 2.0 * z_loss * log_sums
     # Softmax minus one-hot. The products with it zero the rows without a label: they are narrower.
     one = mine.float().unsqueeze(1)
-    return losses, log_probs.exp_().scatter_add_(1, targets, -one).to(logits.dtype)
+    return losses, squares, probs.scatter_add_(1, targets, -one).to(logits.dtype)
 
 
 @functools.cache
-def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """Return `_softmax` as a few kernels, which read and write the logits a fourth as often."""
     return torch.compile(_softmax, dynamic=False)
 
 
-def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:
-    """Return [rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits."""
+def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor | None]:
+    """Return [rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits.
+
+    Returns:
+        Also the log-sum-exp, [rows, 1], of a sharded head; None of another.
+    """
     if shard is not None:
         logits = logits.float()
         # Log-sum-exp: without the largest logit of all ranks subtracted, exp would overflow.
@@ -242,11 +281,12 @@ def _log_softmax(logits: Tensor, shard: _Shard | None) -> Tensor:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
         total = (logits - largest).exp().sum(dim=1, keepdim=True)
         dist.all_reduce(total, group=shard.group)
-        return logits.sub_(largest + total.log())
+        log_sums = largest + total.log()
+        return logits.sub_(log_sums), log_sums
     if logits.dtype == torch.float32:
         # In place, since the kernels read a row before they write it.
-        return torch.log_softmax(logits, dim=-1, out=logits)
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        return torch.log_softmax(logits, dim=-1, out=logits), None
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32), None
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from transformers import (
 
 from llm.runtime.files import write_whole
 
+ExportType = Literal["fp32", "bf16", "fp16"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARD_SIZE = "5GB"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -31,11 +35,13 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None = None,
     trust_remote_code: bool = False,
+    dtype: ExportType = "fp32",
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
-    The weights are written bit for bit, without the padding of the vocabulary. Everything is
-    written to a temporary folder first and then moved file by file, the weights last.
+    The weights are written bit for bit (or rounded to `dtype`), without the padding of the
+    vocabulary. Everything is written to a temporary folder first and then moved file by file, the
+    weights last.
 
     Args:
         config: The model's configuration (`model.config`); not changed.
@@ -44,6 +50,7 @@ def export_model(
         tokenizer: The tokenizer that the model was trained with.
         generation_config: Defaults of `generate`; derived from `config` if not given.
         trust_remote_code: Whether to run the Python code of the model's repository.
+        dtype: Precision of the written weights, which the written configuration names.
 
     Raises:
         OSError: A file cannot be written.
@@ -52,10 +59,11 @@ def export_model(
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            copy.deepcopy(config), dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code
         )
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    cut = {n: t.to(_DTYPES[dtype]) if t.is_floating_point() else t for n, t in cut.items()}
     model.load_state_dict(cut, assign=True)
     model.tie_weights()
     if generation_config is not None:

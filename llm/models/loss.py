@@ -42,6 +42,7 @@ class LanguageModelLoss(nn.Module):
             of 128, in chunks of equal length. On all devices but a CPU unless given.
         compiled: Whether to compile what is computed from the logits of a chunk.
         num_sources: Number of sources, if the losses are summed by source.
+        z_loss: Coefficient of the z-loss, which is part of the objective in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -58,6 +59,7 @@ class LanguageModelLoss(nn.Module):
         aligned: bool | None = None,
         compiled: bool = False,
         num_sources: int = 0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -74,6 +76,8 @@ class LanguageModelLoss(nn.Module):
         self._compiled = compiled
         self.num_sources = num_sources
         self._buffer: Tensor | None = None
+        self._z_loss = z_loss
+        self._z_sum: Tensor | None = None
 
     def forward(
         self,
@@ -95,15 +99,16 @@ class LanguageModelLoss(nn.Module):
 
         Returns:
             Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
-            the log (detached). They differ only in a mixture-of-experts model, by its balancing
-            loss, which is added once per token. With sources, the second is [2, num_sources] in
-            fp64, as of `sum_by_source`.
+            the log (detached). They differ by the z-loss, and in a mixture-of-experts model by its
+            balancing loss, which is added once per token. With sources, the second is
+            [2, num_sources] in fp64, as of `sum_by_source`.
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
         if self.chunked:
-            loss_sum = self._chunked_loss(input_ids, labels, positions, documents, losses)
-            return loss_sum, self._for_log(loss_sum, losses, labels, sources)
+            loss_sum, z_sum = self._chunked_loss(input_ids, labels, positions, documents, losses)
+            objective = self._with_z_loss(loss_sum, z_sum)
+            return objective, self._for_log(loss_sum, losses, labels, sources)
         outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
         kind = "sum" if sources is None else "none"
@@ -115,6 +120,10 @@ class LanguageModelLoss(nn.Module):
         if self._router:
             tokens = (labels != IGNORED).sum()
             objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
+        if self._z_loss and self.training:
+            squares = logits.logsumexp(dim=-1).square()
+            z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
+            objective = self._with_z_loss(objective, z_sum)
         return objective, self._for_log(loss_sum, losses, labels, sources)
 
     def _for_log(
@@ -124,6 +133,18 @@ class LanguageModelLoss(nn.Module):
         if losses is None or sources is None:
             return loss_sum.detach()
         return sum_by_source(losses, labels, sources, num_sources=self.num_sources)
+
+    def _with_z_loss(self, objective: Tensor, z_sum: Tensor | None) -> Tensor:
+        """Add the z-losses of a micro-batch to its objective, and to the sum for the log."""
+        if z_sum is None:
+            return objective
+        self._z_sum = z_sum.detach() if self._z_sum is None else self._z_sum + z_sum.detach()
+        return objective + z_sum
+
+    def pop_z_loss(self, device: torch.device) -> Tensor:
+        """Return the sum of the z-losses since the last call, an fp32 scalar on the device."""
+        z_sum, self._z_sum = self._z_sum, None
+        return torch.zeros((), device=device) if z_sum is None else z_sum
 
     @torch.no_grad()
     def predictions(
@@ -165,7 +186,7 @@ class LanguageModelLoss(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
         losses: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         embedding = self.model.get_input_embeddings()
         tied = embedding if isinstance(embedding, TiedEmbedding) else None
         if tied is not None:
@@ -187,6 +208,7 @@ class LanguageModelLoss(nn.Module):
             buffer=self._logits_buffer(hidden, rows, head.weight),
             compiled=self._compiled,
             token_losses=losses,
+            z_loss=self._z_loss if self.training else 0.0,
         )
 
     def _model_outputs(

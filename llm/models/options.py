@@ -13,7 +13,7 @@ Recomputation = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The architecture of the model, and how it computes."""
+    """The architecture of the model and its loss, and how it computes."""
 
     model_name_or_path: str | None = option(
         None,
@@ -109,6 +109,15 @@ class ModelOptions:
         "no part in the loss and is cut off on export.",
         group=MODEL,
         at_least=1,
+        resume="fixed",
+    )
+    z_loss: float = option(
+        0.0,
+        "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps "
+        "them from drifting (PaLM: 1e-4). It is logged apart from the loss, and evaluation is "
+        "without it.",
+        group=MODEL,
+        at_least=0,
         resume="fixed",
     )
     no_bias: bool = option(False, "Hold all biases at zero.", group=MODEL, resume="fixed")

@@ -4,6 +4,7 @@ import torch
 
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
+from llm.optim.bf16_adamw import make_bf16_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
@@ -11,7 +12,11 @@ from llm.optim.soap import make_soap
 
 
 def make_optimizer(
-    options: OptimizerOptions, model: torch.nn.Module, *, accum_steps: int | None = None
+    options: OptimizerOptions,
+    model: torch.nn.Module,
+    *,
+    accum_steps: int | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a run without K-FAC.
 
@@ -19,6 +24,7 @@ def make_optimizer(
         options: Which optimizer, and its settings.
         model: The model to train.
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
+        seed: The run's seed, for the rounding of moments in bf16.
 
     Raises:
         ConfigError: The model has nothing that the optimizer trains.
@@ -31,6 +37,8 @@ def make_optimizer(
         return make_muon(options, model)
     if accum_steps is not None:
         return make_accum_adamw(options, model, accum_steps=accum_steps)
+    if options.moment_dtype == "bf16":
+        return make_bf16_adamw(options, model, seed=seed)
     return make_adamw(options, model)
 
 

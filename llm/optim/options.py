@@ -6,6 +6,8 @@ from typing import Literal
 
 from llm.config.options import given, option
 from llm.config.tokens import Tokens
+from llm.errors import ConfigError
+from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 OPTIMIZER = "Optimizer and learning rate"
 KFAC = "K-FAC"
@@ -106,6 +108,11 @@ class OptimizerOptions(KFACOptions):
         at_least=1,
         resume="fixed",
     )
+    moment_dtype: Literal["fp32", "bf16"] = _fixed_option(
+        "fp32",
+        "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
+        "memory.",
+    )
     momentum: float | None = _fixed_option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
@@ -130,6 +137,11 @@ class OptimizerOptions(KFACOptions):
         "constant_with_warmup",
         "warmup_stable_decay",
     ] = _fixed_option("linear", "Learning-rate schedule.")
+    lr_scheduler_kwargs: str | None = _fixed_option(
+        None,
+        "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (0.5 if not "
+        "given) and of cosine_with_restarts (1), power of polynomial (1).",
+    )
     num_warmup_steps: int = _fixed_option(
         0, "Steps over which the learning rate rises from 0.", at_least=0
     )
@@ -256,6 +268,10 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     warmup = options.num_warmup_steps or options.num_warmup_samples or options.num_warmup_tokens
     if kind == "constant" and warmup:
         problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
+    try:
+        scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from llm.errors import ConfigError
 from llm.optim.options import OptimizerOptions
+from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
@@ -68,9 +69,10 @@ def make_schedule(
             f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
             f"leave nothing of the {total_steps} steps to decay in."
         )
-    shape = _SHAPES[kind]
     if kind == "warmup_stable_decay":
         shape = partial(stable_then_decay, decay=_DECAYS[options.cooldown_shape])
+    else:
+        shape = partial(_SHAPES[kind], **scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind))
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
     floor = min(options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0), peak)
@@ -93,10 +95,21 @@ def linear(step: float, *, start: float, end: float) -> float:
     return max(0.0, (end - step) / max(1.0, end - start))
 
 
-def cosine(step: float, *, start: float, end: float) -> float:
+def polynomial(step: float, *, start: float, end: float, power: float = 1.0) -> float:
+    """Fall from 1 at `start` to 0 at `end` as a power of the steps that are left."""
+    return math.pow(linear(step, start=start, end=end), power)
+
+
+def cosine(step: float, *, start: float, end: float, num_cycles: float = 0.5) -> float:
     """Fall from 1 at `start` to 0 at `end` on half a cosine (Loshchilov & Hutter 2017)."""
     progress = min(1.0, (step - start) / max(1.0, end - start))
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+
+
+def cosine_with_restarts(step: float, *, start: float, end: float, num_cycles: float = 1) -> float:
+    """Fall from 1 to 0 on half a cosine `num_cycles` times (Loshchilov & Hutter 2017)."""
+    progress = (step - start) / max(1.0, end - start)
+    return cosine(num_cycles * progress % 1.0, start=0.0, end=1.0) if progress < 1.0 else 0.0
 
 
 def sqrt(step: float, *, start: float, end: float) -> float:
@@ -116,11 +129,11 @@ def stable_then_decay(step: float, *, start: float, end: float, decay: Shape = l
 _DECAYS: dict[str, Shape] = {"linear": linear, "sqrt": sqrt, "cosine": cosine}
 """By `cooldown_shape`."""
 
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, Callable[..., float]] = {
     "linear": linear,
     "cosine": cosine,
-    "cosine_with_restarts": cosine,
-    "polynomial": linear,
+    "cosine_with_restarts": cosine_with_restarts,
+    "polynomial": polynomial,
     "constant": constant,
     "constant_with_warmup": constant,
     "warmup_stable_decay": stable_then_decay,

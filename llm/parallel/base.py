@@ -24,9 +24,8 @@ class AcceleratedStrategy:
     """Spreads a model and its training step over devices; the base class of all layouts.
 
     Here every rank holds the whole model. A layout is a subclass that overrides the private steps
-    of `prepare` and `forward_backward`. The rest of the package calls the public methods and does
-    not know which layout runs. Returned tensors stay on the device, so that a step never waits
-    for it.
+    of `prepare` and `forward_backward`. The rest of the package calls the public methods. Returned
+    tensors stay on the device, so that a step never waits for it.
 
     Args:
         accelerator: The processes, devices and precision, from `make_accelerator`.
@@ -101,7 +100,7 @@ class AcceleratedStrategy:
             group["lr"] = learning_rate
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
-        """Compute the gradient of one step's mean loss, unscaled.
+        """Compute the gradient of one step's mean loss, unscaled; return the sum of token losses.
 
         Args:
             micro_batches: This rank's slice of the step.
@@ -168,6 +167,10 @@ class AcceleratedStrategy:
             return torch.autocast("cpu", torch.float16)
         return self.accelerator.autocast()  # type: ignore[no-any-return]
 
+    def pop_z_loss(self) -> Tensor:
+        """Return the sum of the z-losses of this rank's slice since the last call."""
+        return self.loss.pop_z_loss(self.device)  # type: ignore[no-any-return]
+
     def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
 
@@ -178,9 +181,8 @@ class AcceleratedStrategy:
         """Clip the gradient (0: no clipping) and update the weights, or skip the step.
 
         Returns:
-            The gradient's norm before clipping, and 1.0 if it was not finite and the step was
-            skipped, else 0.0. Both are equal on all ranks, except where ranks have weights of
-            their own.
+            The gradient's norm before clipping, and 1.0 if it was not finite and the step skipped,
+            else 0.0. Both are equal on all ranks, except where ranks have weights of their own.
         """
         norm = self._gradient_norm()
         if max_grad_norm > 0:
@@ -211,9 +213,8 @@ class AcceleratedStrategy:
     def averaged(self) -> contextlib.AbstractContextManager[Tensor | None]:
         """Return a context in which the model has the weights to evaluate; every rank enters it.
 
-        Where ranks have weights of their own, these are the mean, and the context gives the
-        distance of the ranks from it: the root of the mean squared distance, divided by the norm
-        of the mean. Elsewhere it gives None.
+        Where ranks have weights of their own, these are the mean, and the context gives their root
+        mean squared distance from it, relative to its norm. Elsewhere it gives None.
         """
         return contextlib.nullcontext()
 
@@ -250,8 +251,8 @@ class AcceleratedStrategy:
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return which flags any rank has set now or up to `answer_delay` calls ago.
 
-        Every rank must call it. The answer is the same on all ranks, and comes once. Here gloo
-        all-reduces the flags while the next step is computed, and the next call returns the result.
+        Every rank must call it. The answer is the same on all ranks, and comes once: gloo
+        all-reduces the flags during the next step, and the next call returns the result.
         """
         if self.world_size == 1:
             return list(flags)

@@ -42,11 +42,14 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     limit_spin_wait()
     quiet_libraries()
     from llm.plan import render
+    from llm.plan.batch_size import largest_batch
     from llm.plan.estimate import estimate, nearest, search
     from llm.plan.job import Job
 
     if options.plot is not None:
         render.check_plot(options.plot)
+    if options.per_device_train_batch_size == "auto":
+        options = largest_batch(options)
     job = Job(options)
     ranked = search(job) if options.search else None
     if ranked == []:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
@@ -53,7 +54,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
     width = FP32 if options.mixed_precision == "no" else 2
     sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
-    tokens = options.per_device_train_batch_size * job.length // c
+    tokens = device_batch_size(options) * job.length // c
     hidden = tokens * trace.width * width
     passes = 2 + (recomputation(options) == "full")
     sent = []

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, checkpoint_bytes
@@ -30,7 +31,7 @@ def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
         f"{options.gpus_per_node} {options.device}: {layout.world_size} ranks",
         f"layout: {layout.describe()}",
         f"batch: {samples:,} samples of {job.length:,} tokens ({plan.tokens_per_step:,} tokens a "
-        f"step) in {plan.micro_batches} micro-batches of {options.per_device_train_batch_size} on "
+        f"step) in {plan.micro_batches} micro-batches of {device_batch_size(options)} on "
         "each rank",
         "",
         *_memory_lines(job, plan),
@@ -76,6 +77,7 @@ def to_json(
         "nodes": options.nodes,
         "gpus_per_node": options.gpus_per_node,
         "usable_memory": job.usable,
+        "micro_batch_size": device_batch_size(options),
         **_estimate_json(plan),
         "nearest": None if near is None else dataclasses.asdict(near),
         "efficiency": options.efficiency,

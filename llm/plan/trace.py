@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llm.data.options import device_batch_size
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.sizes import find_blocks
 from llm.plan.options import PlanOptions
@@ -163,7 +164,7 @@ def trace(
             chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
             aligned=not on_host,
         )
-        samples = options.per_device_train_batch_size
+        samples = device_batch_size(options)
         ids = torch.zeros(samples, length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)
         known = [ids, labels, *model.parameters(), *model.buffers()]

@@ -34,11 +34,13 @@ CASES = {
     "Muon": (Case(1, {"optimizer": "muon"}), _ALONE),
     "SOAP": (Case(1, {"optimizer": "soap"}), _ALONE),
     "K-FAC": (Case(1, {"kfac": True}), _ALONE),
+    "bf16 moments": (Case(1, {"moment_dtype": "bf16"}), _ALONE),
     "gossip alone": (Case(1, _GOSSIP), _ALONE),
     "Llama": (Case(1, family="llama"), _ALONE),
     "Mixtral": (Case(1, family="mixtral"), _ALONE),
     "DDP, 4 ranks": (Case(4), _ALL_REDUCE),
     "FSDP, 4 ranks": (Case(4, {_FSDP: 4}), _SHARDED),
+    "FSDP and bf16 moments, 4 ranks": (Case(4, {_FSDP: 4, "moment_dtype": "bf16"}), _SHARDED),
     "K-FAC, 4 ranks": (Case(4, {"kfac": True}), _KFAC),
     "tensor, 4 ranks": (
         Case(4, {_TENSOR: 2}),

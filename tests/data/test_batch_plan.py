@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.config.tokens import Tokens
-from llm.data.batch_plan import BatchPhase, plan_batches
+from llm.data.batch_plan import BatchPhase, micro_batch_sizes, plan_batches
 from llm.data.options import BatchOptions, batch_problems
 from llm.errors import ConfigError
 
@@ -63,6 +63,19 @@ def test_steps_samples_and_batch_size_follow_from_the_options(changes, batch, st
 def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"--global_batch_size 10 .* times 2 ranks = 4"):
         plan(global_batch_size=10, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "sizes"),
+    [
+        (None, 3, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
+        (24, 2, [1, 2, 3, 4, 6, 12]),
+        (7, 2, [1]),  # which `plan_batches` then refuses
+    ],
+)
+def test_auto_chooses_powers_of_two_or_divisors_of_the_global_batch(batch, ranks, sizes):
+    options = BatchOptions(global_batch_size=batch, per_device_train_batch_size="auto")
+    assert micro_batch_sizes(options, world_size=ranks) == sizes
 
 
 def test_a_resumed_run_keeps_its_global_batch():

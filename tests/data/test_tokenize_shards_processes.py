@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.options import bounded_workers
 from llm.data.preparation import tokenize_shards
 from llm.data.preparation.tokenize_shards import run_in_processes
+from llm.data.workers import bounded_workers
 from llm.errors import DataError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -18,7 +18,7 @@ SPAWN = multiprocessing.get_context("spawn")
 @pytest.mark.parametrize(("wanted", "given"), [(None, 4), (3, 3), (4, 4), (10**20, 4)])
 def test_there_are_no_more_workers_than_cores(monkeypatch, caplog, wanted, given):
     caplog.set_level(logging.INFO, "llm.data")
-    monkeypatch.setattr("llm.data.options.num_cores", lambda: 4)
+    monkeypatch.setattr("llm.data.workers.num_cores", lambda: 4)
 
     assert bounded_workers(wanted) == given
     cut = ["taking 4 workers, not 100,000,000,000,000,000,000: there are 4 cores"]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from llm.data.options import num_cores
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.data.train_tokenizer import main
+from llm.data.workers import num_cores
 from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions

@@ -29,12 +29,19 @@ def add(meter: Meter, sums: list[float], labels: list[int], *, norm: float = 1.0
 
 def read(*meters: Meter) -> dict[str, float]:
     """All-reduce the meters of several ranks, and read the first."""
-    given: list[torch.Tensor] = []
-    for meter in meters:
-        copy.deepcopy(meter).all_reduce(lambda values: given.append(values) or values)
-    for meter in meters:
-        meter.all_reduce(lambda values: torch.stack(given).sum(dim=0))
+    all_reduce(*meters)
     return meters[0].read()
+
+
+def all_reduce(*meters: Meter) -> None:
+    given: list[list[torch.Tensor]] = []
+    for meter in meters:
+        messages: list[torch.Tensor] = []
+        copy.deepcopy(meter).all_reduce(lambda values, to=messages: to.append(values) or values)
+        given.append(messages)
+    for meter in meters:
+        sums = iter([torch.stack(message).sum(dim=0) for message in zip(*given, strict=True)])
+        meter.all_reduce(lambda values, sums=sums: next(sums))
 
 
 def test_each_source_has_the_mean_of_its_own_tokens():
@@ -75,11 +82,7 @@ def test_ranks_are_summed_once_however_often_they_are_reduced():
     assert (values["loss/web"], values["loss/code"], values["loss"]) == (2.0, 5.0, 13 / 5)
 
     first, second = read_before
-    given = []
-    for meter in (first, second):  # as a save does before the interval ends
-        copy.deepcopy(meter).all_reduce(lambda sums: given.append(sums) or sums)
-    for meter in (first, second):
-        meter.all_reduce(lambda sums: torch.stack(given).sum(dim=0))
+    all_reduce(first, second)  # as a save does before the interval ends
     assert read(first, second)["loss/web"] == 2.0
 
 

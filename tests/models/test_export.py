@@ -94,6 +94,31 @@ def test_the_configuration_is_the_original_one(tmp_path: Path) -> None:
     assert not [key for key in written if "attn_implementation" in key]
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_export_in_half_precision_is_the_rounded_model(
+    name: export.ExportType, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = moved_from_its_start(tiny_model(tiny_config("gpt2"), pad_vocab_to_multiple_of=128))
+    export_model(
+        config=model.config,
+        state_dict=model.state_dict(),
+        folder=tmp_path,
+        tokenizer=tiny_tokenizer(),
+        dtype=name,
+    )
+    written = json.loads((tmp_path / "config.json").read_text())
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="auto", output_loading_info=True
+    )
+
+    assert written["dtype"] == str(dtype).removeprefix("torch.")
+    assert not any(report.values()), report
+    for key, trained in model.state_dict().items():
+        rounded = trained[: len(loaded.state_dict()[key])].to(dtype)
+        assert torch.equal(loaded.state_dict()[key], rounded), key
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     export_to(tmp_path, tiny_model(tiny_config("gpt2")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

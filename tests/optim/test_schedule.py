@@ -1,9 +1,11 @@
+import re
+
 import pytest
 import torch
 from transformers import get_scheduler
 
 from llm.errors import ConfigError
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import OptimizerOptions, schedule_problems
 from llm.optim.schedule import make_schedule
 
 
@@ -97,6 +99,54 @@ def test_schedules_agree_with_those_of_transformers(kind):
         assert rate(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12, abs=1e-15)
         optimizer.step()
         reference.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "settings"),
+    [
+        ("cosine", "num_cycles=0.3", {"num_cycles": 0.3}),
+        ("cosine_with_restarts", '{"num_cycles": 3}', {"num_cycles": 3}),
+        ("polynomial", "power=2.5", {"power": 2.5}),
+    ],
+)
+def test_schedules_with_settings_agree_with_those_of_transformers(kind, text, settings):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    phases = {"num_warmup_steps": 7, "num_training_steps": 50}
+    reference = get_scheduler(kind, optimizer, **phases, scheduler_specific_kwargs=settings)
+    changes = {"learning_rate": 0.3, "num_warmup_steps": 7, "lr_scheduler_kwargs": text}
+    rate = schedule(kind, total_steps=50, **changes)
+    for step in range(51):
+        assert rate(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12, abs=1e-15)
+        optimizer.step()
+        reference.step()
+
+
+def test_a_cosine_restarts_at_the_peak_and_falls_to_the_minimum():
+    rate = schedule(
+        "cosine_with_restarts", lr_scheduler_kwargs="num_cycles=2", min_learning_rate=0.2
+    )
+    rates = [rate(step) for step in (0, 25, 50, 75, 100)]
+    assert rates == pytest.approx([1.0, 0.6, 1.0, 0.6, 0.2])
+    assert rate(49) == pytest.approx(0.2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("cosine_with_restarts", "power=2", "sets power, which .* does not have; it has num_cyc"),
+        ("linear", "power=2", "sets power, which --lr_scheduler_type linear .* leave it out"),
+        ("polynomial", '{"lr_end": 0}', "sets lr_end, which .* does not have; it has power"),
+        ("polynomial", "power", "expects num_cycles=3 or .* not 'power'"),
+        ("polynomial", '{"power": 2', "expects num_cycles=3 or"),
+        ("polynomial", "power=-1", "power must be a number above 0 and .*, not -1"),
+        ("polynomial", "power=true", "power must be a number above 0 and .*, not True"),
+        ("polynomial", "power=NaN", "power must be a number above 0 and .*, not nan"),
+    ],
+)
+def test_settings_that_a_schedule_does_not_have_are_refused(kind, text, said):
+    options = OptimizerOptions(lr_scheduler_type=kind, lr_scheduler_kwargs=text)
+    (problem,) = schedule_problems(options)
+    assert re.search(said, problem)
 
 
 def test_phases_that_do_not_fit_into_the_run_are_refused():

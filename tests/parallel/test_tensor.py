@@ -41,12 +41,15 @@ def make_model(family: str, **changes):
     return model
 
 
-def prepare(model, sizes: dict[str, int], *, chunked: bool = True, aligned: bool = False):
+def prepare(
+    model, sizes: dict[str, int], *, chunked: bool = True, aligned: bool = False, z_loss: float = 0
+):
     """A strategy that trains the model on the ranks of a layout."""
     disable_packing_detection()
     strategy = make_strategy(sizes)
 
-    strategy.prepare(LanguageModelLoss(model, chunked=chunked, aligned=aligned), make_optimizer)
+    loss = LanguageModelLoss(model, chunked=chunked, aligned=aligned, z_loss=z_loss)
+    strategy.prepare(loss, make_optimizer)
     return strategy
 
 
@@ -116,6 +119,30 @@ def test_two_ranks_compute_each_layer_of_every_kind_of_plan():
 def test_a_head_whose_rows_are_padded_on_each_rank_trains_the_same():
     # 321 rows on two ranks, 161 and 160, each of which becomes 256; phi's head has a bias.
     assert_trains_as_on_one_rank(2, [(f, TP2, 1, True, True) for f in ("gpt2", "phi")])
+
+
+def train_with_z_loss(sizes: dict[str, int], chunked: bool):
+    """Loss, z-loss and norm of each step, then the weights."""
+    strategy = prepare(make_model("gpt2"), sizes, chunked=chunked, z_loss=0.1)
+    seen = []
+    for step in range(STEPS):
+        batches, num_tokens = micro_batches(strategy, step, 2)
+        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
+        norm, _ = strategy.optimizer_step(0.5)
+        losses = [strategy.reduce_sum(value) for value in (loss, strategy.pop_z_loss())]
+        seen.append([*map(float, losses), norm.item()])
+    return torch.tensor(seen), strategy.full_state_dict()
+
+
+def test_a_z_loss_over_a_divided_vocabulary_is_that_of_one_rank():
+    # 321 tokens: the second rank has a row of padding less than the first.
+    ((whole, weights),) = values(run_ranks(train_with_z_loss, 1, {}, True))
+    assert (whole[:, 1] > 0.1 * whole[:, 0]).all()
+    for chunked in (True, False):
+        (seen, divided), _ = values(run_ranks(train_with_z_loss, 2, TP2, chunked))
+        torch.testing.assert_close(seen, whole, rtol=1e-5, atol=0)
+        for name, tensor in divided.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
 
 
 def test_accumulated_gradients_and_gathered_logits_are_the_same():

@@ -173,6 +173,11 @@ class PipelineStrategy(ShardedStrategy):
         """Return the sum of the last stage's token losses on all stages; the others have none."""
         return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum(0))
 
+    def pop_z_loss(self) -> Tensor:
+        """Return the sum of the last stage's z-losses on all stages; every rank must call it."""
+        sums = [stage.loss.pop_z_loss(self.device) for stage in self.stages]
+        return self._from_last_stage(torch.stack(sums).sum())
+
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
         dist.all_reduce(values, group=self._pipeline)

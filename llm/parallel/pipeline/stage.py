@@ -86,7 +86,7 @@ class Stage(nn.Module):
 
     def __init__(self, loss: nn.Module, io: _StageIO, *, is_last: bool) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss: Any = loss
         self.is_last = is_last
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.sent_dtype = torch.float32

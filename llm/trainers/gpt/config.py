@@ -153,6 +153,11 @@ class RunOptions:
         group=RUN,
         requires=("ema_decay", "ema_tokens"),
     )
+    export_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Precision of the weights in the exported model; training and checkpoints stay float32.",
+        group=RUN,
+    )
     push_to_hub: bool = option(
         False,
         "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "

@@ -39,6 +39,7 @@ from llm.trainers.gpt.resume import (
     choose_skipped,
     find_resume,
     find_start,
+    keep_batch_size,
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.strategies import plan_replicas
@@ -63,6 +64,7 @@ def read_training(
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
     resume_from = find_resume(config, run, verifiers=verifiers)
+    config = keep_batch_size(config, resume_from)
     branch_from = find_parent(config, resume_from, verifiers=verifiers)
     check_folder(config, run, resume_from, config_file=config_file)
     setup = _read(config, world, run, resume_from, branch_from, verifiers)

@@ -1,11 +1,10 @@
 """The training loop. The page to read first."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
@@ -23,8 +22,7 @@ from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.resume import fixed_options, logged_options
-from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.step_report import report_steps
 
 Every = int | Tokens | Literal["epoch"] | None
@@ -79,7 +77,7 @@ class Trainer:
         self.state = TrainState()
         names = [source.name for source in self.sources] if config.log_source_losses else []
         self.meter = Meter(strategy.device, rank=strategy.rank, sources=names)
-        self.metadata = _metadata(config, setup)
+        self.metadata = checkpoint_metadata(config, setup)
         self.saver = Saver(
             config,
             setup.run.checkpoints,
@@ -130,6 +128,8 @@ class Trainer:
         self.last_eval_mark = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
+        if self.config.z_loss:
+            self.strategy.pop_z_loss()  # of the pass in which DDP has ordered its buckets
         waiting_since = time.perf_counter()
         # Closed also if a step raises, which ends the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
@@ -183,7 +183,14 @@ class Trainer:
         if self.average is not None:
             self.average.update(batch.num_tokens)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
-        self.meter.add(step, loss_sum, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
+        self.meter.add(
+            step,
+            loss_sum,
+            batch.num_tokens,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            z_loss_sum=strategy.pop_z_loss() if self.config.z_loss else None,
+        )
         self.tracker.step_done(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
@@ -257,6 +264,7 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
             kfac={} if second_order is None else second_order.metrics(),
+            with_z_loss=self.config.z_loss > 0,
         )
 
     def report_steps(self) -> None:
@@ -331,16 +339,3 @@ def _loader(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy)
         with_sources=config.log_source_losses,
         skipped=setup.skipped,
     )
-
-
-def _metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
-    """Return what every checkpoint records of the run."""
-    return {
-        "fixed": fixed_options(config),
-        "logged": logged_options(config),
-        "global_batch_size": setup.plan.batch_schedule(setup.block_size),
-        "data": setup.data_digest,
-        "skip_samples": str(setup.skipped),
-        "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
-        **setup.replicas.metadata(),
-    }

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from llm.data.options import device_batch_size
 from llm.errors import DeviceMemoryError
 from llm.metrics.hardware import device_memory
 from llm.models.options import recomputation
@@ -23,10 +24,15 @@ def explain_out_of_memory(config: GPTConfig, world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch.OutOfMemoryError comes from torch's allocators; NCCL and MPS raise other classes.
-        if "out of memory" not in str(error).lower():
+        if not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(_sentence(config, world)) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error says that the device's memory is full."""
+    # torch.OutOfMemoryError comes from torch's allocators; NCCL and MPS raise other classes.
+    return "out of memory" in str(error).lower()
 
 
 def _sentence(config: GPTConfig, world: World) -> str:
@@ -49,8 +55,9 @@ def _sentence(config: GPTConfig, world: World) -> str:
 def _remedies(config: GPTConfig) -> str:
     """Return the options that lower the memory and are not used to the full yet."""
     remedies = []
-    if config.per_device_train_batch_size > 1 and not config.eval_only:
-        remedies.append(f"lower --per_device_train_batch_size {config.per_device_train_batch_size}")
+    size = device_batch_size(config)
+    if size > 1 and not config.eval_only:
+        remedies.append(f"lower --per_device_train_batch_size {size}")
     if config.per_device_eval_batch_size > 1:
         remedies.append(
             f"lower --per_device_eval_batch_size {config.per_device_eval_batch_size}"

@@ -45,6 +45,7 @@ def write_results(
         tokenizer=setup.tokenizer,
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
+        dtype=config.export_dtype,
     )
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
     write_model_card(folder, _card(config, setup, results, model))

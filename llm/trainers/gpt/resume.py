@@ -245,6 +245,14 @@ def choose_by_device(
     return values | {name: value for name, value in given.items() if value is not None}
 
 
+def keep_batch_size(config: GPTConfig, resume_from: Checkpoint | None) -> GPTConfig:
+    """Return the options with the micro-batch of the checkpoint in place of `auto`."""
+    if resume_from is None or config.per_device_train_batch_size != "auto":
+        return config
+    name = "per_device_train_batch_size"
+    return dataclasses.replace(config, **{name: saved_options(resume_from, "logged").get(name, 1)})
+
+
 def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
     """Return the seed of the options, of the checkpoint, or a new one."""
     if config.seed is not None:

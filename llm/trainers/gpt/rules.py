@@ -90,6 +90,11 @@ def _run_problems(config: GPTConfig) -> list[str]:
         )
     if config.eval_steps is not None and config.eval_tokens is not None:
         problems.append("--eval_steps and --eval_tokens exclude each other; give one of them.")
+    if config.per_device_train_batch_size == "auto" and config.data_parallel != "allreduce":
+        problems.append(
+            f"--per_device_train_batch_size auto cannot plan --data_parallel {config.data_parallel}"
+            "; give a number."
+        )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
     saves = config.checkpointing_steps or config.checkpointing_minutes
@@ -131,6 +136,16 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
         problems.append(
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
             "adamw; leave one of them out."
+        )
+    others = [] if kind in (None, "adamw") else [f"optimizer {kind}"]
+    others += ["kfac"] if config.kfac else []
+    others += (
+        [] if config.data_parallel == "allreduce" else [f"data_parallel {config.data_parallel}"]
+    )
+    if config.moment_dtype == "bf16" and others:
+        problems.append(
+            f"--moment_dtype bf16 is for AdamW with gradients averaged over all ranks, not for "
+            f"--{' and --'.join(others)}; leave one of them out."
         )
     if kind == "soap" and config.data_parallel != "allreduce":
         problems.append(

@@ -14,6 +14,8 @@ from llm.data.skipped_samples import SkippedSamples
 from llm.optim.schedule import Schedule
 from llm.parallel.dims import ParallelDims
 from llm.trainers.gpt.branches import Branch
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.resume import fixed_options, logged_options
 from llm.trainers.gpt.strategies import Replicas
 
 if TYPE_CHECKING:
@@ -85,3 +87,16 @@ class TrainSetup(RunSetup):
     plan: BatchPlan
     skipped: SkippedSamples
     schedule: Schedule
+
+
+def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
+    """Return what every checkpoint records of the run."""
+    return {
+        "fixed": fixed_options(config),
+        "logged": logged_options(config),
+        "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        "data": setup.data_digest,
+        "skip_samples": str(setup.skipped),
+        "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
+        **setup.replicas.metadata(),
+    }

@@ -112,6 +112,7 @@ def make_strategy(
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
         compiled=bool(config.torch_compile) and not on_cpu,  # chunks are small there
         num_sources=len(setup.corpus.train) if config.log_source_losses else 0,
+        z_loss=config.z_loss,
     )
     if config.torch_compile:
         compile_blocks(model)
@@ -123,7 +124,8 @@ def make_strategy(
                 kfac = make_kfac(config, model, torch_compile=bool(config.torch_compile))
             strategy.second_order = kfac
             return kfac.optimizer
-        return make_optimizer(config, model, accum_steps=setup.replicas.accum_steps)
+        accum_steps = setup.replicas.accum_steps
+        return make_optimizer(config, model, accum_steps=accum_steps, seed=setup.seed)
 
     strategy.prepare(loss, optimizer_factory)
     return strategy

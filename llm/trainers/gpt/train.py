@@ -17,6 +17,7 @@ from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
+from llm.trainers.gpt.auto_batch import find_batch_size
 from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_training
@@ -61,6 +62,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # Everything is read before process groups form: bad input is refused by one sentence, and no
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
+    searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
     config = dataclasses.replace(
         config,
         seed=setup.seed,
@@ -68,6 +70,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         skip_samples=str(setup.skipped) or None,
         # RUN alone would be a later checkpoint if the branch is started again before its first.
         branch_from=setup.branch.parent if setup.branch else None,
+        per_device_train_batch_size=setup.plan.micro_batch_size,
         **setup.by_device,
     )
     model = make_model(config, setup, world)
@@ -80,6 +83,8 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     model = whole  # drops the last reference to the layers of other stages
     check_same_start(setup, strategy)
     load_weights(setup.init_from, strategy)
+    if searches:
+        config, setup = find_batch_size(config, setup, strategy, world)
     with watched(config, setup, strategy, world) as health:
         log_start(config, setup, strategy, model)
         tracker = make_tracker(config, setup, strategy, model)

@@ -1,0 +1,166 @@
+"""AdamW whose moments are bf16, rounded stochastically.
+
+The nearest bf16 number to a moment is usually the one before: beta2 = 0.999 changes the second
+moment by a thousandth, and bf16 resolves a 256th. Rounded up or down at random, with probabilities
+that keep the mean, small changes add up (Gupta et al. 2015, arXiv:1502.02551; for bf16 Zamirai et
+al. 2020, arXiv:2010.06192).
+
+The random bits are a function of the seed, the parameter's name, its number of updates and the
+element, computed from tensors of integers. So resuming is exact without a generator's state, the
+step count stays on the device, and ranks that hold the same weights round alike.
+"""
+
+import hashlib
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
+from llm.optim.groups import parameter_groups
+from llm.optim.options import OptimizerOptions
+
+_SLICE = 2**22
+"""Elements that are updated at once, which takes 64 MiB for float32 moments and random bits."""
+
+_CPU_SLICE = 2**18
+"""The same on a CPU, whose caches hold 4 MiB."""
+
+_ELEMENT, _UPDATE = 0x9E3779B1, 0x85EBCA77
+"""Strides of elements and updates in a cycle of 2**32 numbers; odd, so as to reach all of them."""
+
+_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
+"""Shifts and factors of the hash lowbias32 (C. Wellons 2018)."""
+
+
+class BF16AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with moments of matrices in bf16.
+
+    torch's fused kernel updates float32 copies of the moments, a slice of a matrix at a time. The
+    moments of vectors, a thousandth of all, stay float32. Like torch's fused optimizers, `step`
+    reads the attribute `found_inf`: where it is 1, weights and state stay as they are.
+
+    Args:
+        params: Groups of parameters, each with `keys`: an integer for each of its parameters, from
+            which the random bits follow.
+        settings: lr, betas and eps, for all groups.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            # Created here and not in the first step, so that a checkpoint can be loaded.
+            state = adamw_state(p)
+            if p.ndim > 1:
+                state |= {n: m.to(torch.bfloat16) for n, m in state.items() if n != "step"}
+            self.state[p] = state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Not supported.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            in_float32 = []
+            for p, key in zip(group["params"], group["keys"], strict=True):
+                if self.state[p]["exp_avg"].dtype == torch.float32:
+                    in_float32.append(p)
+                elif p.grad is not None:
+                    self._update(p, key, group, found_inf)
+            adamw_step(group, in_float32, self.state, found_inf)
+
+    def _update(self, p: Tensor, key: int, group: dict[str, Any], found_inf: Tensor | None) -> None:
+        assert p.grad is not None
+        updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
+        size = _CPU_SLICE if p.device.type == "cpu" else _SLICE
+        for first in range(0, p.numel(), size):
+            span = slice(first, first + size)
+            part = p.detach().view(-1)[span]
+            part.grad = p.grad.reshape(-1)[span]
+            rounded = [moment.view(-1)[span] for moment in moments]
+            exp_avg, exp_avg_sq = (moment.float() for moment in rounded)
+            state = {"step": updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            adamw_step(group, [part], {part: state}, found_inf)
+            bits = random_bits(updates, key=key, first=first, size=len(part))
+            # After a skipped step they are bf16 numbers already, which rounding leaves alone.
+            rounded[0].copy_(round_stochastically(exp_avg, bits & 0xFFFF))
+            rounded[1].copy_(round_stochastically(exp_avg_sq, (bits >> 16) & 0xFFFF))
+        updates += 1.0 if found_inf is None else 1.0 - found_inf
+
+
+def random_bits(updates: Tensor, *, key: int, first: int, size: int) -> Tensor:
+    """Return random integers, int32 [size]: a function of all arguments but the size.
+
+    Args:
+        updates: Number of updates before this one, on the device.
+        key: Of the parameter.
+        first: Number of the first element.
+        size: Number of elements.
+    """
+    # int32 wraps around, and so its products are those of uint32, for which torch has fewer.
+    bits = torch.arange(size, dtype=torch.int32, device=updates.device)
+    bits *= _int32(_ELEMENT)
+    bits += updates.to(torch.int32) * _int32(_UPDATE) + _int32(key + first * _ELEMENT)
+    for shift, factor in _MIX:
+        bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # `>>` repeats the sign
+        bits *= _int32(factor)
+    return bits
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """Round to bf16, away from zero with the probability that keeps the mean; returns `values`.
+
+    Args:
+        values: Float32, finite; overwritten by the rounded numbers.
+        bits: Int32 of the same shape, at random of 0 to 2**16 - 1.
+    """
+    # bf16 is float32 without its last 16 bits: their sum with 16 random ones carries, or not.
+    pattern = values.view(torch.int32)
+    pattern += bits
+    pattern &= -0x10000
+    return values
+
+
+def make_bf16_adamw(
+    options: OptimizerOptions, model: torch.nn.Module, *, seed: int = 0
+) -> BF16AdamW:
+    """Make AdamW with moments in bf16.
+
+    Args:
+        options: Learning rate, decay rates, epsilon and weight decay.
+        model: The model to train.
+        seed: The run's seed, for the rounding.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    for group in groups:
+        group["keys"] = [_key(seed, names[p], p) for p in group["params"]]
+    return BF16AdamW(groups, **adamw_settings(options))
+
+
+def _key(seed: int, name: str, parameter: Tensor) -> int:
+    """Return the key of a parameter, or of this rank's shard of it.
+
+    A shard of rows continues at its place in the whole parameter, so that its elements have the
+    random bits that they have on one rank.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    key = int.from_bytes(digest, "little")
+    if isinstance(parameter, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        first = sum(o * s for o, s in zip(offsets, parameter.stride(), strict=True))
+        key += first * _ELEMENT
+    return key
+
+
+def _int32(number: int) -> int:
+    """Return the int32 that has the last 32 bits of an integer."""
+    return (number + 2**31) % 2**32 - 2**31

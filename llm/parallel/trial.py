@@ -1,0 +1,32 @@
+"""A forward and backward pass that change nothing, to see whether they fit into memory."""
+
+from collections.abc import Sequence
+
+import torch
+
+from llm.data.loader import MicroBatch
+from llm.parallel.base import AcceleratedStrategy
+
+
+def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch]) -> None:
+    """Run forward and backward without a collective, and drop the gradient.
+
+    An update would need no more memory: the optimizer's state exists, and activations are freed.
+
+    Args:
+        strategy: One in which every rank holds the whole model: a rank whose memory is full would
+            leave the others waiting in a collective.
+        micro_batches: On the device; two, if gradients will accumulate.
+    """
+    strategy.wrapped.train()
+    try:
+        casts = strategy._weight_casts(len(micro_batches))
+        with casts, strategy.accelerator.no_sync(strategy.wrapped):
+            for micro_batch in micro_batches:
+                with strategy.autocast():
+                    objective, _ = strategy.wrapped(*micro_batch)
+                objective.backward()
+        if strategy.device.type != "cpu":
+            torch.accelerator.synchronize(strategy.device)
+    finally:
+        strategy.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,129 @@
+"""The search for the largest micro-batch that fits (`--per_device_train_batch_size auto`).
+
+It begins with the figure of `python -m llm.plan`. Where every rank holds the whole model, each then
+tries a forward and backward pass, halves the batch as long as its memory is full, and all ranks
+agree on the smallest. Ranks that share a model take the plan's figure: a rank whose memory is full
+would leave the others waiting in a collective.
+"""
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from llm.config.toml import to_toml
+from llm.data.batch_plan import micro_batch_sizes
+from llm.data.loader import TrainLoader
+from llm.errors import ConfigError
+from llm.metrics.hardware import device_memory, host_memory
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.trial import trial_step
+from llm.runtime.world import World, ranks_per_node
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.inputs import read_training
+from llm.trainers.gpt.out_of_memory import is_out_of_memory
+from llm.trainers.gpt.run_setup import TrainSetup
+
+_GIB = 2**30
+
+_HOST_SHARE = 0.8
+"""Of the host's memory; libraries, the text and the page cache take the rest."""
+
+logger = logging.getLogger("llm")
+
+
+def find_batch_size(
+    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
+) -> tuple[GPTConfig, TrainSetup]:
+    """Return options and setup with the largest micro-batch that fits; every rank calls it.
+
+    Args:
+        config: The options, with a micro-batch of one sample.
+        setup: What was read for them.
+        strategy: The prepared model; neither its weights nor its optimizer change.
+        world: Rank and world size of this process.
+
+    Raises:
+        ConfigError: On all ranks, why the run cannot be planned.
+    """
+    answer: int | str | None = None
+    if strategy.rank == 0:
+        answer = ask_plan(config, world, strategy.device)
+    answer = strategy.broadcast_object(answer)
+    if not isinstance(answer, int):
+        raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
+    plan = setup.plan
+    most = max(1, min(answer, plan.num_windows // plan.world_size))
+    sizes = micro_batch_sizes(config, world_size=plan.world_size)
+    size = max(size for size in sizes if size <= most)
+    if setup.layout.is_replicated:
+        while size > 1 and not _fits(size, config, setup, strategy):
+            size = max(smaller for smaller in sizes if smaller <= size // 2)
+        size = min(strategy.gather_objects(size))
+    logger.info(
+        f"--per_device_train_batch_size auto: {size} samples fit (the plan's figure: {answer}); a "
+        "resume keeps them."
+    )
+    config = dataclasses.replace(config, per_device_train_batch_size=size)
+    again = read_training(dataclasses.replace(config, in_memory=False), world)
+    return config, dataclasses.replace(setup, plan=again.plan, schedule=again.schedule)
+
+
+def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
+    """Return whether a step with micro-batches of this size fits into this rank's memory."""
+    together = size * setup.plan.world_size
+    several = setup.plan.global_batch_size > together or config.gradient_accumulation_steps > 1
+    loader = TrainLoader(
+        samples=setup.samples,
+        plan=dataclasses.replace(
+            setup.plan, micro_batch_size=size, global_batch_size=together * (1 + several)
+        ),
+        rank=strategy.data_rank,
+        device=strategy.device,
+        ends=setup.ends,
+    )
+    try:
+        with closing(loader.steps(0)) as batches:
+            trial_step(strategy, next(batches).micro_batches)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True
+    gc.collect()  # after the `except`, whose traceback holds the tensors of the step
+    if strategy.device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
+    return False
+
+
+def ask_plan(config: GPTConfig, world: World, device: torch.device) -> int | str:
+    """Return the micro-batch that `python -m llm.plan` finds to fit, or why it cannot plan.
+
+    A process of its own plans: it forms process groups, and this one has some already.
+    """
+    ranks, per_node = world.world_size, ranks_per_node(os.environ, world.world_size)
+    per_node = per_node if ranks % per_node == 0 else ranks
+    on_host = device.type == "cpu"
+    memory: float | None = host_memory() if on_host else device_memory(device)
+    if on_host and memory is not None:
+        memory *= _HOST_SHARE / per_node
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.toml"
+        asked = dataclasses.replace(config, per_device_train_batch_size="auto")
+        file.write_text(to_toml(asked), encoding="utf-8")
+        words = [sys.executable, "-m", "llm.plan", str(file), "--json"]
+        words += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
+        words += ["--device", "cpu"] if on_host else []
+        words += [] if memory is None else ["--memory_gib", f"{memory / _GIB:.4f}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 1):
+        return int(json.loads(done.stdout)["micro_batch_size"])
+    return done.stderr.strip().rpartition("error: ")[2]

@@ -1,0 +1,123 @@
+"""`--per_device_train_batch_size auto`: the plan's figure, and a trial on each rank."""
+
+import tomllib
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from llm.errors import ConfigError
+from llm.models.loss import LanguageModelLoss
+from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.make import make_optimizer
+from llm.parallel.trial import trial_step
+from llm.runtime.world import World
+from llm.trainers.gpt import auto_batch
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.main import parse_args
+from tests.support.data_parallel import share
+from tests.support.faults import Fault
+from tests.support.layouts import make_strategy
+from tests.support.models import tiny_config, tiny_model
+from tests.support.ranks import run_ranks, values
+from tests.support.recovery import without_times
+from tests.support.training import NO_DROPOUT, Bench
+
+AUTO = {
+    "per_device_train_batch_size": "auto",
+    "ranks": 2,
+    "global_batch_size": 24,
+    "eval_steps": 2,
+}
+TRIAL = "llm.trainers.gpt.auto_batch:trial_step"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("auto"), **NO_DROPOUT)
+
+
+def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
+    """All 12 samples of a rank fit the plan; on one rank the trial of them runs out of memory."""
+    full = Fault(at=TRIAL, what="out of memory", rank=1)
+    found = bench.train_well(
+        "found", **AUTO, max_train_steps=2, checkpointing_steps=2, faults=[full]
+    )
+    said = "--per_device_train_batch_size auto: 6 samples fit (the plan's figure: 12)"
+    assert said in found.output
+    resolved = tomllib.loads((found.folder / "config.toml").read_text(encoding="utf-8"))
+    assert resolved["per_device_train_batch_size"] == 6
+
+    options = {"max_train_steps": 4, "checkpointing_steps": 2, "resume_from_checkpoint": True}
+    resumed = bench.train_well("found", **AUTO, **options)
+    assert "_size auto:" not in resumed.output
+    given = bench.train_well("given", **{**AUTO, "per_device_train_batch_size": 6}, **options)
+    # A trial leaves no trace in weights or moments.
+    assert without_times(resumed) == without_times(given)
+
+
+def ask(bench: Bench, **options: object) -> int | str:
+    command = bench.command("asked", **{"per_device_train_batch_size": "auto", **options})
+    world = World(rank=0, local_rank=0, world_size=2)
+    return auto_batch.ask_plan(parse_args(command), world, torch.device("cpu"))
+
+
+def test_half_the_memory_is_half_the_batch(bench, monkeypatch):
+    figures = []
+    for mib in (128, 64):
+        monkeypatch.setattr(auto_batch, "host_memory", lambda mib=mib: mib * 2**20)
+        figures.append(ask(bench, block_size=64))
+    assert figures[0] == 2 * figures[1]
+    assert 4 <= figures[1] <= 256
+
+
+def test_what_the_plan_refuses_is_refused_with_its_sentence(bench):
+    answer = ask(bench, kfac=True, kfac_library="kfac-pytorch")
+    assert answer == "--kfac_library kfac-pytorch cannot be planned; leave it out."
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_parallel": "gossip"}, "auto cannot plan --data_parallel gossip; give a number"),
+        ({"per_device_train_batch_size": "most"}, "expects an integer or auto, not 'most'"),
+        ({"per_device_train_batch_size": 0}, "must be at least 1, not 0"),
+    ],
+)
+def test_batches_that_cannot_be_searched_for_are_refused(bench, options, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_args(bench.command("refused", **{"per_device_train_batch_size": "auto", **options}))
+
+
+def changes_of_a_trial(options: GPTConfig) -> list[bool]:
+    """Whether weights and states are others after a trial, and after a step."""
+    strategy = make_strategy({})
+    model = tiny_model(tiny_config("gpt2", **NO_DROPOUT))
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        if not options.kfac:
+            return make_optimizer(options, model)
+        strategy.second_order = make_kfac(options, model, torch_compile=False)
+        return strategy.second_order.optimizer
+
+    strategy.prepare(LanguageModelLoss(model), optimizer)
+    batches, num_tokens = share(0, strategy, 2)
+
+    def tensors() -> list[torch.Tensor]:
+        kfac = {} if strategy.second_order is None else strategy.second_order.state_dict()
+        leaves = tree_leaves([strategy.state_dict(), kfac])
+        return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    changes, before = [], tensors()
+    trial_step(strategy, batches)
+    changes.append(not all(torch.equal(*pair) for pair in zip(before, tensors(), strict=True)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    strategy.forward_backward(batches, num_tokens=num_tokens)
+    strategy.optimizer_step(1.0)
+    changes.append(not all(torch.equal(*pair) for pair in zip(before, tensors(), strict=True)))
+    return changes
+
+
+@pytest.mark.parametrize("options", [{}, {"kfac": True}], ids=str)
+def test_a_trial_changes_neither_weights_nor_states(options):
+    assert values(run_ranks(changes_of_a_trial, 1, GPTConfig(**options))) == [[False, True]]
