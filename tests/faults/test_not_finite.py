@@ -40,8 +40,8 @@ def train_and_hash(argv: list[str], faults: Sequence[Fault]) -> tuple[int, str]:
 def test_a_non_finite_step_is_skipped_on_all_ranks_and_training_continues(tmp_path, precision):
     bench = Bench(tmp_path)
     argv = bench.command("nan", max_train_steps=12, eval_steps=100, mixed_precision=precision)
-    # One forward a step: the fifth step's, on the second of three ranks.
-    fault = Fault(at=LOSS, what="nan", call=5, rank=1)
+    # One forward that orders the buckets, and one a step: the fifth step's, on the second rank.
+    fault = Fault(at=LOSS, what="nan", call=6, rank=1)
 
     outcomes = run_ranks(train_and_hash, 3, argv, [fault])
 
