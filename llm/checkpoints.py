@@ -199,6 +199,7 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
     limit_spin_wait()
     quiet_libraries()
     from llm.models.export import export_model, write_model_card
+    from llm.models.mup import scales_of
 
     model, tokenizer = load_trained(config, chosen)
     loss = chosen.metadata.get("eval_loss")
@@ -210,6 +211,7 @@ def _export(run: Path, folder: Path, words: tuple[str, ...]) -> str:
             tokenizer=tokenizer,
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
+            attention_factor=scales_of(config, model.config).attention,
         )
         card = {"name": run.resolve().name, "architecture": model.config.model_type}
         known = {} if loss is None else {"eval loss": loss}

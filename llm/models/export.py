@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from llm.models.mup import fold_attention
 from llm.runtime.files import write_whole
 
 _SHARD_SIZE = "5GB"
@@ -31,6 +32,7 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None = None,
     trust_remote_code: bool = False,
+    attention_factor: float = 1.0,
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
@@ -44,6 +46,8 @@ def export_model(
         tokenizer: The tokenizer that the model was trained with.
         generation_config: Defaults of `generate`; derived from `config` if not given.
         trust_remote_code: Whether to run the Python code of the model's repository.
+        attention_factor: Factor of the attention logits in training, which the queries' weights
+            take over.
 
     Raises:
         OSError: A file cannot be written.
@@ -55,7 +59,8 @@ def export_model(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    folded = fold_attention(state_dict, config, attention_factor)
+    cut = {name: _cut(tensor, shapes[name]) for name, tensor in folded.items()}
     model.load_state_dict(cut, assign=True)
     model.tie_weights()
     if generation_config is not None:

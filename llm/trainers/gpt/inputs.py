@@ -21,6 +21,7 @@ from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentEnds, document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
+from llm.models.mup import check_mup
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
@@ -33,6 +34,7 @@ from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.resume import (
     check_folder,
+    check_same_attention,
     check_same_data,
     choose_by_device,
     choose_seed,
@@ -186,6 +188,9 @@ def _read(
     )
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = find_init(config, verifiers=verifiers) if resume_from is None else None
+    weights_from = None if resume_from or init_from else find_weights(config)
+    check_mup(config, model_config, weights_from=weights_from)
+    check_same_attention(config, init_from)
     return RunSetup(
         run=run,
         resume_from=resume_from,
@@ -194,7 +199,7 @@ def _read(
         by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=None if resume_from or init_from else find_weights(config),
+        weights_from=weights_from,
         block_size=block_size,
         corpus=open_corpus(
             config,

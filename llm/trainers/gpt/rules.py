@@ -124,6 +124,12 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
             "adamw; leave one of them out."
         )
+    if config.mup and (config.kfac or kind in ("soap", "sgd")):
+        other = "kfac" if config.kfac else f"optimizer {kind}"
+        problems.append(
+            f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
+            "leave one of them out."
+        )
     if kind == "soap" and config.data_parallel != "allreduce":
         problems.append(
             "--optimizer soap has bases that cannot be averaged over ranks with weights of their "
