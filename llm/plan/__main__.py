@@ -42,11 +42,14 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     limit_spin_wait()
     quiet_libraries()
     from llm.plan import render
+    from llm.plan.coordinate_check import coordinate_check
     from llm.plan.estimate import estimate, nearest, search
     from llm.plan.job import Job
 
     if options.plot is not None:
         render.check_plot(options.plot)
+    if options.coordinate_check:
+        return coordinate_check(options), True
     job = Job(options)
     ranked = search(job) if options.search else None
     if ranked == []:
