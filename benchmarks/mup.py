@@ -54,7 +54,7 @@ class MuPBenchmarkOptions(ReportOptions):
         (64, 128, 256, 512), "Widths, the base model's first.", group="Training", at_least=HEAD_DIM
     )
     learning_rates: tuple[float, ...] = option(
-        tuple(2.0**power for power in range(-10, -3)),
+        tuple(2.0**power for power in range(-11, -5)),
         "Peak rates, in rising order, with and without muP.",
         group="Training",
         above=0,
@@ -63,9 +63,15 @@ class MuPBenchmarkOptions(ReportOptions):
         "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
     )
     steps: int = option(200, "Steps of a training.", group="Training", at_least=2)
-    batch_size: int = option(16, "Samples of a step.", group="Training", at_least=1)
+    batch_size: int = option(8, "Samples of a step.", group="Training", at_least=1)
     block_size: int = option(32, "Characters of a sample.", group="Training", at_least=2)
     layers: int = option(2, "Layers of the models.", group="Training", at_least=1)
+    initializer_range: float = option(
+        0.06,
+        "Initial deviation of the base model's weights, which all widths have without muP.",
+        group="Training",
+        above=0,
+    )
     seed: int = option(0, "Seed of weights and samples.", group="Training", at_least=0)
     kept: str = option(
         "runs/mup.jsonl", "File to which each finished training is added.", group="Run"
@@ -87,7 +93,8 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
     """
     text = Text(Path(options.text), batch_size=options.batch_size, block_size=options.block_size)
     size = {"vocab_size": len(text.vocab), "n_positions": options.block_size}
-    overrides = size | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    zero = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
+    overrides = size | dict.fromkeys(zero, 0) | {"initializer_range": options.initializer_range}
     shape = ModelOptions(
         model_type="gpt2",
         num_layers=options.layers,
@@ -139,7 +146,7 @@ class Trainings:
 
     def __init__(self, options: MuPBenchmarkOptions) -> None:
         self._options = options
-        names = ("text", "steps", "batch_size", "block_size", "layers", "seed")
+        names = ("text", "steps", "batch_size", "block_size", "layers", "initializer_range", "seed")
         self._shared = {name: getattr(options, name) for name in names} | {
             "base": options.widths[0]
         }
@@ -246,9 +253,9 @@ def report(options: MuPBenchmarkOptions, _: Path) -> str:
         lines=[
             f"GPT-2 of {options.layers} layers, heads of {HEAD_DIM}, {tokens:,} characters a step, "
             f"{options.steps} steps, a linear schedule, AdamW with betas 0.9 and 0.95 and weight "
-            f"decay 0.1, seed {options.seed}; `--mup_base_width {options.widths[0]}`. Validation "
-            "losses in nats a character; the last column is what a width loses at the best rate of "
-            f"width {options.widths[0]}.",
+            f"decay 0.1, initial deviation {options.initializer_range:g}, seed {options.seed}; "
+            f"`--mup_base_width {options.widths[0]}`. Validation losses in nats a character; the "
+            f"last column is what a width loses at the best rate of width {options.widths[0]}.",
             "",
             *(f"- {title}: {value:g} factors of two {span}" for title, value in shifts.items()),
         ],

@@ -95,8 +95,8 @@ class Scales:
         """Multiply the scale that each attention passes to its kernel."""
         if self.attention != 1:
             for module in model.modules():
-                if hasattr(module, "scaling"):
-                    module.scaling *= self.attention
+                if "scaling" in vars(module):
+                    vars(module)["scaling"] *= self.attention
 
 
 def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:

@@ -159,9 +159,9 @@ def _draw(found: Mapping[str, Sizes], path: str) -> None:
     from matplotlib.figure import Figure
 
     kinds = [*next(iter(next(iter(found.values())).values()))]
-    figure = Figure(figsize=(3 * len(kinds), 5.5), layout="constrained")
+    figure = Figure(figsize=(2.6 * len(kinds) + 1, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(kinds), sharex=True, sharey="col", squeeze=False)
+    axes = figure.subplots(2, len(kinds), sharex=True, sharey=True, squeeze=False)
     colors = colormaps["viridis"].resampled(_STEPS + 2)
     for row, (title, sizes) in zip(axes, found.items(), strict=True):
         row[0].set_ylabel(f"{title}\nmean absolute value")
@@ -177,7 +177,7 @@ def _draw(found: Mapping[str, Sizes], path: str) -> None:
         axis.set_title(kind)
     for axis in axes[1]:
         axis.set_xlabel("width")
-    axes[0][0].legend(fontsize="small")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
