@@ -222,7 +222,7 @@ def plot(path: str, found: Mapping[str, Losses]) -> None:
         axis.set_title(title)
         axis.set_xlabel("learning rate")
     lowest = min(of_width[best(of_width)] for of in found.values() for of_width in of.values())
-    axes[0].set_ylim(lowest - 0.03, lowest + 1)
+    axes[0].set_ylim(lowest - 0.03, lowest + 0.5)
     axes[0].set_ylabel("validation loss, nats a character")
     axes[0].legend(title="width")
     figure.savefig(path, dpi=120)
