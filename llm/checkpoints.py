@@ -312,6 +312,7 @@ def _write(
 ) -> None:
     """Export a model, with some entries of its card."""
     from llm.models.export import export_model, write_model_card
+    from llm.models.mup import scales_of
 
     try:
         export_model(
@@ -322,6 +323,7 @@ def _write(
             generation_config=model.generation_config,
             trust_remote_code=config.trust_remote_code,
             dtype=config.export_dtype,
+            attention_factor=scales_of(config, model.config).attention,
         )
         known = {"name": run.resolve().name, "architecture": model.config.model_type}
         write_model_card(target, {**known, **card, "seed": config.seed})

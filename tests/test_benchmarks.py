@@ -15,6 +15,7 @@ from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
 from benchmarks.kfac_report import reached, share_of_steps, shorter_section
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
+from benchmarks.mup import best, section, shift
 from llm.errors import DataError
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -486,6 +487,42 @@ def test_branches_and_means_are_compared_with_runs_of_their_lengths():
     assert "take 22 steps, the separate runs 30" in done.stdout
     assert "0.73x" in done.stdout
     assert "1 of 1" in done.stdout or "0 of 1" in done.stdout
+
+
+def test_rates_with_and_without_mup_are_compared_at_toy_size(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.mup", "--kept", str(tmp_path / "kept.jsonl")]
+    toy = (
+        *("--widths", "16", "32", "--learning_rates", "1e-3", "4e-3", "--steps", "4"),
+        *("--batch_size", "2", "--block_size", "8", "--layers", "1"),
+        *("--plot", str(tmp_path / "mup.png"), "--output", str(tmp_path / "report.md")),
+    )
+    done = subprocess.run([*command, *toy], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Two at width 16, where muP changes nothing, and two each at width 32.
+    assert done.stderr.count("learning_rate=") == 6
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    of_width = {width: [row for row in rows if row[0] == f"| {width}"] for width in (16, 32)}
+    assert of_width[16][0] == of_width[16][1]
+    assert of_width[32][0] != of_width[32][1]
+    assert (tmp_path / "mup.png").stat().st_size > 1000
+    again = subprocess.run([*command, *toy], cwd=ROOT, capture_output=True, text=True)
+    assert again.stderr == ""
+    assert again.stdout.partition("## ")[2] == done.stdout.partition("## ")[2]
+
+
+def test_the_best_rate_of_a_width_and_its_shift_over_widths():
+    losses = {
+        64: {0.01: 2.0, 0.02: 1.5, 0.04: 1.75},
+        512: {0.01: 1.25, 0.02: 1.5, 0.04: float("nan")},
+    }
+    assert [best(of_width) for of_width in losses.values()] == [0.02, 0.01]
+    assert shift(losses) == 1.0
+    assert section("muP", losses).lines == [
+        "| width | 0.01 | 0.02 | 0.04 | best rate | lost at 0.02 |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| 64 | 2.000 | **1.500** | 1.750 | 0.02 | 0.000 |",
+        "| 512 | **1.250** | 1.500 | nan | 0.01 | 0.250 |",
+    ]
 
 
 def test_a_folder_that_is_no_checkout_is_refused():

@@ -22,6 +22,7 @@ from llm.errors import ConfigError
 from llm.models.configuration import one_line
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import disable_packing_detection
+from llm.models.mup import scales_of
 from llm.models.options import ModelOptions, recomputation
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
@@ -66,6 +67,7 @@ def build_model(
         ConfigError: The architecture does not offer an option, or the weights do not fit.
     """
     config = copy.deepcopy(config)
+    mup = scales_of(options, config)
     if weights_from is None or device.type == "meta":
         model = _fresh_model(options, config, vocab_size=vocab_size, seed=seed, device=device)
     else:
@@ -73,6 +75,9 @@ def build_model(
         if vocab_size > _rows(model):
             _log_enlarged(_rows(model), vocab_size)
             _resize_vocabulary(model, vocab_size, seed=seed)
+    if device.type != "meta":
+        mup.scale_weights(model)
+    mup.scale_attention(model)
     if options.pad_vocab_to_multiple_of is not None:
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
     if options.no_bias:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from llm.models.mup import fold_attention
 from llm.runtime.files import write_whole
 
 ExportType = Literal["fp32", "bf16", "fp16"]
@@ -36,6 +37,7 @@ def export_model(
     generation_config: GenerationConfig | None = None,
     trust_remote_code: bool = False,
     dtype: ExportType = "fp32",
+    attention_factor: float = 1.0,
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
@@ -51,6 +53,8 @@ def export_model(
         generation_config: Defaults of `generate`; derived from `config` if not given.
         trust_remote_code: Whether to run the Python code of the model's repository.
         dtype: Precision of the written weights, which the written configuration names.
+        attention_factor: Factor of the attention logits in training, which the queries' weights
+            take over.
 
     Raises:
         OSError: A file cannot be written.
@@ -62,7 +66,8 @@ def export_model(
             copy.deepcopy(config), dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code
         )
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    folded = fold_attention(state_dict, config, attention_factor)
+    cut = {name: _cut(tensor, shapes[name]) for name, tensor in folded.items()}
     cut = {n: t.to(_DTYPES[dtype]) if t.is_floating_point() else t for n, t in cut.items()}
     model.load_state_dict(cut, assign=True)
     model.tie_weights()

@@ -121,6 +121,39 @@ class ModelOptions:
         resume="fixed",
     )
     no_bias: bool = option(False, "Hold all biases at zero.", group=MODEL, resume="fixed")
+    mup: bool = option(
+        False,
+        "Train under muP: initial weights and learning rates by which the best learning rate of a "
+        "narrow model is that of a wide one. For GPT-2- and Llama-shaped models.",
+        group=MODEL,
+        resume="fixed",
+    )
+    mup_base_width: int | None = option(
+        None,
+        "Width of the narrow model, for which the options of the optimizer are meant: at this "
+        "width muP changes nothing.",
+        group=MODEL,
+        requires=("mup",),
+        at_least=1,
+        resume="fixed",
+    )
+    mup_base_num_layers: int | None = option(
+        None,
+        "Layers of the narrow model, if they are fewer: completeP's rule for the depth. Without "
+        "it, depth changes nothing.",
+        group=MODEL,
+        requires=("mup",),
+        at_least=1,
+        resume="fixed",
+    )
+    mup_base_head_dim: int | None = option(
+        None,
+        "Width of a head of the narrow model, if heads grow with the width and not their number.",
+        group=MODEL,
+        requires=("mup",),
+        at_least=1,
+        resume="fixed",
+    )
     trust_remote_code: bool = option(
         False,
         "Run model, tokenizer or data set code that comes with a Hub repository.",
@@ -186,6 +219,10 @@ def model_problems(options: ModelOptions) -> list[str]:
         problems.append(
             f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
             f"or --model_type; without one, give {missing} too."
+        )
+    if options.mup and options.mup_base_width is None:
+        problems.append(
+            "--mup needs --mup_base_width, the width of the model whose learning rate it keeps."
         )
     chosen = options.activation_checkpointing
     if options.gradient_checkpointing and chosen not in (None, "full"):

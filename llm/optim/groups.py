@@ -1,5 +1,6 @@
-"""Which parameters decay, and which matrices are not inside the model."""
+"""Which parameters decay, which have a rate of their own, which matrices are not inside."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,39 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
         if parameter.requires_grad:
             groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]
+
+
+def scale_learning_rates(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    factor_of: Callable[[str, int, bool], float],
+) -> None:
+    """Give parameters the learning rate of the schedule times a factor, which their groups keep.
+
+    Weight decay takes the same fraction of a weight in each step whatever the factor is: the
+    group's is divided by it, since AdamW and Muon multiply it by the learning rate.
+
+    Args:
+        optimizer: Its groups are split by factor, in place; at factor 1 they stay as they are.
+        model: Names the parameters.
+        factor_of: Returns the factor of a parameter from its name in the model, its number of
+            dimensions, and whether Muon trains it.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    split: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[int]] = {}
+        for place, parameter in enumerate(group["params"]):
+            is_muon = group.get("is_muon", False)
+            factor = factor_of(names[parameter], parameter.ndim, is_muon)
+            by_factor.setdefault(factor, []).append(place)
+        for factor, places in by_factor.items():
+            changed = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
+            # BF16AdamW has a key for each parameter besides.
+            lists = {key: group[key] for key in ("params", "keys") if key in group}
+            own = {key: [values[place] for place in places] for key, values in lists.items()}
+            split.append(group | own | {"rate_factor": factor} | changed)
+    optimizer.param_groups = split
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:

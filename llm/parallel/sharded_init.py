@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from llm.models.build import biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
+from llm.models.mup import scales_of
 from llm.models.options import ModelOptions
 from llm.models.weight_files import WeightFile
 
@@ -68,6 +69,7 @@ def fill_model(
         with file.open() as opened, torch.no_grad():
             for name in file.key_of.keys() & own.keys():
                 _copy_shard(own[name], opened.get_slice(file.key_of[name]))
+    scales_of(options, config).scale_weights(model)
     if options.no_bias:
         with torch.no_grad():
             for bias in biases(model):

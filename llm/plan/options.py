@@ -64,6 +64,21 @@ class PlanOptions(GPTConfig):
     plot: str | None = option(
         None, "Draw the memory by kind into this PNG, PDF or SVG file.", group=PLAN
     )
+    coordinate_check: bool = option(
+        False,
+        "Instead of planning, train models of several widths for some steps, with and without mup, "
+        "and draw how large their activations become, into coordinate_check.png unless plot names "
+        "another file.",
+        group=PLAN,
+        requires=("mup",),
+    )
+    widths: tuple[int, ...] = option(
+        (),
+        "Widths of the coordinate check; by default 1, 2, 4 and 8 times mup_base_width.",
+        group=PLAN,
+        at_least=1,
+        requires=("coordinate_check",),
+    )
 
 
 def check(options: PlanOptions) -> None:

@@ -3,8 +3,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.optim.adamw import make_adamw
-from llm.optim.groups import decays, parameter_groups
+from llm.optim.groups import decays, parameter_groups, scale_learning_rates
 from llm.optim.make import make_sgd
+from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from tests.support.models import FAMILIES, tiny_config
 
@@ -117,3 +118,31 @@ def test_sgd_skips_a_step_by_its_flag(momentum):
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not any(t.any() for p in model.parameters() for t in optimizer.state[p].values())
+
+
+def test_a_parameter_has_the_schedules_rate_times_its_factor():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    options = OptimizerOptions(learning_rate=0.5, weight_decay=0.25)
+    optimizer = make_adamw(options, model)
+    factors = {"0.weight": 1.0, "1.weight": 0.5, "0.bias": 1.0, "1.bias": 2.0}
+    scale_learning_rates(optimizer, model, lambda name, ndim, is_muon: factors[name])
+
+    expected = [
+        (model[0].weight, 0.5, 0.25, 1.0),
+        (model[1].weight, 0.25, 0.5, 0.5),  # the decay of a step, 0.125, stays
+        (model[0].bias, 0.5, 0.0, 1.0),
+        (model[1].bias, 1.0, 0.0, 2.0),
+    ]
+    for group, (parameter, *values) in zip(optimizer.param_groups, expected, strict=True):
+        assert len(group["params"]) == 1
+        assert group["params"][0] is parameter
+        assert [group["lr"], group["weight_decay"], group["rate_factor"]] == values
+
+
+def test_muons_groups_have_factors_of_their_own():
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    optimizer = make_muon(OptimizerOptions(learning_rate=0.5), model)
+    scale_learning_rates(optimizer, model, lambda name, ndim, is_muon: 0.25 if is_muon else 1.0)
+    assert {(group["is_muon"], group["lr"]) for group in optimizer.param_groups} == {
+        (True, 0.125), (False, 0.5)
+    }  # fmt: skip

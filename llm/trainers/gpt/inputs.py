@@ -21,6 +21,7 @@ from llm.data.options import training_paths
 from llm.data.order import document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, load_config, max_positions
+from llm.models.mup import check_mup
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
@@ -33,6 +34,7 @@ from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.resume import (
     check_folder,
+    check_same_attention,
     check_same_data,
     choose_by_device,
     choose_seed,
@@ -152,6 +154,9 @@ def _read(
     init_from = None
     if start is None and config.init_from is not None:
         init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
+    weights_from = None if start or init_from else find_weights(config)
+    check_mup(config, model_config, weights_from=weights_from)
+    check_same_attention(config, init_from)
     return RunSetup(
         run=run,
         resume_from=resume_from,
@@ -161,7 +166,7 @@ def _read(
         by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
-        weights_from=None if start or init_from else find_weights(config),
+        weights_from=weights_from,
         block_size=block_size,
         corpus=open_corpus(
             config,

@@ -16,6 +16,7 @@ from llm.errors import ConfigError
 from llm.metrics.tracker import task_values
 from llm.models.configuration import one_line
 from llm.models.export import export_model, write_model_card
+from llm.models.mup import scales_of
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import GPTConfig
@@ -46,6 +47,7 @@ def write_results(
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
         dtype=config.export_dtype,
+        attention_factor=scales_of(config, model.config).attention,
     )
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
     write_model_card(folder, _card(config, setup, results, model))

@@ -147,6 +147,12 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
             f"--moment_dtype bf16 is for AdamW with gradients averaged over all ranks, not for "
             f"--{' and --'.join(others)}; leave one of them out."
         )
+    if config.mup and (config.kfac or kind in ("soap", "sgd")):
+        other = "kfac" if config.kfac else f"optimizer {kind}"
+        problems.append(
+            f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
+            "leave one of them out."
+        )
     if kind == "soap" and config.data_parallel != "allreduce":
         problems.append(
             "--optimizer soap has bases that cannot be averaged over ranks with weights of their "

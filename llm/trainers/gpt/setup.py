@@ -19,8 +19,10 @@ from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
+from llm.models.mup import scales_of
 from llm.models.patches.document_attention import use_document_attention
 from llm.models.weight_files import find_weight_files
+from llm.optim.groups import scale_learning_rates
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
@@ -125,7 +127,10 @@ def make_strategy(
             strategy.second_order = kfac
             return kfac.optimizer
         accum_steps = setup.replicas.accum_steps
-        return make_optimizer(config, model, accum_steps=accum_steps, seed=setup.seed)
+        optimizer = make_optimizer(config, model, accum_steps=accum_steps, seed=setup.seed)
+        if config.mup:
+            scale_learning_rates(optimizer, model, scales_of(config, setup.model_config).rate)
+        return optimizer
 
     strategy.prepare(loss, optimizer_factory)
     return strategy

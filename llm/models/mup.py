@@ -1,0 +1,173 @@
+"""muP: initial weights and learning rates by which a learning rate suits models of every width.
+
+The maximal update parametrization (Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8),
+relative to a base model, at whose width it changes nothing. With r = width / base width it asks for
+
+- matrices inside the layers: deviation 1 / sqrt(r), learning rate 1 / r;
+- embeddings, output head, gains and biases: deviation and learning rate of the base model;
+- logits times 1 / r, and attention logits q k / d in place of q k / sqrt(d), d the width of a head.
+
+completeP (Dey et al. 2025, arXiv:2505.01618, with alpha = 1) adds a factor 1 / (layers / base
+layers) to the output of each attention and MLP.
+
+The steps of AdamW and Muon do not depend on the scale of a gradient, so a constant factor in the
+forward pass can be moved into the weights in front of it: into their initial values and their
+learning rate. So the factor of the logits is in the last norm's gain, which serves tied and untied
+heads, and completeP's is in the last matrix of each attention and MLP. The model stays that of the
+library, and its weights need no change on export. Only the scale of attention cannot be moved,
+since GPT-2's queries share a matrix with keys and values: it is set in the modules, and moved into
+the queries' weights on export.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from llm.errors import ConfigError
+from llm.models.options import ModelOptions
+from llm.models.sizes import SHAPED
+
+_IN_BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
+_BRANCH_OUTPUT = re.compile(r"\.(c_proj|o_proj|down_proj|dense|dense_4h_to_h)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """What muP changes in a model, relative to its base model.
+
+    Attributes:
+        width: Width of the model over that of the base model.
+        depth: Layers of the model over those of the base model.
+        attention: Factor of the attention logits.
+        starts_by_depth: Whether the library already divides the initial deviation of what `depth`
+            concerns by the root of the layers, as for GPT-2.
+    """
+
+    width: float = 1.0
+    depth: float = 1.0
+    attention: float = 1.0
+    starts_by_depth: bool = False
+
+    def deviation(self, name: str, ndim: int) -> float:
+        """Return the factor of a parameter's initial values.
+
+        Args:
+            name: The parameter's name in the whole model.
+            ndim: Its number of dimensions.
+        """
+        depth = math.sqrt(self.depth) if self.starts_by_depth else self.depth
+        return self._factor(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
+
+    def rate(self, name: str, ndim: int, is_muon: bool) -> float:
+        """Return the factor of a parameter's learning rate.
+
+        Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
+        a layer by the order of sqrt(n): its factor is that of the deviation.
+
+        Args:
+            name: The parameter's name in the whole model.
+            ndim: Its number of dimensions.
+            is_muon: Whether Muon trains it, with the step length of `llm.optim.muon`; else AdamW.
+        """
+        matrix = 1 / (math.sqrt(self.width) if is_muon else self.width)
+        return self._factor(name, ndim, matrix=matrix, depth=self.depth)
+
+    def _factor(self, name: str, ndim: int, *, matrix: float, depth: float) -> float:
+        if not _IN_BLOCK.search(name):
+            return 1 / self.width if ndim == 1 else 1.0  # the last norm; embeddings and the head
+        factor = matrix if ndim == 2 else 1.0
+        return factor / depth if _BRANCH_OUTPUT.search(name) else factor
+
+    @torch.no_grad()
+    def scale_weights(self, model: nn.Module) -> None:
+        """Multiply the library's initial weights, or this rank's shards of them, in place."""
+        for name, parameter in model.named_parameters():
+            factor = self.deviation(name, parameter.ndim)
+            if factor != 1:
+                parameter.mul_(factor)
+
+    def scale_attention(self, model: nn.Module) -> None:
+        """Multiply the scale that each attention passes to its kernel."""
+        if self.attention != 1:
+            for module in model.modules():
+                if "scaling" in vars(module):
+                    vars(module)["scaling"] *= self.attention
+
+
+def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:
+    """Return what muP changes in a model; without `mup`, nothing.
+
+    Args:
+        options: The base model.
+        config: The model's configuration.
+
+    Raises:
+        ConfigError: muP has no rule for the architecture, or the base model cannot be.
+    """
+    if not options.mup or options.mup_base_width is None:
+        return Scales()
+    kind, text_config = config.model_type, config.get_text_config()
+    if kind not in SHAPED:
+        raise ConfigError(
+            f"--mup is for {', '.join(SHAPED)}, and this is a {kind} model; leave it out."
+        )
+    width, heads = text_config.hidden_size, text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or width // heads
+    base_width, base_head_dim = options.mup_base_width, options.mup_base_head_dim or head_dim
+    if heads * head_dim == width and base_width % base_head_dim:
+        raise ConfigError(
+            f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; make "
+            "it a multiple, or give the width of the base model's heads by --mup_base_head_dim."
+        )
+    base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
+    return Scales(
+        width=width / base_width,
+        depth=text_config.num_hidden_layers / base_layers,
+        attention=math.sqrt(base_head_dim / head_dim),
+        starts_by_depth=kind == "gpt2",
+    )
+
+
+def check_mup(options: ModelOptions, config: PreTrainedConfig, *, weights_from: str | None) -> None:
+    """Refuse muP where it has no rule.
+
+    Raises:
+        ConfigError: As for `scales_of`, or the model has trained weights.
+    """
+    scales_of(options, config)
+    if options.mup and weights_from is not None:
+        raise ConfigError(
+            f"--mup scales initial weights, and {weights_from} has trained ones; add "
+            "--low_cpu_mem_usage to start from initial ones, or leave --mup out."
+        )
+
+
+def fold_attention(
+    state_dict: Mapping[str, Tensor], config: PreTrainedConfig, factor: float
+) -> dict[str, Tensor]:
+    """Return weights whose queries are multiplied by the factor of the attention logits.
+
+    Args:
+        state_dict: Every weight by its name in the model; not changed.
+        config: The model's configuration.
+        factor: `Scales.attention`.
+    """
+    folded = dict(state_dict)
+    # Behind a norm, the scale of the queries' matrix has no effect.
+    queries = "q_norm" if any(".q_norm." in name for name in folded) else "q_proj"
+    for name, tensor in state_dict.items():
+        module = name.split(".")[-2]
+        if factor == 1 or module not in (queries, "c_attn", "query_key_value"):
+            continue
+        folded[name] = own = tensor.clone()
+        if module == "c_attn":  # queries, keys and values lie side by side in the columns
+            own = own[..., : config.hidden_size]
+        elif module == "query_key_value":  # ... of each head, in the rows
+            own = own.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
+        own *= factor
+    return folded

@@ -1,0 +1,184 @@
+"""The coordinate check of muP: how large activations become in the first steps, by width.
+
+After Yang et al. 2022, arXiv:2203.03466, appendix D.1: under muP the entries of an activation are
+as large in a wide model as in a narrow one, at every step. Only the logits of an untrained model
+become smaller.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llm.errors import ConfigError
+from llm.models.build import build_model
+from llm.models.configuration import load_config, max_positions
+from llm.models.loss import LanguageModelLoss
+from llm.models.mup import scales_of
+from llm.models.sizes import find_blocks
+from llm.optim.groups import scale_learning_rates
+from llm.optim.make import make_optimizer
+from llm.plan import render
+from llm.plan.options import PlanOptions
+
+_STEPS = 4
+_SAMPLES = 4
+_LENGTH = 64
+
+Sizes = Mapping[int, Mapping[str, Sequence[float]]]
+"""By width and kind of activation: the mean absolute value before each step and after the last."""
+
+
+def coordinate_check(options: PlanOptions) -> list[str]:
+    """Train models of several widths with and without muP, and draw the sizes of activations.
+
+    Returns:
+        The lines of a table.
+
+    Raises:
+        ConfigError: A model cannot be, or the picture cannot be written.
+    """
+    path = options.plot or "coordinate_check.png"
+    render.check_plot(path)
+    base = options.mup_base_width or 1
+    widths = options.widths or tuple(factor * base for factor in (1, 2, 4, 8))
+    if len(widths) < 2 or sorted(set(widths)) != [*widths]:
+        raise ConfigError("--widths takes two widths or more, in rising order.")
+    found = {
+        title: {width: activation_sizes(_resized(options, width, mup=mup)) for width in widths}
+        for title, mup in (("without --mup", False), ("with --mup", True))
+    }
+    _draw(found, path)
+    return [*_table(found), f"drawn in {path}"]
+
+
+def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
+    """Return the options of a model of another width, on which nothing else is changed."""
+    text_config = load_config(options).get_text_config()
+    heads = text_config.num_attention_heads
+    if options.mup_base_head_dim is None:  # the number of heads grows, not their width
+        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        heads, rest = divmod(width, head_dim)
+        if rest or not heads:
+            raise ConfigError(
+                f"A model of width {width} cannot be divided into heads of {head_dim}; give other "
+                "--widths, or fewer --num_attention_heads."
+            )
+    return dataclasses.replace(
+        options,
+        hidden_size=width,
+        num_attention_heads=heads,
+        mup=mup,
+        attention_implementation=None,
+        activation_checkpointing=None,
+        gradient_checkpointing=False,
+    )
+
+
+def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
+    """Train a model from scratch on one batch of random tokens; return the sizes of activations.
+
+    Args:
+        options: The model, the optimizer and the seed.
+
+    Returns:
+        By kind of activation: its mean absolute value before each step and after the last.
+    """
+    config = load_config(options)
+    vocab_size = config.get_text_config().vocab_size
+    model = build_model(
+        options,
+        config,
+        weights_from=None,
+        seed=options.seed or 0,
+        device=torch.device("cpu"),
+        vocab_size=vocab_size,
+    ).eval()  # without dropout
+    optimizer = make_optimizer(options, model)
+    if options.mup:
+        scale_learning_rates(optimizer, model, scales_of(options, config).rate)
+    loss = LanguageModelLoss(model, chunked=False)  # whose logits are an activation of the head
+    length = min(_LENGTH, max_positions(config) or _LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (_SAMPLES, length + 1), generator=generator)
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for name, module in _observed(model).items():
+        module.register_forward_hook(_recorder(sizes[name]))
+    for _ in range(_STEPS):
+        objective, _ = loss(ids[:, :-1], ids[:, 1:])
+        optimizer.zero_grad()
+        (objective / (_SAMPLES * length)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        loss(ids[:, :-1], ids[:, 1:])
+    return dict(sizes)
+
+
+def _observed(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules whose outputs are drawn: the ends, attention and MLP of the last block."""
+    branches = {
+        name: module
+        for name, module in find_blocks(model)[-1].named_children()
+        if any(parameter.ndim == 2 for parameter in module.parameters())
+    }
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {"embedding": ends[0], **branches, "logits": ends[1]}
+
+
+def _recorder(sizes: list[float]) -> Callable[[nn.Module, Any, Any], None]:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        activation: Tensor = output[0] if isinstance(output, tuple) else output
+        sizes.append(activation.detach().abs().mean().item())
+
+    return record
+
+
+def _table(found: Mapping[str, Sizes]) -> list[str]:
+    """Return the sizes after the last step, and the power of the width with which they grow."""
+    lines = [f"mean absolute value of activations after {_STEPS} steps, by width"]
+    for title, sizes in found.items():
+        widths = [*sizes]
+        lines.append(f"{title:<16}" + "".join(f"{width:>10}" for width in widths) + "    grows as")
+        for kind in sizes[widths[0]]:
+            last = [sizes[width][kind][-1] for width in widths]
+            power = math.log(last[-1] / last[0]) / math.log(widths[-1] / widths[0])
+            figures = "".join(f"{value:>10.4g}" for value in last)
+            lines.append(f"  {kind:<14}{figures}    width^{power:.2f}")
+    return lines
+
+
+def _draw(found: Mapping[str, Sizes], path: str) -> None:
+    """Draw a panel for each kind of activation, without muP above and with it below."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kinds = [*next(iter(next(iter(found.values())).values()))]
+    figure = Figure(figsize=(2.6 * len(kinds) + 1, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, len(kinds), sharex=True, sharey=True, squeeze=False)
+    colors = colormaps["viridis"].resampled(_STEPS + 2)
+    for row, (title, sizes) in zip(axes, found.items(), strict=True):
+        row[0].set_ylabel(f"{title}\nmean absolute value")
+        for axis, kind in zip(row, kinds, strict=True):
+            for step in range(_STEPS + 1):
+                values = [of_width[kind][step] for of_width in sizes.values()]
+                label = f"{step} steps"
+                axis.plot([*sizes], values, marker="o", color=colors(step), label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log", base=2)
+            axis.set_xticks([*sizes], [str(width) for width in sizes])
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        axis.set_title(kind)
+    for axis in axes[1]:
+        axis.set_xlabel("width")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,70 @@
+"""The coordinate check of muP, which shows what would be wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from llm.plan.__main__ import main
+from llm.plan.coordinate_check import activation_sizes
+from llm.plan.options import PlanOptions
+
+SMALL = [
+    *("--mup", "--mup_base_width", "32", "--num_attention_heads", "2", "--hidden_size", "32"),
+    *("--num_layers", "2", "--config_overrides", "vocab_size=256", "--learning_rate", "0.01"),
+]
+
+
+def powers(printed: str) -> dict[str, dict[str, float]]:
+    """By part of the table, the power of the width with which each activation grows."""
+    found: dict[str, dict[str, float]] = {}
+    for line in printed.splitlines():
+        if line.startswith("with"):
+            found[" ".join(line.split()[:2])] = rows = {}
+        elif "width^" in line:
+            rows[line.split()[0]] = float(line.partition("width^")[2])
+    return found
+
+
+@pytest.mark.parametrize("model", [["--model_type", "gpt2"], ["--model_type", "llama"]])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_with_mup_no_activation_grows_with_the_width(model, optimizer, tmp_path, capsys):
+    picture = tmp_path / "check.png"
+    arguments = [*SMALL, *model, "--optimizer", optimizer, "--coordinate_check"]
+    assert main([*arguments, "--plot", str(picture)]) == 0
+    found = powers(capsys.readouterr().out)
+    assert found["without --mup"]["logits"] > 0.4
+    assert max(found["with --mup"].values()) < 0.2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_at_the_base_width_activations_are_those_without_mup():
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    small = {**shape, "config_overrides": "vocab_size=256", "learning_rate": 0.01}
+    plain = activation_sizes(PlanOptions(**small))
+    assert activation_sizes(PlanOptions(**small, mup=True, mup_base_width=32)) == plain
+    assert len(plain["logits"]) == 5
+    assert plain["logits"][4] > plain["logits"][0]
+
+
+def test_the_picture_lies_in_the_working_folder_unless_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, "--coordinate_check", "--widths", "32", "64"]) == 0
+    assert Path("coordinate_check.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model_size", "124M", "--coordinate_check"], "--coordinate_check needs --mup"),
+        ([*SMALL, "--widths", "32", "64"], "--widths needs --coordinate_check"),
+        ([*SMALL, "--coordinate_check", "--widths", "64"], "--widths takes two widths or more"),
+        ([*SMALL, "--coordinate_check", "--widths", "32", "40"], "width 40 cannot be divided"),
+        ([*SMALL, "--coordinate_check", "--plot", "x.jpg"], "must end in .png, .pdf or .svg"),
+        ([*SMALL, "--coordinate_check", "--model_type", "opt"], "this is a opt model"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_in_a_sentence(arguments, complaint, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1

@@ -1,0 +1,116 @@
+"""Whole runs with --mup: in layouts, resumed, exported, and at the base width."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from llm.checkpoints import main as checkpoints
+from llm.errors import ConfigError
+from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
+from tests.support.recovery import weights_hash, without_times
+from tests.support.refusals import assert_refused
+from tests.support.training import NO_DROPOUT, Bench, Run
+
+BASE = {"mup": True, "mup_base_width": 16, "mup_base_num_layers": 1, "mup_base_head_dim": 8}
+COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "checkpointing_steps": 10}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("mup"), **NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def alone(bench) -> Run:
+    return bench.train_well("alone", per_device_train_batch_size=8, **BASE, **COMMON)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "sizes"),
+    [
+        pytest.param(2, {"data_parallel_shard_size": 2}, id="FSDP2"),
+        pytest.param(2, {}, id="DDP2", marks=pytest.mark.layouts),
+        pytest.param(4, {"tensor_parallel_size": 2}, id="TP2", marks=pytest.mark.layouts),
+        pytest.param(4, {"pipeline_parallel_size": 2}, id="PP2", marks=pytest.mark.layouts),
+    ],
+)
+def test_two_ranks_train_as_one(bench, alone, micro_batch, sizes, request):
+    run = bench.train_well(
+        request.node.callspec.id,
+        ranks=2,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=2,
+        **sizes,
+        **BASE,
+        **COMMON,
+    )
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    ours, theirs = (load_file(r.folder / "model.safetensors") for r in (run, alone))
+    assert all((ours[name] - tensor).abs().max() < 1e-3 for name, tensor in theirs.items())
+
+
+def test_at_the_base_width_a_run_is_bit_for_bit_that_without_mup(bench):
+    plain = bench.train_well("plain", **COMMON)
+    base = bench.train_well("base", mup=True, mup_base_width=32, **COMMON)
+    assert without_times(base) == without_times(plain)
+    assert weights_hash(base.folder) == weights_hash(plain.folder)
+
+
+def test_both_exports_load_and_give_the_logits_of_training(alone, capsys):
+    chosen = choose_checkpoint(alone.folder / "checkpoints", "latest", option="--checkpoint")
+    trained, _ = load_trained(read_config(alone.folder), chosen)
+    ids = torch.arange(20).view(2, 10)
+    expected = trained.eval()(ids).logits
+    target = alone.folder.parent / "exported"
+    assert checkpoints([str(alone.folder), "--export", "latest", str(target)]) == 0
+    for folder in (alone.folder, target):
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_resumed_run_keeps_its_base_model(bench, alone):
+    changed = BASE | COMMON | {"mup_base_width": 32, "mup_base_num_layers": None}
+    run = bench.train(
+        "alone", per_device_train_batch_size=8, resume_from_checkpoint=True, **changed
+    )
+    assert run.codes == [2]
+    assert "mup_base_width" in run.output
+    assert "mup_base_num_layers" in run.output
+
+
+def test_weights_of_another_attention_scale_are_no_start(bench, alone):
+    options = {"init_from": alone.folder, "mup": True, "mup_base_width": 16}
+    assert_refused(bench, words=["--mup_base_head_dim 8", "this run has None"], **options)
+
+
+def test_trained_weights_are_no_start(bench, alone):
+    assert_refused(
+        bench,
+        model_name_or_path=alone.folder,
+        mup=True,
+        mup_base_width=16,
+        words=["--mup scales initial weights", "--low_cpu_mem_usage"],
+    )
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused(bench):
+    assert_refused(bench, mup=True, mup_base_width=20, words=["--mup_base_width 20", "heads of 16"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mup": True}, "--mup needs --mup_base_width"),
+        ({"mup_base_width": 16}, "--mup_base_width needs --mup"),
+        ({"mup_base_num_layers": 2}, "--mup_base_num_layers needs --mup"),
+        ({"mup": True, "mup_base_width": 0}, "--mup_base_width must be at least 1"),
+        (BASE | {"optimizer": "soap"}, "none for --optimizer soap"),
+        (BASE | {"optimizer": "sgd"}, "none for --optimizer sgd"),
+        (BASE | {"kfac": True}, "none for --kfac"),
+    ],
+)
+def test_options_that_do_not_go_with_mup_are_refused(bench, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_args(bench.command("refused", **options))
