@@ -1,5 +1,6 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,28 @@ from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
 
-NOISE = 1e-6
-"""Entries of a rotated matrix that are smaller, relative to its norm, are set to zero."""
+NOISE = 3e-6
+"""Entries of a rotated matrix below this fraction of its root mean square are set to zero.
+
+A rotation in float32 has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a
+tenth of this limit. A limit in terms of the norm would grow with the width, and freeze the flat
+directions that the basis is there to find.
+"""
 
 
 class EKFAC(torch.optim.Optimizer):
     """AdamW whose moments live in the K-FAC eigenbasis; ordinary AdamW outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
-    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, so that AdamW's
-    division by the root of each entry's second moment is close to a natural gradient step (George
-    et al. 2018, arXiv:1806.03884, with the moving averages and the step rule of AdamW). That needs
-    no damping and takes AdamW's learning rate. SOAP (Vyas et al. 2024, arXiv:2409.11321) does the
-    same in the eigenbasis of Shampoo's factors, which are made of gradients instead of inputs
-    and output gradients.
+    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, and AdamW divides
+    each by the root of its second moment. This is the rule of SOAP (Vyas et al. 2024,
+    arXiv:2409.11321) in the basis of K-FAC: SOAP's basis is that of Shampoo's factors, which are
+    made of gradients instead of inputs and output gradients. The basis is that of George et al.
+    2018 (arXiv:1806.03884), the moments are not: theirs are means over samples of squared
+    gradients, these are moving averages of the squared gradient of the batch. G and the moments
+    are of the labels in the data (the empirical Fisher), and the power is -1/2 where a natural
+    gradient step has -1. So it needs no damping, and its step has the length of AdamW's; its best
+    learning rate was twice AdamW's.
 
     Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
     the basis changes. The second moment is carried over as if entries were uncorrelated: by
@@ -150,7 +159,8 @@ def _without_noise(rotated: Tensor) -> Tensor:
     AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
     directions in which the gradient is zero. Each matrix of a stack has a norm of its own.
     """
-    floor = NOISE * torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
+    floor = norm * (NOISE / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))
     # Multiplying with ones and zeros is four times as fast on a CPU as filling by a mask.
     return rotated.mul_(rotated.abs().ge_(floor))
 
