@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from llm.optim.options import OptimizerOptions
+
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter: to matrices, embeddings included.
@@ -48,3 +50,30 @@ def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
     return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
+
+
+def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained matrices and stacks of matrices but embeddings and the output head."""
+    outside = embeddings_and_head(model)
+    named = model.named_parameters()
+    return [p for name, p in named if p.requires_grad and decays(name, p) and p not in outside]
+
+
+def matrix_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer for matrices, where AdamW trains what is not one.
+
+    Embeddings, output head, gains and biases have the rate of `adamw_learning_rate`: a fixed
+    multiple `rate_factor` of the rate of the schedule.
+    """
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    rate = options.adamw_learning_rate
+    if rate is None:
+        return groups
+    inner = set(inner_matrices(model))
+    own = {"lr": rate, "rate_factor": rate / options.learning_rate}
+    divided = [
+        group | {"params": [p for p in group["params"] if (p in inner) is is_inner]} | extra
+        for group in groups
+        for is_inner, extra in ((True, {}), (False, own))
+    ]
+    return [group for group in divided if group["params"]]

@@ -8,10 +8,15 @@ from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from llm.optim.soap import make_soap
+from llm.optim.whole import WholeMatrices
 
 
 def make_optimizer(
-    options: OptimizerOptions, model: torch.nn.Module, *, accum_steps: int | None = None
+    options: OptimizerOptions,
+    model: torch.nn.Module,
+    *,
+    accum_steps: int | None = None,
+    whole: WholeMatrices | None = None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a run without K-FAC.
 
@@ -19,6 +24,8 @@ def make_optimizer(
         options: Which optimizer, and its settings.
         model: The model to train.
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
+        whole: Who updates which matrix, for optimizers that need whole ones; by default every rank
+            updates all.
 
     Raises:
         ConfigError: The model has nothing that the optimizer trains.
@@ -26,9 +33,9 @@ def make_optimizer(
     if options.optimizer == "sgd":
         return make_sgd(options, model)
     if options.optimizer == "soap":
-        return make_soap(options, model)
+        return make_soap(options, model, whole)
     if options.optimizer == "muon":
-        return make_muon(options, model)
+        return make_muon(options, model, whole)
     if accum_steps is not None:
         return make_accum_adamw(options, model, accum_steps=accum_steps)
     return make_adamw(options, model)

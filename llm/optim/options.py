@@ -105,6 +105,19 @@ class OptimizerOptions(KFACOptions):
         at_least=1,
         resume="fixed",
     )
+    adamw_learning_rate: float | None = _fixed_option(
+        None,
+        "Peak learning rate of embeddings, output head and one-dimensional weights, which AdamW "
+        "trains beside muon, soap and ekfac; learning_rate if not given.",
+        requires=("optimizer=muon", "optimizer=soap", "kfac"),
+        at_least=0,
+    )
+    split_projections: bool | None = _fixed_option(
+        None,
+        "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
+        "value, as the matrices that they consist of. If not given they do, but a run of a "
+        "version that did not goes on as it began.",
+    )
     momentum: float | None = _fixed_option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
@@ -169,6 +182,8 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         problems.append("--num_warmup_steps and --num_warmup_samples exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
+    if options.adamw_learning_rate is not None and not options.learning_rate:
+        problems.append("--adamw_learning_rate needs a --learning_rate above 0.")
     if options.optimizer == "sgd":
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
@@ -196,7 +211,7 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     return problems
 
 
-def kfac_problems(options: KFACOptions) -> list[str]:
+def kfac_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of K-FAC's options."""
     problems = []
     if options.kfac_method == "ekfac":
@@ -204,6 +219,11 @@ def kfac_problems(options: KFACOptions) -> list[str]:
             f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
             for name in preconditioner_options(options)
         ]
+    if options.adamw_learning_rate is not None and options.kfac and kfac_method(options) != "ekfac":
+        problems.append(
+            "--adamw_learning_rate is for --kfac_method ekfac; the others change the gradient of "
+            "one AdamW, so leave it out."
+        )
     if options.kfac_library == "kfac-pytorch":
         problems += [
             f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."

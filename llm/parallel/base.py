@@ -98,7 +98,7 @@ class AcceleratedStrategy:
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next `optimizer_step`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate_factor", 1.0)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
         """Compute the gradient of one step's mean loss, unscaled.

@@ -254,6 +254,10 @@ def _make_hook(
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
             factor.record(rows)
 
+    def record_outputs(gradient: Tensor) -> None:
+        assert outputs is not None
+        record(outputs, layer.own_outputs(gradient.flatten(0, -2)), with_one=False)
+
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         # During a backward pass, a checkpointed block is recomputed: its tokens were recorded.
         if not out.requires_grad or torch._C._current_graph_task_id() != -1:
@@ -261,7 +265,7 @@ def _make_hook(
         if inputs is not None:
             record(inputs, read_input(args, kwargs), with_one=has_bias)
         if outputs is not None:
-            out.register_hook(lambda gradient: record(outputs, gradient, with_one=False))
+            out.register_hook(record_outputs)
 
     return hook
 

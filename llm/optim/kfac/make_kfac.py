@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llm.optim.adamw import adamw_settings, make_adamw
-from llm.optim.groups import parameter_groups
+from llm.optim.fused import fused_weights
+from llm.optim.groups import matrix_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
@@ -99,6 +100,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
         model,
         skip_layers=options.kfac_skip_layers,
         stacks=covers_stacks(options),
+        fusions=fused_weights(options, model) if covers_stacks(options) else {},
         sample_forward=_sample_forward,
     )
     method, settings = kfac_method(options), _settings(options)
@@ -124,8 +126,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
     )
     description = f"{curvature.describe()}\n{_describe_method(options)}"
     if method == "ekfac":
-        groups = parameter_groups(model, weight_decay=options.weight_decay)
-        ekfac = EKFAC(groups, curvature, **adamw_settings(options))
+        ekfac = EKFAC(matrix_groups(options, model), curvature, **adamw_settings(options))
         return KFAC(
             optimizer=ekfac, recorder=curvature, preconditioner=None, description=description
         )
@@ -146,7 +147,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
 
 
 def covers_stacks(options: KFACOptions) -> bool:
-    """Return whether stacks of experts are covered: the library and its arithmetic have none."""
+    """Return whether stacks and fused weights are matrices: for the library and compat, no."""
     return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
 
 
