@@ -1,5 +1,7 @@
 """Chooses a run's optimizer; `llm.optim.kfac.make_kfac` does so with K-FAC."""
 
+from collections.abc import Sequence
+
 import torch
 
 from llm.optim.accum_adamw import make_accum_adamw
@@ -17,6 +19,7 @@ def make_optimizer(
     *,
     accum_steps: int | None = None,
     whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a run without K-FAC.
 
@@ -26,6 +29,7 @@ def make_optimizer(
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
         whole: Who updates which matrix, for optimizers that need whole ones; by default every rank
             updates all.
+        order: For SOAP, what `basis_order` returns for a model that is divided over ranks.
 
     Raises:
         ConfigError: The model has nothing that the optimizer trains.
@@ -33,7 +37,7 @@ def make_optimizer(
     if options.optimizer == "sgd":
         return make_sgd(options, model)
     if options.optimizer == "soap":
-        return make_soap(options, model, whole)
+        return make_soap(options, model, whole=whole, order=order)
     if options.optimizer == "muon":
         return make_muon(options, model, whole)
     if accum_steps is not None:

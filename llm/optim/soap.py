@@ -47,6 +47,9 @@ class SOAP(torch.optim.Optimizer):
         eps: Added to the root of the second moment.
         update_steps: Steps between two updates of a basis.
         fusions: How fused weights divide into matrices.
+        numbers: The number of each matrix among those of the whole model, which spreads the
+            updates of bases; by default the model has no others.
+        total: Matrices of the whole model.
         whole: Who computes which update; by default every rank all of them.
 
     Attributes:
@@ -63,6 +66,8 @@ class SOAP(torch.optim.Optimizer):
         eps: float = 1e-8,
         update_steps: int = UPDATE_STEPS,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
+        numbers: Sequence[int] = (),
+        total: int = 0,
         whole: WholeMatrices | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -77,9 +82,11 @@ class SOAP(torch.optim.Optimizer):
                 cost = sum(matrix.num_elements() for matrix in matrices)
                 unit = Unit(parameters=[p], shapes=[p.shape], cost=cost, fusion=fusion)
                 self._matrices[unit] = matrices
-        # The step in the interval at which a matrix's bases are updated.
         every = [matrix for matrices in self._matrices.values() for matrix in matrices]
-        self._offset = {m: i * update_steps // len(every) for i, m in enumerate(every)}
+        numbers, total = numbers or range(len(every)), total or len(every)
+        # The step in the interval at which a matrix's bases are updated.
+        steps = (number * update_steps // total for number in numbers)
+        self._offset = dict(zip(every, steps, strict=True))
         self.units = list(self._matrices)
         self._whole.assign(self.units)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
@@ -243,26 +250,63 @@ def _bias(beta: float, step: Tensor) -> Tensor:
 
 
 def make_soap(
-    options: OptimizerOptions, model: nn.Module, whole: WholeMatrices | None = None
+    options: OptimizerOptions,
+    model: nn.Module,
+    *,
+    whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
 ) -> SOAP:
     """Make SOAP for a model's matrices.
 
-    A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
-    of an embedding or an output head of any size.
+    Args:
+        options: The rate, the betas and the interval between updates.
+        model: The model, or the stages of it that this rank has.
+        whole: Who updates which matrix; by default every rank updates all.
+        order: What `basis_order` returns for the whole model; by default `model` is whole.
     """
-    fusions, outside = fused_weights(options, model), embeddings_and_head(model)
-    sides = {}
-    for p in model.parameters():
-        if p.requires_grad and p.ndim == 2:
-            fusion = fusions.get(p)
-            shape = p.shape if fusion is None else max(fusion.shapes(p.shape).values())
-            wide = [side for side in (0, 1) if shape[side] > MAX_DIM]
-            sides[p] = [side for side in (0, 1) if side not in wide and (side or p not in outside)]
+    order = basis_order(options, model) if order is None else order
+    fusions, sides, numbers = fused_weights(options, model), {}, list[int]()
+    for name, p, its in _with_bases(options, model):
+        sides[p] = its
+        first = order.index(name)
+        numbers += range(first, first + (len(fusions[p].sizes) if p in fusions else 1))
     return SOAP(
         matrix_groups(options, model),
         sides,
         update_steps=options.soap_update_steps or UPDATE_STEPS,
         fusions=fusions,
+        numbers=numbers,
+        total=len(order),
         whole=whole,
         **adamw_settings(options),
     )
+
+
+def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
+    """Return the name of the parameter of each matrix with a basis, in the model's order."""
+    fusions = fused_weights(options, model)
+    return [
+        name
+        for name, p, _ in _with_bases(options, model)
+        for _ in (fusions[p].sizes if p in fusions else [name])
+    ]
+
+
+def _with_bases(
+    options: OptimizerOptions, model: nn.Module
+) -> list[tuple[str, nn.Parameter, list[int]]]:
+    """Return name, parameter and sides of all that has a basis.
+
+    A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
+    of an embedding or an output head of any size.
+    """
+    fusions, outside = fused_weights(options, model), embeddings_and_head(model)
+    found = []
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.ndim == 2:
+            shapes = [*fusions[p].shapes(p.shape).values()] if p in fusions else [p.shape]
+            narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
+            sides = [side for side in narrow if side == 1 or p not in outside]
+            if sides:
+                found.append((name, p, sides))
+    return found

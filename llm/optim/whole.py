@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from llm.optim.fused import Fusion
@@ -38,11 +39,37 @@ Compute = Callable[[Unit, list[Tensor]], list[Tensor]]
 """From whole gradients of a unit's parameters to the whole updates."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FactorRanks:
+    """The ranks that share the factors of some layers, where weights are sharded.
+
+    Attributes:
+        rank: Number of this rank among them.
+        size: Number of ranks.
+        group: Their process group; None for one rank.
+        num_replicas: Number of such groups that keep the same factors.
+        replicas: This rank and those of the same number in these; None for one.
+        is_first: Whether this is the first of the ranks that count the same failures.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    num_replicas: int
+    replicas: dist.ProcessGroup | None
+    is_first: bool
+
+
 class WholeMatrices:
     """Every rank holds whole matrices and computes all updates.
 
     The layouts that shard weights have a subclass of their own, in `llm.parallel.matrices`.
+
+    Attributes:
+        factor_ranks: Where K-FAC sums and keeps its factors; None for the default group.
     """
+
+    factor_ranks: FactorRanks | None = None
 
     def assign(self, units: Sequence[Unit]) -> None:
         """Give each unit an owner."""

@@ -117,7 +117,7 @@ class AcceleratedStrategy:
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         token_weight = self._gradient_ranks / num_tokens
-        own = [self._local_batch(micro_batch) for micro_batch in micro_batches]
+        own = [*map(self._local_batch, micro_batches)]
         loss_sum = self._accumulate_gradients(own, token_weight)
         self._reduce_gradients()
         if self.scaler is not None:
@@ -138,12 +138,7 @@ class AcceleratedStrategy:
     ) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of token losses."""
         total = torch.zeros((), device=self.device)
-        capture: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.second_order is not None:
-            capture = self.second_order.capture_stats(
-                token_weight=token_weight, loss_scale=self.loss_scale()
-            )
-        with capture, self._weight_casts(len(micro_batches)):
+        with self._capture_stats(token_weight), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
@@ -151,6 +146,13 @@ class AcceleratedStrategy:
                     self._scale(objective * token_weight).backward()
                 total += loss_sum.detach()
         return total
+
+    def _capture_stats(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+        """Record a step's statistics for K-FAC, if the run has it."""
+        kfac = self.second_order
+        if kfac is None:
+            return contextlib.nullcontext()
+        return kfac.capture_stats(token_weight=token_weight, loss_scale=self.loss_scale())
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once a step; for one micro-batch the copies would only stay longer."""
@@ -328,8 +330,7 @@ class AcceleratedStrategy:
         Args:
             path: Its path in the checkpoint.
         """
-        owner = None
-        kind, _, name = path.rpartition("/")[0].rpartition("/")
+        owner, (kind, _, name) = None, path.rpartition("/")[0].rpartition("/")
         if kind == "kfac/factors" and self.second_order is not None:
             owner = self.second_order.owner_of(name)
         elif kind == "strategy/optimizer" and isinstance(self.optimizer, EKFAC):

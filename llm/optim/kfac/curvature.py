@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
-from llm.optim.kfac.distribution import Exchange, FactorRanks, KFACStrategy, assign
+from llm.optim.kfac.distribution import Exchange, KFACStrategy, assign
 from llm.optim.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.optim.kfac.layers import Coverage, Layer
+from llm.optim.whole import FactorRanks
 from llm.runtime.float32 import full_float32
 
 Method = Literal["ekfac", "eigen", "cholesky"]

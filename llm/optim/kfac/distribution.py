@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llm.errors import ConfigError
 from llm.optim.kfac.factors import Factor
+from llm.optim.whole import FactorRanks
 
 KFACStrategy = Literal["comm-opt", "hybrid-opt", "mem-opt"]
 
@@ -48,27 +49,6 @@ class Assignment:
         """Return the ranks that exchange their updates with a rank, by column."""
         first = rank - rank % self.num_columns
         return list(range(first, first + self.num_columns))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorRanks:
-    """The ranks that share the factors of some layers, where weights are sharded.
-
-    Attributes:
-        rank: Number of this rank among them.
-        size: Number of ranks.
-        group: Their process group; None for one rank.
-        num_replicas: Number of such groups that keep the same factors.
-        replicas: This rank and those of the same number in these; None for one.
-        is_first: Whether this is the first of the ranks that count the same failures.
-    """
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    num_replicas: int
-    replicas: dist.ProcessGroup | None
-    is_first: bool
 
 
 def assign(
