@@ -106,6 +106,12 @@ class WholeMatrices:
                 yield unit, compute(unit, gradients)
 
 
+def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:
+    """Return the units whose state an optimizer keeps whole, at their owners; most have none."""
+    units: Sequence[Unit] = getattr(optimizer, "units", ())
+    return units
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
     """Return the group of each parameter."""
     return {p: group for group in optimizer.param_groups for p in group["params"]}

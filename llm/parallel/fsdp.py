@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
+from llm.optim.whole import units_of
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
@@ -158,6 +159,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
                 local_of[parameter] = local
         self.matrices.localize(local_of)
+        self._units = set(units_of(optimizer))
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
@@ -230,13 +232,12 @@ class ShardedStrategy(AcceleratedStrategy):
         return chosen.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        def is_whole(parameter: Tensor) -> bool:
-            return self.matrices.owner_of(parameter) is not None
-
         return {
             parameter: {
                 # The owner of a matrix keeps whole moments of it.
-                key: value if is_whole(parameter) else as_dtensor(value, like=parameter)
+                key: as_dtensor(value, like=parameter)
+                if self._state_owner(parameter) is None
+                else value
                 for key, value in self.optimizer.state[local].items()
             }
             for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
@@ -250,8 +251,13 @@ class ShardedStrategy(AcceleratedStrategy):
         if kind == "kfac/factors" and self.second_order is not None:
             owner = self.second_order.owner_of(name)
         elif kind == "strategy/optimizer":
-            owner = self.matrices.owner_of(self.model.get_parameter(name))
+            owner = self._state_owner(self.model.get_parameter(name))
         return ranks if owner is None else ranks[owner :: self.matrices.size]
+
+    def _state_owner(self, parameter: Tensor) -> int | None:
+        """Return the number of the rank that keeps a parameter's state, if one keeps it whole."""
+        unit = self.matrices.unit_of(parameter)
+        return unit.owner if unit in self._units and unit is not None else None
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of the stages to which a tensor of a checkpoint belongs."""

@@ -74,10 +74,9 @@ class ShardedMatrices(WholeMatrices):
         """Return whether this rank keeps the state of a unit."""
         return unit.owner == self.rank
 
-    def owner_of(self, parameter: Tensor) -> int | None:
-        """Return the number of the rank that keeps a parameter's state, if it is that of one."""
-        unit = self._unit_of.get(parameter)
-        return None if unit is None else unit.owner
+    def unit_of(self, parameter: Tensor) -> Unit | None:
+        """Return the unit of a parameter of the model, if it has one."""
+        return self._unit_of.get(parameter)
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, newest_valid
@@ -18,7 +19,8 @@ from llm.optim.soap import basis_order
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from tests.support import layouts
-from tests.support.data_parallel import make_model, step_data
+from tests.support.data_parallel import step_data
+from tests.support.models import tiny_config
 
 BATCH = 8
 _INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
@@ -29,6 +31,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "eigen": {"kfac": True, "kfac_method": "eigen", **_INTERVALS},
     "cholesky": {"kfac": True, "kfac_method": "cholesky", **_INTERVALS},
 }
+
+
+def make_model() -> Any:
+    """A GPT-2 whose matrices are square, so that no basis is left to rounding."""
+    torch.manual_seed(0)
+    config = tiny_config("gpt2", n_embd=16, n_inner=16)
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_strategy(
