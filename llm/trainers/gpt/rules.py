@@ -195,6 +195,8 @@ def _size_problems(config: GPTConfig) -> list[str]:
 
 
 def _fp8_problems(config: GPTConfig) -> list[str]:
+    if config.mixed_precision == "fp8" and config.kfac:
+        return ["--mixed_precision fp8 has no layers that --kfac covers; use bf16 or no."]
     return [
         f"--mixed_precision fp8 does not go with --{name}; use bf16 or no."
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
