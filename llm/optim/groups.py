@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import OptimizerOptions, adamw_rate_factor
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -66,11 +66,11 @@ def matrix_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dic
     multiple `rate_factor` of the rate of the schedule.
     """
     groups = parameter_groups(model, weight_decay=options.weight_decay)
-    rate = options.adamw_learning_rate
-    if rate is None:
+    factor = adamw_rate_factor(options)
+    if factor is None:
         return groups
     inner = set(inner_matrices(model))
-    own = {"lr": rate, "rate_factor": rate / options.learning_rate}
+    own = {"lr": options.adamw_learning_rate, "rate_factor": factor}
     divided = [
         group | {"params": [p for p in group["params"] if (p in inner) is is_inner]} | extra
         for group in groups

@@ -233,6 +233,12 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
     return problems
 
 
+def adamw_rate_factor(options: OptimizerOptions) -> float | None:
+    """Return the multiple of the schedule's rate that adamw_learning_rate is, if it is given."""
+    rate = options.adamw_learning_rate
+    return None if rate is None else rate / options.learning_rate
+
+
 def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
     """Return the method of K-FAC that is given, or that other options select."""
     if options.kfac_method is not None:

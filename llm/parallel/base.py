@@ -117,7 +117,7 @@ class AcceleratedStrategy:
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         token_weight = self._gradient_ranks / num_tokens
-        own = [*map(self._local_batch, micro_batches)]
+        own = [self._local_batch(micro_batch) for micro_batch in micro_batches]
         loss_sum = self._accumulate_gradients(own, token_weight)
         self._reduce_gradients()
         if self.scaler is not None:
@@ -149,8 +149,7 @@ class AcceleratedStrategy:
 
     def _capture_stats(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
         """Record a step's statistics for K-FAC, if the run has it."""
-        kfac = self.second_order
-        if kfac is None:
+        if (kfac := self.second_order) is None:
             return contextlib.nullcontext()
         return kfac.capture_stats(token_weight=token_weight, loss_scale=self.loss_scale())
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from llm.optim.adamw import adamw_state, adamw_step
 from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.layers import Layer, as_stored
-from llm.optim.kfac.units import CoveredUnits
+from llm.optim.kfac.layers import Layer
+from llm.optim.kfac.units import CoveredUnits, as_stored
 from llm.optim.whole import Unit, WholeMatrices, groups_of
 
 NOISE = 3e-6

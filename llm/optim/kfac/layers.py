@@ -111,21 +111,6 @@ class Layer:
         return [weight] if self.bias is None else [weight, matrix[:, -1]]
 
 
-def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return matrices as weight and bias store them: undo `matrix` of all layers of a weight.
-
-    Args:
-        layers: The one layer of a weight, or all of a fused one.
-        matrices: Of each.
-    """
-    stored = [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
-    fusion = layers[0].fusion
-    if fusion is None:
-        return stored[0]
-    dims = (fusion.dim, 0)  # of the outputs of a weight and of a bias
-    return [fusion.join(parts, dim) for dim, *parts in zip(dims, *stored, strict=False)]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
     """The layers of a model that K-FAC covers.

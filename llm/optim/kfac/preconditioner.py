@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from llm.optim.eigenbases import rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.layers import Layer, as_stored
-from llm.optim.kfac.units import CoveredUnits
+from llm.optim.kfac.layers import Layer
+from llm.optim.kfac.units import CoveredUnits, as_stored
 from llm.optim.whole import Unit, WholeMatrices
 
 

@@ -91,3 +91,18 @@ class CoveredUnits:
         local = parameters if self._whole is None else map(self._whole.local, parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
         return torch.isfinite(norm if self._whole is None else self._whole.total(norm)).float()
+
+
+def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return matrices as weight and bias store them: undo `matrix` of all layers of a weight.
+
+    Args:
+        layers: The one layer of a weight, or all of a fused one.
+        matrices: Of each.
+    """
+    stored = [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
+    fusion = layers[0].fusion
+    if fusion is None:
+        return stored[0]
+    dims = (fusion.dim, 0)  # of the outputs of a weight and of a bias
+    return [fusion.join(parts, dim) for dim, *parts in zip(dims, *stored, strict=False)]
