@@ -127,7 +127,8 @@ class SOAP(torch.optim.Optimizer):
         state = self.state[unit.weight]
         if not self._whole.owns(unit):
             return torch.zeros((), device=unit.weight.device)
-        return state[self._matrices[unit][0].prefix + "has_basis"]
+        has_basis: Tensor = state[self._matrices[unit][0].prefix + "has_basis"]
+        return has_basis
 
     def _update(
         self, unit: Unit, gradient: Tensor, group: dict[str, Any], found_inf: Tensor | None
@@ -229,7 +230,8 @@ def _descend(
     direction = rotate(first, left, right) / (second.sqrt() + group["eps"])
     direction = rotate_back(direction, left, right)
     corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
-    return direction * (group["lr"] * corrected * keep)
+    length: Tensor = group["lr"] * corrected * keep
+    return direction * length
 
 
 def _update_bases(matrix: _Matrix, state: dict[str, Tensor], keep: Tensor) -> None:

@@ -159,7 +159,7 @@ class ShardedMatrices(WholeMatrices):
         arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight.device)
 
         def finish() -> list[tuple[Unit, list[Tensor]]]:
-            found = {}
+            found: dict[Unit, list[Tensor]] = {}
             for units, values in zip(by_owner, arrival(), strict=True):
                 parts = iter(values)
                 found |= {unit: [next(parts) for _ in unit.parameters] for unit in units}

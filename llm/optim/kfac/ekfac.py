@@ -189,7 +189,7 @@ def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
     A bias has the last column of the moments.
     """
     weight = layers[0].weight
-    state = {}
+    state: dict[str, Tensor] = {}
     for layer in layers:
         shape = (*weight.shape[:-2], layer.rows, layer.columns)
         dtype = weight.dtype if shape == weight.shape else torch.float32
