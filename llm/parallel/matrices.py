@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llm.optim.whole import Compute, FactorRanks, Unit, WholeMatrices
 
-_BUCKET = 1 << 24
+BUCKET = 1 << 24
 """Elements of the gradients that are sent together, at least, unless there are no more."""
 
 _AXES = ("tensor", "shard")
@@ -110,17 +110,17 @@ class ShardedMatrices(WholeMatrices):
             yield from super().updates(units, compute, dtype=dtype)
             return
         buckets = _buckets([unit for unit in units if unit.weight.grad is not None])
-        gathered = [self._gather(bucket) for bucket in buckets[:1]]
-        scattered: Callable[[], list[tuple[Unit, list[Tensor]]]] | None = None
+        gathering = [self._gather(bucket) for bucket in buckets[:1]]
+        scattering: list[Callable[[], list[tuple[Unit, list[Tensor]]]]] = []
         for number, bucket in enumerate(buckets):
-            gradients = gathered[number]()
+            gradients = gathering.pop()()
             # The next gradients and the last updates travel while this bucket is computed.
-            gathered += [self._gather(following) for following in buckets[number + 1 : number + 2]]
-            updates = {unit: compute(unit, whole) for unit, whole in gradients.items()}
-            arriving = scattered
-            scattered = self._scatter(bucket, updates, dtype)
-            yield from arriving() if arriving is not None else ()
-        yield from scattered() if scattered is not None else ()
+            gathering += [self._gather(following) for following in buckets[number + 1 : number + 2]]
+            updates = {unit: compute(unit, gradients.pop(unit)) for unit in list(gradients)}
+            scattering.append(self._scatter(bucket, updates, dtype))
+            if number:
+                yield from scattering.pop(0)()
+        yield from scattering.pop()() if buckets else ()
 
     def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return what waits for those of this rank's units."""
@@ -239,13 +239,13 @@ def _sharded_dims(parameter: Tensor) -> dict[str, int]:
 
 
 def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Divide units into runs of `_BUCKET` elements."""
+    """Divide units into runs of `BUCKET` elements."""
     buckets: list[list[Unit]] = []
     room = 0
     for unit in units:
         if room <= 0:
             buckets.append([])
-            room = _BUCKET
+            room = BUCKET
         buckets[-1].append(unit)
         room -= sum(shape.numel() for shape in unit.shapes)
     return buckets
