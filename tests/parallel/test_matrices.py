@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import split_state
+from llm.parallel import matrices
 from tests.support.matrix_runs import (
     KINDS,
     load,
@@ -14,6 +16,7 @@ from tests.support.matrix_runs import (
     train,
     whole_weights,
 )
+from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
 MORE = pytest.mark.layouts
@@ -67,16 +70,44 @@ def test_twenty_steps_are_those_of_one_rank(alone, ranks, sizes):
             assert largest < (1 / ranks + 1 / 20) * num_bytes
 
 
+def run_in_small_buckets(*args):
+    matrices.BUCKET = 1000
+    return run(*args)
+
+
 def test_shards_train_bit_for_bit_as_replicas_do():
-    """Without clipping, whose norm is summed in another order."""
+    """In many buckets, and without clipping, whose norm is summed in another order."""
     options = {"accumulation": 1, "clip": 0.0}
     shards, replicas = (
-        values(run_ranks(run, 2, sizes, 6, options))[0] for sizes in ({"shard": 2}, None)
+        values(run_ranks(run_in_small_buckets, 2, sizes, 6, options))[0]
+        for sizes in ({"shard": 2}, None)
     )
     for kind in KINDS:
         assert shards[kind][0] == replicas[kind][0]
         for name, weight in replicas[kind][1].items():
             assert torch.equal(shards[kind][1][name], weight), (kind, name)
+
+
+def run_experts(sizes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+    strategy = make_strategy("ekfac", sizes, model)
+    train(strategy, range(3), accumulation=1, clip=0.0)
+    counts = {f.name: f.count.item() for f in strategy.second_order.recorder.factors if f.owned}
+    weights = whole_weights(strategy)
+    strategy.close()
+    return weights, counts
+
+
+def test_stacks_of_experts_train_bit_for_bit_as_replicas_do():
+    shards, replicas = (values(run_ranks(run_experts, 2, sizes)) for sizes in ({"shard": 2}, None))
+    found, expected = (
+        {n: c for _, counts in its for n, c in counts.items()} for its in (shards, replicas)
+    )
+    assert found == expected
+    assert all(count > 0 for count in found.values())
+    for name, weight in replicas[0][0].items():
+        assert torch.equal(shards[0][0][name], weight), name
 
 
 def saved_and_trained_on(sizes, folder):

@@ -14,9 +14,9 @@ from tests.support.recovery import weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
-# A and G of four layers in two blocks; wider than two models are G of the queries, keys and values,
-# and both factors of the MLP's inner side.
-BLOCKS = "MiB of factors and bases on this rank, 6 of 16 factors in diagonal blocks."
+# A and G of four layers in two blocks, where queries, keys and values have a G each; wider than two
+# models are both factors of the MLP's inner side.
+BLOCKS = "MiB of factors and bases on this rank, 4 of 20 factors in diagonal blocks."
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},
     {"kfac_method": "cholesky"},
@@ -50,8 +50,8 @@ def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
 
 def test_covered_layers_are_logged_once_and_each_report_has_kfac_metrics(alone):
     log = (alone.folder / "log.txt").read_text()
-    # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
-    assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
+    # Two blocks with four Conv1D each, one of them three matrices; the rest is AdamW's.
+    assert log.count("K-FAC covers 12 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
     assert BLOCKS in log
     assert "method is ekfac; factor_update_steps=50" in log
