@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llm.optim.whole import Compute, FactorRanks, Unit, WholeMatrices
+from llm.optim.whole import Compute, FactorRanks, Unit, WholeMatrices, gradients_of
 
 BUCKET = 1 << 24
 """Elements of the gradients that are sent together, at least, unless there are no more."""
@@ -127,11 +127,7 @@ class ShardedMatrices(WholeMatrices):
         sent: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
-            zeros = (torch.zeros_like(p) for p in unit.parameters)
-            sent[unit.owner] += [
-                zero if p.grad is None else p.grad
-                for p, zero in zip(unit.parameters, zeros, strict=True)
-            ]
+            sent[unit.owner] += gradients_of(unit) or ()
         own = [unit for unit in bucket if self.owns(unit)]
         pieces = [self._shapes(own, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype

@@ -153,6 +153,7 @@ def contents(folders):
         (2, {"shard": 2}, [(1, {}), (4, {"shard": 2, "pipeline": 2})]),
         (4, {"shard": 2, "pipeline": 2}, [(2, {"shard": 2}), (2, None)]),
         pytest.param(4, {"shard": 2, "tensor": 2}, [(2, {"tensor": 2}), (1, {})], marks=MORE),
+        pytest.param(4, {"shard": 2}, [(2, {"pipeline": 2}), (1, {})], marks=MORE),
     ],
 )
 def test_runs_resume_bit_for_bit_and_load_under_other_layouts(ranks, sizes, others, tmp_path):

@@ -85,6 +85,8 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
         (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
         (2, {"per_device_train_batch_size": 4}),
         (2, {"per_device_train_batch_size": 4, "kfac_strategy": "mem-opt"}),
+        (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
+        (2, {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2}),
     ],
 )
 def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ranks, options):
@@ -127,6 +129,29 @@ def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
 
 def test_a_resumed_run_with_factors_spread_over_ranks_is_bit_identical(dropout):
     assert_resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
+
+
+def test_a_resumed_run_with_sharded_weights_is_bit_identical(dropout):
+    options = {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}
+    assert_resume_is_exact(dropout, "shards", ranks=2, **options)
+
+
+@pytest.mark.parametrize("method", ["ekfac", "eigen"])
+def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
+    run = plain.train_well(
+        f"nan-shards-{method}",
+        ranks=2,
+        kfac=True,
+        kfac_method=method,
+        kfac_factor_update_steps=1,
+        kfac_inv_update_steps=1,
+        data_parallel_shard_size=2,
+        max_train_steps=12,
+        faults=[Fault(at=LOSS, what="nan", call=5, rank=1)],
+    )
+    assert "step 5 was skipped" in run.output
+    assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
+    assert run.losses[-1] < run.losses[0]
 
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)

@@ -139,8 +139,9 @@ class Coverage:
     def describe(self) -> str:
         """Return a few lines for the log."""
         trained = max(1, self.num_covered + self.num_skipped)
+        num_layers = sum(len(factors) - 1 for factors in self.factor_sizes.values())  # but for A
         lines = [
-            f"K-FAC covers {len(self.layers)} layers with {self.num_covered:,} of {trained:,} "
+            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {trained:,} "
             f"parameters ({self.num_covered / trained:.1%})."
         ]
         for reason, count in Counter(self.skipped.values()).items():
