@@ -2,25 +2,23 @@
 
 python -m benchmarks.kfac --help. Every method uses the best of the same learning rates, chosen in
 shorter trainings of one seed; then all seeds train in full. The cost of a step is measured
-separately, with all methods alternating, for the trained model and for wider ones.
+separately, with all methods alternating, for the trained model and for wider ones. A benchmark that
+is stopped ends its trainings, and goes on from the finished ones when it is started again.
 """
 
 import importlib.util
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import kfac_report
 from benchmarks.kfac_report import Found, Taken, plot, share_of_steps
-from benchmarks.measure import say
+from benchmarks.kfac_trainings import Trainings
 from benchmarks.report import (
     Goal,
     ReportOptions,
@@ -33,9 +31,8 @@ from benchmarks.report import (
     table,
 )
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
 Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]
 Part = Literal["convergence", "step"]
 _ROWS = {"eigen-compat": "eigen, compat"}
@@ -114,6 +111,12 @@ class KFACBenchmarkOptions(ReportOptions):
     jobs: int = option(
         len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
     )
+    trainings: str | None = option(
+        None,
+        "File that keeps the results of finished trainings, from which a benchmark that was "
+        "stopped goes on; remove it when the code has changed. OUTPUT.trainings if not given.",
+        group="Run",
+    )
     plot: str | None = option(
         None, "PNG of the curves; needs `pip install 'llm-trainers[report]'`.", group="Run"
     )
@@ -141,53 +144,19 @@ def check(options: KFACBenchmarkOptions) -> None:
             "--plot needs a package that is not installed: pip install matplotlib, or leave it out."
         )
     check_folder("plot", options.plot)
+    check_folder("trainings", options.trainings)
 
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-class Trainings:
-    """Runs trainings as processes, several at a time.
-
-    Args:
-        options: The settings that all trainings share.
-    """
-
-    def __init__(self, options: KFACBenchmarkOptions) -> None:
-        names = ("batch_size", "block_size", "width", "layers", "max_dim")
-        intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
-        self._common = {name: getattr(options, name) for name in (*names, *intervals)}
-        self._common["text"] = str(Path(options.text).resolve())
-        self._jobs = options.jobs
-
-    def run(self, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Train each case; return the results of `benchmarks.kfac_run` in the same order."""
-        with ThreadPoolExecutor(self._jobs) as pool:
-            return list(pool.map(self._run_one, cases))
-
-    def steps(self, case: dict[str, Any], *, threads: int | None = None) -> Taken:
-        """Time the steps of all methods of a case, by default with all threads."""
-        # The rate keeps the weights as they are: learning single samples by heart would saturate
-        # the softmax, whose denormals slow a CPU down for one method and not for another.
-        case = case | {"learning_rate": 1e-6, "seed": 0}
-        limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        taken: Taken = self._call("steps", case, limit)
-        return taken
-
-    def _run_one(self, case: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = self._call("train", case, {"OMP_NUM_THREADS": "1"})
-        say(f"{case}: {found['curve'][-1][1]:.4f}")
-        return found
-
-    def _call(self, task: str, case: dict[str, Any], threads: dict[str, str]) -> Any:
-        command = [sys.executable, "-m", "benchmarks.kfac_run", task]
-        command.append(json.dumps(self._common | case))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **threads}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise LLMError(f"{case} failed: {done.stderr.strip()[-600:]}")
-        return json.loads(done.stdout.strip().rpartition("\n")[2])
+def _common(options: KFACBenchmarkOptions) -> dict[str, Any]:
+    """Return the settings that all trainings share."""
+    names = ("batch_size", "block_size", "width", "layers", "max_dim")
+    intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
+    common = {name: getattr(options, name) for name in (*names, *intervals)}
+    return common | {"text": str(Path(options.text).resolve())}
 
 
 def choose_rates(
@@ -328,7 +297,8 @@ def convergence_sections(options: KFACBenchmarkOptions, trainings: Trainings) ->
 def report(options: KFACBenchmarkOptions, _: Path) -> str:
     """Measure all chosen parts and return the report."""
     check(options)
-    trainings = Trainings(options)
+    kept = options.trainings or (options.output and f"{options.output}.trainings")
+    trainings = Trainings(_common(options), jobs=options.jobs, kept=Path(kept) if kept else None)
     sections: list[Section] = []
     if "convergence" in options.only:
         sections += convergence_sections(options, trainings)

@@ -3,12 +3,14 @@
 python -m benchmarks.kfac_run train '{"method": "ekfac", ...}' trains and prints a JSON object with
 the validation loss at regular steps and after the last. `steps '{"methods": [...], ...}'` times the
 steps of several methods, one after the other on the same batches, and prints the milliseconds of
-each step by method.
+each step by method. With a third argument `attached` both end when their input does.
 """
 
 import contextlib
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -245,7 +247,15 @@ def time_steps(options: dict[str, Any]) -> Taken:
     return taken
 
 
+def end_with_input() -> None:
+    """End the process when its input ends, which is when the benchmark that began it has ended."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
     restart_with_kept_memory()  # as the trainer does
+    if sys.argv[3:] == ["attached"]:
+        threading.Thread(target=end_with_input, daemon=True).start()
     task = {"train": train, "steps": time_steps}[sys.argv[1]]
     print(json.dumps(task(json.loads(sys.argv[2]))))

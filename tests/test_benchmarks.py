@@ -1,9 +1,12 @@
 """The benchmarks run at toy size, and measure what they say they measure."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -434,6 +437,47 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     assert adamw[5:] == ["1.00", "1.00 |"]  # it reaches its own loss at its own last step
     assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
     assert "| method | after 10 |\n|---|---:|\n| ekfac | " in done.stdout
+
+
+@pytest.mark.benchmarks
+def test_a_killed_kfac_benchmark_ends_its_trainings_and_goes_on(tmp_path):
+    kept, mark = tmp_path / "kept", f"MARK_OF_THIS_TEST={tmp_path}"
+    command = [
+        *(sys.executable, "-m", "benchmarks.kfac", "--only", "convergence", "--trainings", kept),
+        *("--methods", "adamw", "muon", "--learning_rates", "2e-3", "--steps", "20"),
+        *("--sweep_steps", "10", "--seeds", "1", "--batch_size", "2", "--block_size", "32"),
+        *("--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
+    ]
+
+    def alive() -> list[str]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text())
+        return found
+
+    name, _, value = mark.partition("=")
+    begun = subprocess.Popen(command, cwd=ROOT, env={**os.environ, name: value})
+    wait_for(lambda: kept.exists() and kept.read_text())
+    wait_for(lambda: any("kfac_run" in line for line in alive()))
+    begun.kill()
+    begun.wait()
+    wait_for(lambda: not alive())
+    finished = len(kept.read_text().splitlines())
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(": kept\n") == finished
+    assert len(kept.read_text().splitlines()) == 5  # two rates, two in full, muon's shorter one
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.benchmarks

@@ -362,6 +362,22 @@ def test_kfac_has_memory_of_its_own() -> None:
     assert plan_of(gpus_per_node=1).memory.kfac == 0
 
 
+def test_owners_share_the_state_and_send_gradients_and_updates() -> None:
+    whole, shards = (
+        plan_of(kfac=True, gpus_per_node=2, data_parallel_shard_size=size) for size in (1, 2)
+    )
+    recorded = job_of(kfac=True, gpus_per_node=1).optimizer.kfac_recording
+    everything = job_of(kfac=True, gpus_per_node=1).optimizer.kfac
+    assert shards.memory.kfac == pytest.approx(everything / 2 + recorded, rel=0.3)
+    assert shards.memory.kfac < whole.memory.kfac
+
+    muon = plan_of(optimizer="muon", gpus_per_node=2, data_parallel_shard_size=2)
+    (sent,) = [t for t in muon.transfers if "owners" in t.what]
+    # A float32 gradient and a bf16 update of each matrix: half of it is another rank's, and half of
+    # that is sent.
+    assert sent.in_node == pytest.approx(6 * 4 * 12 * 64**2 / 4, rel=0.05)
+
+
 _SMALLEST = (
     "--config_overrides vocab_size=512 --num_layers 2 --hidden_size 64 --num_attention_heads 4 "
     "--block_size 64 --device cpu --gpus_per_node 2"

@@ -100,8 +100,15 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
 
 
 def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a saved state has other names than this run's."""
-    if own.keys() != saved.keys():
+    """Raise a CheckpointError if a saved state has other names than this run's.
+
+    A name without anything is that of a state which another rank keeps.
+    """
+
+    def kept(state: Mapping[str, Any]) -> set[str]:
+        return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
+
+    if kept(own) != kept(saved):
         raise CheckpointError(f"The {name} of the saved state has other parameters.")
 
 

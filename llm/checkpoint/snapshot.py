@@ -58,11 +58,9 @@ def assign_writers(
     files = [_Files() for _ in range(world_size)]
     shard_files = _Files()
     own, file_of = {}, {}
-    # Tensors that all ranks hold come first: what only some ranks know must not change their
-    # writers. Then the largest, so that the loads end up even.
-    items = sorted(
-        state.items(), key=lambda i: (len(owner_ranks(i[0])) < world_size, -i[1].nbytes, i)
-    )
+    # Tensors that most ranks hold come first: what fewer ranks know must not change their writers.
+    # Then the largest, so that the loads end up even.
+    items = sorted(state.items(), key=lambda i: (-len(owner_ranks(i[0])), -i[1].nbytes, i))
     for path, tensor in items:
         if not isinstance(tensor, DTensor):
             writer = min(owner_ranks(path), key=loads.__getitem__)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from llm.optim.options import OptimizerOptions, adamw_rate_factor
+
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter: to matrices, embeddings included.
@@ -66,7 +68,8 @@ def scale_learning_rates(
             # BF16AdamW has a key for each parameter besides.
             lists = {key: group[key] for key in ("params", "keys") if key in group}
             own = {key: [values[place] for place in places] for key, values in lists.items()}
-            split.append(group | own | {"rate_factor": factor} | changed)
+            changed["rate_factor"] = factor * group.get("rate_factor", 1.0)
+            split.append(group | own | changed)
     optimizer.param_groups = split
 
 
@@ -82,3 +85,30 @@ def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
     return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
+
+
+def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained matrices and stacks of matrices but embeddings and the output head."""
+    outside = embeddings_and_head(model)
+    named = model.named_parameters()
+    return [p for name, p in named if p.requires_grad and decays(name, p) and p not in outside]
+
+
+def matrix_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer for matrices, where AdamW trains what is not one.
+
+    Embeddings, output head, gains and biases have the rate of `adamw_learning_rate`: a fixed
+    multiple `rate_factor` of the rate of the schedule.
+    """
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    factor = adamw_rate_factor(options)
+    if factor is None:
+        return groups
+    inner = set(inner_matrices(model))
+    own = {"lr": options.adamw_learning_rate, "rate_factor": factor}
+    divided = [
+        group | {"params": [p for p in group["params"] if (p in inner) is is_inner]} | extra
+        for group in groups
+        for is_inner, extra in ((True, {}), (False, own))
+    ]
+    return [group for group in divided if group["params"]]

@@ -1,5 +1,7 @@
 """Chooses a run's optimizer; `llm.optim.kfac.make_kfac` does so with K-FAC."""
 
+from collections.abc import Sequence
+
 import torch
 
 from llm.optim.accum_adamw import make_accum_adamw
@@ -9,6 +11,7 @@ from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from llm.optim.soap import make_soap
+from llm.optim.whole import WholeMatrices
 
 
 def make_optimizer(
@@ -17,6 +20,8 @@ def make_optimizer(
     *,
     accum_steps: int | None = None,
     seed: int = 0,
+    whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a run without K-FAC.
 
@@ -25,6 +30,9 @@ def make_optimizer(
         model: The model to train.
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
         seed: The run's seed, for the rounding of moments in bf16.
+        whole: Who updates which matrix, for optimizers that need whole ones; by default every rank
+            updates all.
+        order: For SOAP, what `basis_order` returns for a model that is divided over ranks.
 
     Raises:
         ConfigError: The model has nothing that the optimizer trains.
@@ -32,9 +40,9 @@ def make_optimizer(
     if options.optimizer == "sgd":
         return make_sgd(options, model)
     if options.optimizer == "soap":
-        return make_soap(options, model)
+        return make_soap(options, model, whole=whole, order=order)
     if options.optimizer == "muon":
-        return make_muon(options, model)
+        return make_muon(options, model, whole)
     if accum_steps is not None:
         return make_accum_adamw(options, model, accum_steps=accum_steps)
     if options.moment_dtype == "bf16":

@@ -1,6 +1,7 @@
 """Muon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -8,16 +9,18 @@ from torch import Tensor, nn
 
 from llm.errors import ConfigError
 from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
-from llm.optim.groups import embeddings_and_head, parameter_groups
+from llm.optim.fused import Fusion, fused_weights
+from llm.optim.groups import inner_matrices, matrix_groups
 from llm.optim.options import OptimizerOptions
+from llm.optim.whole import Unit, WholeMatrices, groups_of, whole_zeros
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon (Jordan et al. 2024) for some matrices, its fused AdamW for the rest.
+    """Muon (Jordan et al. 2024) for some matrices, torch's fused AdamW for the rest.
 
-    A step of Muon is the gradient's momentum made orthogonal. Its length is scaled as in Liu et
-    al. 2025 (arXiv:2502.16982), so that it takes AdamW's learning rate and weight decay. Every
-    rank computes the whole step.
+    A step of Muon is the gradient's momentum made orthogonal, with Nesterov's look-ahead, as that
+    of torch's Muon. Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that it takes
+    AdamW's learning rate and weight decay.
 
     Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
     one: where it is 1, weights and state stay as they are.
@@ -29,6 +32,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum: Momentum of Muon.
         betas: Decay of AdamW's first and second moments.
         eps: Added to the root of AdamW's second moment.
+        fusions: How fused weights divide into matrices.
+        whole: Who computes which update; by default every rank all of them.
+
+    Attributes:
+        units: The matrices that Muon trains.
     """
 
     def __init__(
@@ -40,6 +48,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        fusions: Mapping[nn.Parameter, Fusion] | None = None,
+        whole: WholeMatrices | None = None,
     ) -> None:
         chosen = set(matrices)
         divided = [
@@ -50,21 +60,22 @@ class MuonAndAdamW(torch.optim.Optimizer):
             for group in groups
         ]
         divided = [group for group in divided if group["params"]]
-        # Gives its groups Muon's own settings, such as the number of Newton-Schulz iterations.
-        self._muon = torch.optim.Muon(
-            [group for group in divided if group["is_muon"]],
-            lr=lr,
-            momentum=momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        super().__init__(divided, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(divided, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        self.units = [
+            Unit(parameters=[p], shapes=[p.shape], cost=p.numel(), fusion=(fusions or {}).get(p))
+            for group in self.param_groups
+            for p in group["params"]
+            if group["is_muon"]
+        ]
+        self._whole = whole or WholeMatrices()
+        self._whole.assign(self.units)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
+        for unit in self.units:
+            kept = self._whole.owns(unit)
+            p = unit.weight
+            self.state[p] = {"momentum_buffer": whole_zeros(p)} if kept else {}
         for group in self.param_groups:
-            for p in group["params"]:
-                if group["is_muon"]:
-                    self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-                else:
-                    self.state[p] = adamw_state(p)
+            self.state.update({p: adamw_state(p) for p in group["params"] if not group["is_muon"]})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -74,32 +85,71 @@ class MuonAndAdamW(torch.optim.Optimizer):
             closure: Not supported.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        self._muon.state = self.state  # torch's load_state_dict replaces it.
         for group in self.param_groups:
             if not group["is_muon"]:
                 adamw_step(group, group["params"], self.state, found_inf)
-                continue
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_muon(p, group, found_inf)
 
-    def _step_muon(self, p: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
-        """Take a step on one matrix, and undo it on the device where `found_inf` is set.
+        groups = groups_of(self)
 
-        torch's Muon has no such flag. One matrix at a time needs a copy of one matrix only.
-        """
-        self._muon.param_groups = [{**group, "params": [p]}]
-        if found_inf is None:
-            self._muon.step()
-            return
-        kept = [p, self.state[p]["momentum_buffer"]]
-        before = [tensor.clone() for tensor in kept]
-        self._muon.step()
-        for tensor, former in zip(kept, before, strict=True):
-            tensor.copy_(torch.where(found_inf > 0, former, tensor))
+        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+            momentum = groups[unit.weight]["momentum"]
+            return [self._direction(unit, gradients[0], momentum, found_inf)]
+
+        for unit, (direction,) in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
+            p, group = unit.weight, groups[unit.weight]
+            before = p if found_inf is None else p.clone()
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(direction, alpha=-group["lr"] * _length(unit.shapes[0], unit.fusion))
+            if found_inf is not None:
+                p.copy_(torch.where(found_inf > 0, before, p))
+
+    def _direction(
+        self, unit: Unit, gradient: Tensor, momentum: float, found_inf: Tensor | None
+    ) -> Tensor:
+        """Update the momentum of a unit; return what its step is a multiple of."""
+        buffer = self.state[unit.weight]["momentum_buffer"]
+        updated = torch.lerp(buffer, gradient, 1 - momentum)
+        ahead = gradient.lerp(updated, momentum)
+        if found_inf is not None:
+            updated = torch.where(found_inf > 0, buffer, updated)
+        buffer.copy_(updated)
+        if unit.fusion is None:
+            return orthogonalized(ahead)
+        length = _length(unit.shapes[0], unit.fusion)
+        parts = unit.fusion.split(ahead)
+        return unit.fusion.join(
+            [orthogonalized(part) * (_length(part.shape, None) / length) for part in parts]
+        )
 
 
-def make_muon(options: OptimizerOptions, model: nn.Module) -> MuonAndAdamW:
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return U V^T of a matrix U S V^T, roughly, in bf16: its singular values are 0.7 to 1.2.
+
+    By five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's Muon.
+
+    Args:
+        matrix: [rows, columns].
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = matrix.bfloat16()
+    if matrix.shape[0] > matrix.shape[1]:
+        wide = wide.T
+    wide = wide / wide.norm().clamp(min=1e-7)  # so that no singular value is above 1
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def _length(shape: torch.Size, fusion: Fusion | None) -> float:
+    """Return the factor on an orthogonal matrix, or the first of a fused one, for AdamW's rate."""
+    first = shape if fusion is None else next(iter(fusion.shapes(shape).values()))
+    return 0.2 * math.sqrt(max(first))
+
+
+def make_muon(
+    options: OptimizerOptions, model: nn.Module, whole: WholeMatrices | None = None
+) -> MuonAndAdamW:
     """Make Muon for the matrices inside a model.
 
     AdamW trains the rest: embeddings, the output head, experts stored as one stack.
@@ -107,13 +157,19 @@ def make_muon(options: OptimizerOptions, model: nn.Module) -> MuonAndAdamW:
     Raises:
         ConfigError: The model has no such matrix.
     """
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
-    outside = embeddings_and_head(model)
-    inside = [p for p in groups[0]["params"] if p.ndim == 2 and p not in outside]
+    groups = matrix_groups(options, model)
+    inside = [p for p in inner_matrices(model) if p.ndim == 2]
     if not inside:
         raise ConfigError(
             "--optimizer muon found no matrix to train between the embedding and the output head "
             "of this model; use --optimizer adamw."
         )
     momentum = 0.95 if options.momentum is None else options.momentum
-    return MuonAndAdamW(groups, inside, momentum=momentum, **adamw_settings(options))
+    return MuonAndAdamW(
+        groups,
+        inside,
+        momentum=momentum,
+        fusions=fused_weights(options, model),
+        whole=whole,
+        **adamw_settings(options),
+    )

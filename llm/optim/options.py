@@ -113,6 +113,19 @@ class OptimizerOptions(KFACOptions):
         "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
         "memory.",
     )
+    adamw_learning_rate: float | None = _fixed_option(
+        None,
+        "Peak learning rate of embeddings, output head and one-dimensional weights, which AdamW "
+        "trains beside muon, soap and ekfac; learning_rate if not given.",
+        requires=("optimizer=muon", "optimizer=soap", "kfac"),
+        at_least=0,
+    )
+    split_projections: bool | None = _fixed_option(
+        None,
+        "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
+        "value, as the matrices that they consist of. If not given they do, but a run of a "
+        "version that did not goes on as it began.",
+    )
     momentum: float | None = _fixed_option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
@@ -242,6 +255,8 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         problems.append("--ema_decay and --ema_tokens exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
+    if options.adamw_learning_rate is not None and not options.learning_rate:
+        problems.append("--adamw_learning_rate needs a --learning_rate above 0.")
     if options.optimizer == "sgd":
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
@@ -280,7 +295,7 @@ def averages_weights(options: OptimizerOptions) -> bool:
     return options.ema_decay is not None or options.ema_tokens is not None
 
 
-def kfac_problems(options: KFACOptions) -> list[str]:
+def kfac_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of K-FAC's options."""
     problems = []
     if options.kfac_method == "ekfac":
@@ -288,6 +303,11 @@ def kfac_problems(options: KFACOptions) -> list[str]:
             f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
             for name in preconditioner_options(options)
         ]
+    if options.adamw_learning_rate is not None and options.kfac and kfac_method(options) != "ekfac":
+        problems.append(
+            "--adamw_learning_rate is for --kfac_method ekfac; the others change the gradient of "
+            "one AdamW, so leave it out."
+        )
     if options.kfac_library == "kfac-pytorch":
         problems += [
             f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
@@ -295,6 +315,12 @@ def kfac_problems(options: KFACOptions) -> list[str]:
             if name in given(options)
         ]
     return problems
+
+
+def adamw_rate_factor(options: OptimizerOptions) -> float | None:
+    """Return the multiple of the schedule's rate that adamw_learning_rate is, if it is given."""
+    rate = options.adamw_learning_rate
+    return None if rate is None else rate / options.learning_rate
 
 
 def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:

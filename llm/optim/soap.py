@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
 from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
-from llm.optim.groups import embeddings_and_head, parameter_groups
+from llm.optim.fused import Fusion, fused_weights
+from llm.optim.groups import embeddings_and_head, matrix_groups
 from llm.optim.options import OptimizerOptions
+from llm.optim.whole import Unit, WholeMatrices, groups_of
 
 MAX_DIM = 10_000
 """Width of the widest side that has a basis."""
@@ -29,7 +32,7 @@ class SOAP(torch.optim.Optimizer):
     the gradients before it.
 
     Differences: decay comes before the step, as in torch, and the updates of the matrices' bases
-    are spread over the interval, so that no step has all the work. Every rank computes everything.
+    are spread over the interval, so that no step has all the work.
 
     Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
     one: where it is 1, weights, moments, factors and bases stay as they are. Only the
@@ -43,6 +46,14 @@ class SOAP(torch.optim.Optimizer):
         betas: Decay of first and second moments; the second one also that of factors.
         eps: Added to the root of the second moment.
         update_steps: Steps between two updates of a basis.
+        fusions: How fused weights divide into matrices.
+        numbers: The number of each matrix among those of the whole model, which spreads the
+            updates of bases; by default the model has no others.
+        total: Matrices of the whole model.
+        whole: Who computes which update; by default every rank all of them.
+
+    Attributes:
+        units: The parameters with a basis.
     """
 
     def __init__(
@@ -54,17 +65,36 @@ class SOAP(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         update_steps: int = UPDATE_STEPS,
+        fusions: Mapping[nn.Parameter, Fusion] | None = None,
+        numbers: Sequence[int] = (),
+        total: int = 0,
+        whole: WholeMatrices | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._update_steps = update_steps
-        self._sides = {p: tuple(its) for p, its in sides.items() if its}
+        self._whole = whole or WholeMatrices()
+        self._matrices: dict[Unit, list[_Matrix]] = {}
+        for p, its in sides.items():
+            if its:
+                fusion = (fusions or {}).get(p)
+                shapes = {"": p.shape} if fusion is None else fusion.shapes(p.shape)
+                matrices = [_Matrix(name, shape, tuple(its)) for name, shape in shapes.items()]
+                cost = sum(matrix.num_elements() for matrix in matrices)
+                unit = Unit(parameters=[p], shapes=[p.shape], cost=cost, fusion=fusion)
+                self._matrices[unit] = matrices
+        every = [matrix for matrices in self._matrices.values() for matrix in matrices]
+        numbers, total = numbers or range(len(every)), total or len(every)
         # The step in the interval at which a matrix's bases are updated.
-        number = len(self._sides)
-        self._offset = {p: i * update_steps // number for i, p in enumerate(self._sides)}
+        steps = (number * update_steps // total for number in numbers)
+        self._offset = dict(zip(every, steps, strict=True))
+        self.units = list(self._matrices)
+        self._whole.assign(self.units)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = adamw_state(p) | _factors(p, self._sides.get(p, ()))
+        for unit, matrices in self._matrices.items():
+            kept = matrices if self._whole.owns(unit) else []
+            states = [matrix.new_state(unit.weight) for matrix in kept]
+            self.state[unit.weight] = {key: t for state in states for key, t in state.items()}
+        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -74,80 +104,145 @@ class SOAP(torch.optim.Optimizer):
             closure: Not supported.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        groups, matrices = groups_of(self), {unit.weight for unit in self.units}
         for group in self.param_groups:
-            others = [p for p in group["params"] if p not in self._sides]
+            others = [p for p in group["params"] if p not in matrices]
             adamw_step(group, others, self.state, found_inf)
-            for p in group["params"]:
-                if p in self._sides and p.grad is not None:
-                    self._step_matrix(p, group, found_inf)
+        if not self.units:
+            return
+        started = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
+        keep = started if found_inf is None else started * (1.0 - found_inf)
+        keep_of = dict(zip(self.units, keep, strict=True))
+
+        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+            return [self._update(unit, gradients[0], groups[unit.weight], found_inf)]
+
+        for unit, (update,) in self._whole.updates(self.units, compute):
+            p, group = unit.weight, groups[unit.weight]
+            p.mul_(1 - group["lr"] * group["weight_decay"] * keep_of[unit])
+            p.sub_(update)
+
+    def _has_basis(self, unit: Unit) -> Tensor:
+        """Return 1.0 if this rank owns a unit and its bases have begun, else 0.0."""
+        state = self.state[unit.weight]
+        if not self._whole.owns(unit):
+            return torch.zeros((), device=unit.weight.device)
+        has_basis: Tensor = state[self._matrices[unit][0].prefix + "has_basis"]
+        return has_basis
+
+    def _update(
+        self, unit: Unit, gradient: Tensor, group: dict[str, Any], found_inf: Tensor | None
+    ) -> Tensor:
+        parts = [gradient] if unit.fusion is None else unit.fusion.split(gradient)
+        updates = [
+            self._step_matrix(matrix, self.state[unit.weight], part, group, found_inf)
+            for matrix, part in zip(self._matrices[unit], parts, strict=True)
+        ]
+        return updates[0] if unit.fusion is None else unit.fusion.join(updates)
 
     def _step_matrix(
-        self, p: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None
-    ) -> None:
-        assert p.grad is not None
-        state, beta2 = self.state[p], group["betas"][1]
+        self,
+        matrix: "_Matrix",
+        states: Mapping[str, Tensor],
+        gradient: Tensor,
+        group: dict[str, Any],
+        found_inf: Tensor | None,
+    ) -> Tensor:
+        """Update a matrix's state; return what is subtracted from it."""
+        state, beta2 = matrix.state_in(states), group["betas"][1]
         keep = torch.ones_like(state["step"])
-        gradient = p.grad
         if found_inf is not None:
             keep = keep - found_inf
             # Not multiplied by 0, since infinity times 0 is NaN.
             gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
-        self._descend(p, gradient, group, keep=keep * state["has_basis"])
-        for side in self._sides[p]:
+        update = _descend(matrix, state, gradient, group, keep=keep * state["has_basis"])
+        for side in matrix.sides:
             square = gradient @ gradient.T if side == 0 else gradient.T @ gradient
             state[f"factor.{side}"].lerp_(square, (1 - beta2) * keep)
         state["calls"] += 1
         calls = int(state["calls"])  # On the host, so that nothing waits for the device.
         # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one succeeds.
         if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-            for side in self._sides[p]:
+            for side in matrix.sides:
                 factor = state[f"factor.{side}"]
                 state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
                 state["has_basis"].copy_(factor.trace() > 0)
-        elif (calls - 1 - self._offset[p]) % self._update_steps == 0 and calls > 1:
-            self._update_bases(p, keep * state["has_basis"] > 0)
-
-    def _descend(
-        self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], *, keep: Tensor
-    ) -> None:
-        """Take AdamW's step in the basis where `keep` is 1, and none where it is 0."""
-        state, lr = self.state[p], group["lr"]
-        beta1, beta2 = group["betas"]
-        left, right = (
-            [state[f"basis.{side}"]] if side in self._sides[p] else None for side in (0, 1)
-        )
-        first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-        step += keep
-        first.lerp_(gradient, (1 - beta1) * keep)
-        second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * keep)
-        direction = rotate(first, left, right) / (second.sqrt() + group["eps"])
-        direction = rotate_back(direction, left, right)
-        corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
-        p.mul_(1 - lr * group["weight_decay"] * keep)
-        p.sub_(direction * (lr * corrected * keep))
-
-    def _update_bases(self, p: nn.Parameter, keep: Tensor) -> None:
-        """Let the bases follow the factors, and sort the second moment as their columns."""
-        state = self.state[p]
-        for side in self._sides[p]:
-            basis, second = state[f"basis.{side}"], state["exp_avg_sq"]
-            solution = power_iteration(state[f"factor.{side}"], basis)
-            sorted_second = second.index_select(side, solution.order)
-            second.copy_(torch.where(keep, sorted_second, second))
-            basis.copy_(torch.where(keep, solution.basis, basis))
+        elif (calls - 1 - self._offset[matrix]) % self._update_steps == 0 and calls > 1:
+            _update_bases(matrix, state, keep * state["has_basis"] > 0)
+        return update
 
 
-def _factors(p: Tensor, sides: Sequence[int]) -> dict[str, Tensor]:
-    """Return new factors and bases of a matrix; nothing for a parameter without sides."""
-    if not sides:
-        return {}
-    zero = torch.zeros((), dtype=torch.float32)
-    # `calls` stays on the host, `has_basis` is on the device.
-    state = {"calls": zero, "has_basis": zero.to(p.device, copy=True)}
-    for side in sides:
-        square = torch.zeros(p.shape[side], p.shape[side], dtype=p.dtype, device=p.device)
-        state |= {f"factor.{side}": square, f"basis.{side}": square.clone()}
-    return state
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """A matrix with bases: a parameter, or one of several in a fused one.
+
+    Attributes:
+        name: Its name in a fused parameter; empty for a whole one.
+        shape: Rows and columns.
+        sides: Those with a basis.
+    """
+
+    name: str
+    shape: torch.Size
+    sides: tuple[int, ...]
+
+    @property
+    def prefix(self) -> str:
+        """Return what the keys of its state begin with."""
+        return f"{self.name}." if self.name else ""
+
+    def num_elements(self) -> int:
+        """Return the number of elements of its state."""
+        return 2 * self.shape.numel() + sum(2 * self.shape[side] ** 2 for side in self.sides)
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return its state before the first step, by key in that of the parameter."""
+        dtype, device = parameter.dtype, parameter.device
+        state = adamw_state(torch.empty(self.shape, dtype=dtype, device=device))
+        # `calls` stays on the host, `has_basis` is on the device.
+        state |= {"calls": torch.zeros(()), "has_basis": torch.zeros((), device=device)}
+        for side in self.sides:
+            square = torch.zeros(self.shape[side], self.shape[side], dtype=dtype, device=device)
+            state |= {f"factor.{side}": square, f"basis.{side}": square.clone()}
+        return {self.prefix + key: tensor for key, tensor in state.items()}
+
+    def state_in(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return its state, by key without the prefix, out of that of the parameter."""
+        own = {key: tensor for key, tensor in states.items() if key.startswith(self.prefix)}
+        return {key.removeprefix(self.prefix): tensor for key, tensor in own.items()}
+
+
+def _descend(
+    matrix: _Matrix,
+    state: dict[str, Tensor],
+    gradient: Tensor,
+    group: dict[str, Any],
+    *,
+    keep: Tensor,
+) -> Tensor:
+    """Return AdamW's step in the basis where `keep` is 1, and zeros where it is 0."""
+    beta1, beta2 = group["betas"]
+    left, right = ([state[f"basis.{side}"]] if side in matrix.sides else None for side in (0, 1))
+    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    step += keep
+    first.lerp_(gradient, (1 - beta1) * keep)
+    second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * keep)
+    direction = rotate(first, left, right) / (second.sqrt() + group["eps"])
+    direction = rotate_back(direction, left, right)
+    corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
+    length: Tensor = group["lr"] * corrected * keep
+    return direction * length
+
+
+def _update_bases(matrix: _Matrix, state: dict[str, Tensor], keep: Tensor) -> None:
+    """Let the bases follow the factors, and sort the second moment as their columns."""
+    for side in matrix.sides:
+        basis, second = state[f"basis.{side}"], state["exp_avg_sq"]
+        solution = power_iteration(state[f"factor.{side}"], basis)
+        assert solution.order is not None
+        sorted_second = second.index_select(side, solution.order)
+        second.copy_(torch.where(keep, sorted_second, second))
+        basis.copy_(torch.where(keep, solution.basis, basis))
 
 
 def _bias(beta: float, step: Tensor) -> Tensor:
@@ -156,21 +251,64 @@ def _bias(beta: float, step: Tensor) -> Tensor:
     return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
 
 
-def make_soap(options: OptimizerOptions, model: nn.Module) -> SOAP:
+def make_soap(
+    options: OptimizerOptions,
+    model: nn.Module,
+    *,
+    whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
+) -> SOAP:
     """Make SOAP for a model's matrices.
+
+    Args:
+        options: The rate, the betas and the interval between updates.
+        model: The model, or the stages of it that this rank has.
+        whole: Who updates which matrix; by default every rank updates all.
+        order: What `basis_order` returns for the whole model; by default `model` is whole.
+    """
+    order = basis_order(options, model) if order is None else order
+    fusions, sides, numbers = fused_weights(options, model), {}, list[int]()
+    for name, p, its in _with_bases(options, model):
+        sides[p] = its
+        first = order.index(name)
+        numbers += range(first, first + (len(fusions[p].sizes) if p in fusions else 1))
+    return SOAP(
+        matrix_groups(options, model),
+        sides,
+        update_steps=options.soap_update_steps or UPDATE_STEPS,
+        fusions=fusions,
+        numbers=numbers,
+        total=len(order),
+        whole=whole,
+        **adamw_settings(options),
+    )
+
+
+def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
+    """Return the name of the parameter of each matrix with a basis, in the model's order."""
+    fusions = fused_weights(options, model)
+    return [
+        name
+        for name, p, _ in _with_bases(options, model)
+        for _ in (fusions[p].sizes if p in fusions else [name])
+    ]
+
+
+def _with_bases(
+    options: OptimizerOptions, model: nn.Module
+) -> list[tuple[str, nn.Parameter, list[int]]]:
+    """Return name, parameter and sides of all that has a basis.
 
     A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
     of an embedding or an output head of any size.
     """
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
-    outside = embeddings_and_head(model)
-    sides = {
-        p: [
-            side for side in (0, 1) if p.shape[side] <= MAX_DIM and not (side == 0 and p in outside)
-        ]
-        for group in groups
-        for p in group["params"]
-        if p.ndim == 2
-    }
-    update_steps = options.soap_update_steps or UPDATE_STEPS
-    return SOAP(groups, sides, update_steps=update_steps, **adamw_settings(options))
+    fusions, outside = fused_weights(options, model), embeddings_and_head(model)
+    found = []
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.ndim == 2:
+            shapes = [*fusions[p].shapes(p.shape).values()] if p in fusions else [p.shape]
+            narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
+            sides = [side for side in narrow if side == 1 or p not in outside]
+            if sides:
+                found.append((name, p, sides))
+    return found

@@ -137,12 +137,7 @@ class AcceleratedStrategy:
     ) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of token losses."""
         total = torch.zeros((), device=self.device)
-        capture: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.second_order is not None:
-            capture = self.second_order.capture_stats(
-                token_weight=token_weight, loss_scale=self.loss_scale()
-            )
-        with capture, self._weight_casts(len(micro_batches)):
+        with self._capture_stats(token_weight), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
@@ -150,6 +145,12 @@ class AcceleratedStrategy:
                     self._scale(objective * token_weight).backward()
                 total = total + loss_sum.detach()
         return total
+
+    def _capture_stats(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+        """Record a step's statistics for K-FAC, if the run has it."""
+        if (kfac := self.second_order) is None:
+            return contextlib.nullcontext()
+        return kfac.capture_stats(token_weight=token_weight, loss_scale=self.loss_scale())
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once a step; for one micro-batch the copies would only stay longer."""
@@ -328,8 +329,7 @@ class AcceleratedStrategy:
         Args:
             path: Its path in the checkpoint.
         """
-        owner = None
-        kind, _, name = path.rpartition("/")[0].rpartition("/")
+        owner, (kind, _, name) = None, path.rpartition("/")[0].rpartition("/")
         if kind == "kfac/factors" and self.second_order is not None:
             owner = self.second_order.owner_of(name)
         elif kind == "strategy/optimizer" and isinstance(self.optimizer, EKFAC):

@@ -28,9 +28,11 @@ from transformers import PreTrainedModel
 
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
+from llm.optim.whole import units_of
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
+from llm.parallel.matrices import ShardedMatrices
 from llm.parallel.tensor import divide_layers
 
 
@@ -46,6 +48,7 @@ class ShardedStrategy(AcceleratedStrategy):
     Attributes:
         dims: The same.
         mesh: The process groups over which weights are sharded or replicated.
+        matrices: Who updates which matrix, for optimizers that need whole ones.
     """
 
     _uses_ddp = False
@@ -67,6 +70,7 @@ class ShardedStrategy(AcceleratedStrategy):
             (dims.pipeline, dims.replicate, dims.shard * dims.context, dims.tensor),
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
+        self.matrices = ShardedMatrices(self.mesh)
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._init_weights = init_weights
         coordinates = dims.coordinates(self.rank)
@@ -146,12 +150,16 @@ class ShardedStrategy(AcceleratedStrategy):
     def _localize_optimizer(self) -> None:
         optimizer = self.optimizer
         state, optimizer.state = optimizer.state, defaultdict(dict)
+        local_of: dict[Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
             parameters = group["params"]
             group["params"] = [nn.Parameter(local_tensor(p.detach())) for p in parameters]
             for parameter, local in zip(parameters, group["params"], strict=True):
                 moments = state[parameter].items()
                 optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
+                local_of[parameter] = local
+        self.matrices.localize(local_of)
+        self._units = set(units_of(optimizer))
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
@@ -228,12 +236,34 @@ class ShardedStrategy(AcceleratedStrategy):
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
         return {
             parameter: {
+                # The owner of a matrix keeps whole moments of it.
                 key: as_dtensor(value, like=parameter)
+                if self._state_owner(parameter) is None
+                else value
                 for key, value in self.optimizer.state[local].items()
             }
             for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
             if self.optimizer.state.get(local)
         }
+
+    def owner_ranks(self, path: str) -> Sequence[int]:
+        """Return the ranks that hold a tensor of a checkpoint: one of them writes it."""
+        ranks, owner = self._stage_ranks(path), None
+        kind, _, name = path.rpartition("/")[0].rpartition("/")
+        if kind == "kfac/factors" and self.second_order is not None:
+            owner = self.second_order.owner_of(name)
+        elif kind == "strategy/optimizer":
+            owner = self._state_owner(self.model.get_parameter(name))
+        return ranks if owner is None else ranks[owner :: self.matrices.size]
+
+    def _state_owner(self, parameter: Tensor) -> int | None:
+        """Return the number of the rank that keeps a parameter's state, if one keeps it whole."""
+        unit = self.matrices.unit_of(parameter)
+        return unit.owner if unit in self._units and unit is not None else None
+
+    def _stage_ranks(self, path: str) -> Sequence[int]:
+        """Return the ranks of the stages to which a tensor of a checkpoint belongs."""
+        return range(self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live shards."""

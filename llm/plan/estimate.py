@@ -11,7 +11,7 @@ from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
 from llm.plan.job import Job
-from llm.plan.memory import Memory, peak_memory
+from llm.plan.memory import HALF, Memory, peak_memory
 from llm.plan.rank_model import FP32, num_elements
 
 
@@ -70,6 +70,14 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         # The weights outside the blocks stay gathered for all micro-batches of a step.
         size = (micro_batches * (gathers + sums) + FP32 * others) * (n - 1) / n
         sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
+    if job.optimizer.matrices and n * t > 1:
+        # Each rank sends its shards of gradients, and later what it has computed.
+        elements = layers * block + (others if options.optimizer == "soap" else 0)
+        back = HALF if options.optimizer == "muon" else FP32
+        size = (FP32 + back) * elements / n * (n * t - 1) / (n * t)
+        axis = "shard" if n > 1 else "tensor"
+        ring = _ring(axis, "whole matrices to their owners and back", size, n * t, per_node)
+        sent.append(dataclasses.replace(ring, overlapped=False))
     if r > 1:
         size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n
         sent.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
@@ -181,14 +189,15 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
 def checkpoint_bytes(job: Job) -> int:
     """Return the bytes of a checkpoint: weights and optimizer, and K-FAC's state once."""
     elements = job.param_counts(1).parameters
-    return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac
+    return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac_whole
 
 
 def search(job: Job) -> list[Estimate]:
     """Estimate all possible layouts; those that fit come first, by speed, the others by memory."""
     estimates = []
     for tensor, context in itertools.product(_divisors(job.options.gpus_per_node), (1, 2, 4, 8)):
-        if tensor * context > job.options.gpus_per_node:
+        refused = tensor > 1 and job.options.kfac  # the trainer has no such layout
+        if tensor * context > job.options.gpus_per_node or refused:
             continue
         with contextlib.suppress(ConfigError):
             job.trace(tensor, context)  # refuses the sizes of all these layouts at once

@@ -5,6 +5,7 @@ import itertools
 
 from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
+from llm.parallel.matrices import BUCKET
 from llm.plan.job import GIB, Job
 from llm.plan.rank_model import FP32, num_elements, shard_sizes
 
@@ -187,6 +188,10 @@ class _Stage:
         gradients = FP32 * trained if done or several or buckets else 0
         buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
         if self.sharded:
+            ranks = self.layout.shard * self.layout.context * self.layout.tensor
+            if stepping and optimizer.matrices and ranks > 1:
+                # Of gradients and of updates: one bucket that is computed, two that are sent.
+                buffers += int(6 * FP32 * min(BUCKET, self.own * ranks) / ranks)
             buffers += fresh
             buffers += 0 if stepping else self._gathered(backward=fresh > 0 or done)
         else:
@@ -201,11 +206,21 @@ class _Stage:
             weights=FP32 * self.own,
             gradients=gradients,
             optimizer=int(optimizer.per_element * trained),
-            kfac=optimizer.kfac + (optimizer.kfac_step if stepping else optimizer.kfac_recording),
+            kfac=self._kfac(stepping=stepping),
             activations=int(activations),
             logits=(self.trace.loss_kept if self.is_last else 0) if logits is None else logits,
             buffers=buffers,
         )
+
+    def _kfac(self, *, stepping: bool) -> int:
+        """Return the bytes of K-FAC, of which a sharded layer's owner alone has the state."""
+        optimizer, layout = self.job.optimizer, self.layout
+        passing = optimizer.kfac_step if stepping else optimizer.kfac_recording
+        if layout.is_replicated:
+            return optimizer.kfac + passing
+        share = self.layers / len(self.param_counts.blocks)
+        owners = layout.shard * layout.context
+        return int(share * (optimizer.kfac_whole / owners + passing))
 
     def _gathered(self, *, backward: bool) -> int:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.

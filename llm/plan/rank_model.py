@@ -19,6 +19,7 @@ from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.optim.options import averages_weights
+from llm.optim.whole import units_of
 from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
 from llm.plan.options import PlanOptions
 
@@ -134,13 +135,17 @@ class OptimizerMemory:
 
     Attributes:
         per_element: Bytes of optimizer state for each trained element.
-        kfac: Bytes of K-FAC's factors and bases on one rank.
+        kfac: Bytes of K-FAC's factors and bases on one rank that holds the whole model.
+        kfac_whole: Those of all ranks together, each once.
+        matrices: Whether the optimizer needs whole matrices.
         kfac_recording: Bytes that K-FAC takes in a step whose statistics it captures.
         kfac_step: Bytes that K-FAC takes in the optimizer's step.
     """
 
     per_element: float
     kfac: int = 0
+    kfac_whole: int = 0
+    matrices: bool = False
     kfac_recording: int = 0
     kfac_step: int = 0
 
@@ -155,16 +160,21 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
         uses_blocks = options.optimizer == "accumadamw"
         accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
         optimizer = make_optimizer(options, model, accum_steps=accum_steps)
-        return OptimizerMemory(per_element=_per_element(optimizer, model) + average)
+        matrices = bool(units_of(optimizer))
+        per_element = _per_element(optimizer, model) + average
+        return OptimizerMemory(per_element=per_element, matrices=matrices)
     with fake_ranks(options.nodes * options.gpus_per_node):
         kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
     curvature = kfac.recorder
     assert isinstance(curvature, Curvature)  # `check` refuses the library
     # In a step in which all factors are due, as in the first.
-    sums = FP32 * sum(width**2 for factor in curvature.factors for width in factor.widths)
+    widths = [width for factor in curvature.factors for width in factor.widths]
+    sums = FP32 * sum(width**2 for width in widths)
     return OptimizerMemory(
         per_element=_per_element(kfac.optimizer, model) + average,
         kfac=curvature.num_bytes(),
+        kfac_whole=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
+        matrices=True,
         kfac_recording=sums,
         kfac_step=sums + FP32 * curvature.coverage.num_covered,
     )

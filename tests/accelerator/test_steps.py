@@ -21,7 +21,9 @@ _SHARDED = {
     "update": {"allreduce": 1},
     "evaluation": {"allgather_base": 3, "allreduce": 1},
 }
-_KFAC = {**_ALL_REDUCE, "update": {"reduce": 4, "broadcast": 4}}
+# Gradients to their owners and updates back.
+_OWNED = {**_SHARDED, "update": {"allreduce": 1, "alltoall_base": 2}}
+_KFAC = {**_ALL_REDUCE, "update": {"reduce": 3, "broadcast": 3}}
 _GOSSIP = {"data_parallel": "gossip"}
 _NODES = {**_GOSSIP, "gossip_group": "nodes"}
 _FSDP, _TENSOR = "data_parallel_shard_size", "tensor_parallel_size"
@@ -42,6 +44,19 @@ CASES = {
     "FSDP, 4 ranks": (Case(4, {_FSDP: 4}), _SHARDED),
     "FSDP and bf16 moments, 4 ranks": (Case(4, {_FSDP: 4, "moment_dtype": "bf16"}), _SHARDED),
     "K-FAC, 4 ranks": (Case(4, {"kfac": True}), _KFAC),
+    "Muon, FSDP, 4 ranks": (Case(4, {"optimizer": "muon", _FSDP: 4}), _OWNED),
+    "SOAP, FSDP, 4 ranks": (
+        Case(4, {"optimizer": "soap", _FSDP: 4}),
+        {**_OWNED, "update": {**_OWNED["update"], "allreduce": 2}},
+    ),
+    "Muon, tensor, 4 ranks": (
+        Case(4, {"optimizer": "muon", _TENSOR: 2}),
+        {"update": {"allreduce": 3, "alltoall_base": 2}},
+    ),
+    "K-FAC, HSDP, 4 ranks": (
+        Case(4, {"kfac": True, _FSDP: 2}),
+        {"update": {"allreduce": 2, "alltoall_base": 2, "reduce": 2}},
+    ),
     "tensor, 4 ranks": (
         Case(4, {_TENSOR: 2}),
         {

@@ -69,7 +69,8 @@ def test_a_model_without_a_matrix_inside_is_refused():
 def test_every_step_is_torchs_muon_and_torchs_adamw():
     ours, theirs = tiny_model(), tiny_model()
     names = muons(ours)
-    optimizer = make_muon(dataclasses.replace(OPTIONS, momentum=0.8), ours)
+    options = dataclasses.replace(OPTIONS, momentum=0.8, split_projections=False)
+    optimizer = make_muon(options, ours)
     named = dict(theirs.named_parameters())
     muon = torch.optim.Muon(
         [named[name] for name in sorted(names)],

@@ -8,8 +8,9 @@ import torch
 from llm.checkpoint.format import Checkpoint
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
+from llm.trainers.gpt import resume
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.resume import choose_by_device, fixed_options
+from llm.trainers.gpt.resume import fixed_options
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -23,6 +24,12 @@ def gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("llm.models.compilation.has_triton", lambda: True)
     monkeypatch.setenv("CC", "cc")
+
+
+def choose_by_device(config: GPTConfig, checkpoint: Checkpoint | None, device: torch.device):
+    """What follows from the device; `split_projections` follows from the run's version."""
+    chosen = resume.choose_by_device(config, checkpoint, device)
+    return {name: value for name, value in chosen.items() if name != "split_projections"}
 
 
 def saved(fixed: dict[str, object], logged: dict[str, object]) -> Checkpoint:
@@ -44,6 +51,15 @@ def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
     monkeypatch.delenv("CC")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert choose_by_device(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
+
+
+def test_a_run_from_before_split_projections_goes_on_without_them():
+    for fixed, expected in (({}, False), ({"split_projections": True}, True)):
+        assert (
+            resume.choose_by_device(GPTConfig(), saved(fixed, {}), CPU)["split_projections"]
+            is expected
+        )
+    assert resume.choose_by_device(GPTConfig(), None, CPU)["split_projections"] is True
 
 
 def test_what_is_given_counts_on_every_device(gpu):

@@ -14,9 +14,9 @@ from tests.support.recovery import weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
-# A and G of four layers in two blocks; wider than two models are G of the queries, keys and values,
-# and both factors of the MLP's inner side.
-BLOCKS = "MiB of factors and bases on this rank, 6 of 16 factors in diagonal blocks."
+# A and G of four layers in two blocks, where queries, keys and values have a G each; wider than two
+# models are both factors of the MLP's inner side.
+BLOCKS = "MiB of factors and bases on this rank, 4 of 20 factors in diagonal blocks."
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},
     {"kfac_method": "cholesky"},
@@ -50,8 +50,8 @@ def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
 
 def test_covered_layers_are_logged_once_and_each_report_has_kfac_metrics(alone):
     log = (alone.folder / "log.txt").read_text()
-    # Two blocks with four Conv1D each; embeddings, head and norms are AdamW's.
-    assert log.count("K-FAC covers 8 layers with 25,152 of") == 1
+    # Two blocks with four Conv1D each, one of them three matrices; the rest is AdamW's.
+    assert log.count("K-FAC covers 12 layers with 25,152 of") == 1
     assert "Not covered, since it is a LayerNorm: transformer.h.0.ln_1" in log
     assert BLOCKS in log
     assert "method is ekfac; factor_update_steps=50" in log
@@ -85,6 +85,8 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
         (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
         (2, {"per_device_train_batch_size": 4}),
         (2, {"per_device_train_batch_size": 4, "kfac_strategy": "mem-opt"}),
+        (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
+        (2, {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2}),
     ],
 )
 def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ranks, options):
@@ -127,6 +129,29 @@ def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
 
 def test_a_resumed_run_with_factors_spread_over_ranks_is_bit_identical(dropout):
     assert_resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
+
+
+def test_a_resumed_run_with_sharded_weights_is_bit_identical(dropout):
+    options = {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}
+    assert_resume_is_exact(dropout, "shards", ranks=2, **options)
+
+
+@pytest.mark.parametrize("method", ["ekfac", "eigen"])
+def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
+    run = plain.train_well(
+        f"nan-shards-{method}",
+        ranks=2,
+        kfac=True,
+        kfac_method=method,
+        kfac_factor_update_steps=1,
+        kfac_inv_update_steps=1,
+        data_parallel_shard_size=2,
+        max_train_steps=12,
+        faults=[Fault(at=LOSS, what="nan", call=5, rank=1)],
+    )
+    assert "step 5 was skipped" in run.output
+    assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
+    assert run.losses[-1] < run.losses[0]
 
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)

@@ -25,16 +25,18 @@ def dropout(tmp_path_factory) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ranks", "precision", "momentum"),
+    ("optimizer", "ranks", "precision", "momentum", "shards"),
     [
-        ("muon", 2, "fp16", None),
-        ("soap", 1, "no", None),
-        ("soap", 2, "fp16", None),
-        ("sgd", 2, "fp16", None),
-        ("sgd", 1, "no", 0),  # no state at all
+        ("muon", 2, "fp16", None, None),
+        ("muon", 2, "fp16", None, 2),
+        ("soap", 1, "no", None, None),
+        ("soap", 2, "fp16", None, None),
+        ("soap", 2, "fp16", None, 2),
+        ("sgd", 2, "fp16", None, None),
+        ("sgd", 1, "no", 0, None),  # no state at all
     ],
 )
-def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum):
+def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum, shards):
     """Dropout is on, an interval of the log is open at the checkpoint, bases are due after it."""
     options = {
         "optimizer": optimizer,
@@ -42,6 +44,7 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
         "mixed_precision": precision,
         "learning_rate": RATES[optimizer],
         "momentum": momentum,
+        "data_parallel_shard_size": shards,
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
         "soap_update_steps": 4 if optimizer == "soap" else None,
@@ -50,7 +53,7 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
         "gradient_accumulation_steps": 2,
         "logging_steps": 4,
     }
-    name = f"{optimizer}-{ranks}-{precision}"
+    name = f"{optimizer}-{ranks}-{precision}-{shards}"
     straight = dropout.train_well(f"straight-{name}", **options)
     cut = dropout.folder / f"cut-{name}"
     shutil.copytree(straight.folder, cut)

@@ -1,7 +1,7 @@
 """The factors of a model's linear layers and their eigenbases, and when each is updated."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_ite
 from llm.optim.kfac.distribution import Exchange, KFACStrategy, assign
 from llm.optim.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.optim.kfac.layers import Coverage, Layer
+from llm.optim.whole import FactorRanks
 from llm.runtime.float32 import full_float32
 
 Method = Literal["ekfac", "eigen", "cholesky"]
@@ -57,6 +58,8 @@ class Curvature:
             compiled model runs uncompiled in steps that record, so it is faster without.
         compat: The arithmetic of the kfac-pytorch library: averages begin with the identity, G
             is that of the mean loss, damping is absolute, all factors are due at once.
+        ranks: The ranks that share the layers' factors where weights are sharded; a factor is then
+            kept by one of them, whatever the strategy.
 
     Attributes:
         coverage: Covered and skipped layers.
@@ -81,6 +84,7 @@ class Curvature:
         strategy: KFACStrategy = "comm-opt",
         spread: bool = True,
         compat: bool = False,
+        ranks: FactorRanks | None = None,
     ) -> None:
         self.coverage = coverage
         self.layers = coverage.layers
@@ -97,28 +101,35 @@ class Curvature:
         self._captured = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
         self._times = UpdateTimes()
-        self._factors = self._make_factors(strategy, max_dim)
+        self._factors = self._make_factors(strategy, max_dim, ranks)
         self.factors = list(self._factors.values())
 
-    def _make_factors(self, strategy: KFACStrategy, max_dim: int) -> dict[str, Factor]:
+    def _make_factors(
+        self, strategy: KFACStrategy, max_dim: int, ranks: FactorRanks | None
+    ) -> dict[str, Factor]:
         """Assign the layers to ranks and make the tensors that this rank keeps."""
-        sizes: dict[str, dict[str, int]] = {}
-        for layer in self.layers:
+        sizes = {
             # Layers that share A are needed together, so they go to the same column.
-            group = sizes.setdefault(layer.input_name, {})
-            group |= {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
+            layer.input_name: self.coverage.factor_sizes[layer.input_name]
+            for layer in self.layers
+        }
         distributed = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if distributed else 0
+        world_size = dist.get_world_size() if distributed else 1
+        if ranks is not None:
+            rank, world_size, strategy = ranks.rank, ranks.size, "mem-opt"
+        # The decomposition of a block of width w takes about w^3 operations.
+        costs = {
+            group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
+            for group, its in self.coverage.factor_sizes.items()
+        }
         self._assignment = assign(
-            # The decomposition of a block of width w takes about w^3 operations.
-            {
-                group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
-                for group, its in sizes.items()
-            },
-            world_size=dist.get_world_size() if distributed else 1,
+            {group: costs[group] for group in sizes},
+            world_size=world_size,
             strategy=strategy,
+            everywhere=costs,
         )
-        self.exchange = Exchange(self._assignment, rank=rank)
+        self.exchange = Exchange(self._assignment, rank=rank, ranks=ranks)
         return {
             name: Factor(
                 name,
@@ -144,19 +155,15 @@ class Curvature:
 
     def works_on(self, layer: Layer) -> bool:
         """Return whether this rank computes a layer's update."""
-        return self._assignment.column_of[layer.input_name] == self.exchange.column
+        return self.column_of(layer) == self.exchange.column
 
     def owner_of(self, factor: str) -> int | None:
         """Return the rank that decomposes a factor, by the factor's name; None if there is none."""
         return self._assignment.owner_of.get(factor)
 
-    def broadcast_updates(self, updates: Mapping[str, Sequence[Tensor]]) -> None:
-        """Send tensors of layers, by layer name, from the ranks that work on them, in place."""
-        columns: dict[int, list[Tensor]] = {}
-        for layer in self.layers:
-            column = columns.setdefault(self._assignment.column_of[layer.input_name], [])
-            column += updates.get(layer.name, ())
-        self.exchange.broadcast_updates(columns)
+    def column_of(self, layer: Layer) -> int:
+        """Return the column of the ranks that compute a layer's update."""
+        return self._assignment.column_of[layer.input_name]
 
     @contextlib.contextmanager
     def capture_stats(
@@ -332,8 +339,8 @@ class Curvature:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.steps = int(state["steps"])
-        # The saved number is the sum over ranks: rank 0 carries it on, so that it counts once.
-        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.rank == 0)
+        # The saved number is the sum over ranks: one carries it on, so that it counts once.
+        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.is_first)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():
                 tensor.copy_(state["factors"][factor.name][key])

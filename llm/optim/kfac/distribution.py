@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llm.errors import ConfigError
 from llm.optim.kfac.factors import Factor
+from llm.optim.whole import FactorRanks
 
 KFACStrategy = Literal["comm-opt", "hybrid-opt", "mem-opt"]
 
@@ -51,7 +52,11 @@ class Assignment:
 
 
 def assign(
-    groups: Mapping[str, Mapping[str, float]], *, world_size: int, strategy: KFACStrategy
+    groups: Mapping[str, Mapping[str, float]],
+    *,
+    world_size: int,
+    strategy: KFACStrategy,
+    everywhere: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Assignment:
     """Give each group of factors a column and each factor an owner, the costliest first.
 
@@ -59,6 +64,7 @@ def assign(
         groups: Factors that are needed together, by group: the cost of each by its name.
         world_size: Number of ranks.
         strategy: Whether all ranks, half of them or one keep a basis.
+        everywhere: The groups of the whole model, if `groups` are those of a pipeline stage.
 
     Raises:
         ConfigError: An odd number of ranks has no half.
@@ -80,7 +86,8 @@ def assign(
             rank_loads[owner] += cost
     # The phases spread the factors over an interval by their cost. They do not depend on the
     # number of ranks or the strategy, so that neither changes the course of a run.
-    costs = {name: cost for factors in groups.values() for name, cost in factors.items()}
+    every = (everywhere or groups).values()
+    costs = {name: cost for factors in every for name, cost in factors.items()}
     phase_of, done, total = {}, 0.0, sum(costs.values())
     for factor, cost in _costliest_first(costs):
         phase_of[factor] = done / total
@@ -108,16 +115,22 @@ class Exchange:
     Args:
         assignment: Which ranks own and keep what.
         rank: Rank of this process.
+        ranks: Where weights are sharded, the ranks of the assignment, each a column of its own.
+            Nothing but statistics is sent then: `llm.parallel` sends gradients and updates.
 
     Attributes:
         rank: The same.
         column: Its column.
     """
 
-    def __init__(self, assignment: Assignment, *, rank: int) -> None:
-        self._assignment = assignment
+    def __init__(
+        self, assignment: Assignment, *, rank: int, ranks: FactorRanks | None = None
+    ) -> None:
+        self._assignment, self._ranks = assignment, ranks
         self.rank = rank
         self.column = rank % assignment.num_columns
+        if ranks is not None:
+            return
         # Collective: every rank calls `new_group` for every group, in the same order.
         columns = [assignment.column_ranks(c) for c in range(assignment.num_columns)]
         self._columns = [_new_group(ranks) for ranks in columns]
@@ -130,23 +143,38 @@ class Exchange:
         Returns:
             Sums and number of tokens of the factors that this rank owns, by name.
         """
-        if self._assignment.world_size == 1:
+        if self._is_alone:
             return {factor.name: factor.drain() for factor in factors}
         own = {}
         for owner, owned in self._by_owner(factors).items():
             flat = torch.cat([tensor for factor in owned for tensor in _pack(*factor.drain())])
-            dist.reduce(flat, dst=owner)
+            if self._ranks is None:
+                dist.reduce(flat, dst=owner)
+            elif self._ranks.group is not None:
+                dist.reduce(flat, group=self._ranks.group, group_dst=owner)
+            if owner == self.rank and self._ranks is not None and self._ranks.replicas is not None:
+                dist.all_reduce(flat, group=self._ranks.replicas)
             if owner == self.rank:
                 own = _unpack(flat, owned)
         return own
 
+    @property
+    def _is_alone(self) -> bool:
+        has_replicas = self._ranks is not None and self._ranks.replicas is not None
+        return self._assignment.world_size == 1 and not has_replicas
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank carries on a count that was saved as a sum over ranks."""
+        return self.rank == 0 if self._ranks is None else self._ranks.is_first
+
     def all_reduce(self, count: Tensor) -> Tensor:
-        """Return the sum over all ranks: the tensor itself with one rank, else a copy."""
-        if self._assignment.world_size == 1:
+        """Return the sum over all ranks, replicas once: the tensor itself with one rank."""
+        if self._ranks is None and self._assignment.world_size == 1:
             return count
         total = count.clone()
         dist.all_reduce(total)
-        return total
+        return total if self._ranks is None else total / self._ranks.num_replicas
 
     def broadcast_bases(self, factors: Sequence[Factor]) -> None:
         """Send bases and eigenvalues from their owners to all ranks of their columns.
@@ -154,7 +182,7 @@ class Exchange:
         Args:
             factors: Those with new ones at their owners; other ranks receive them in place.
         """
-        for owner, owned in self._by_owner(factors).items():
+        for owner, owned in self._by_owner(factors).items() if self._ranks is None else ():
             if owner % self._assignment.num_columns == self.column:
                 tensors = [tensor for f in owned for tensor in (*f.bases, *f.values)]
                 _broadcast(tensors, source=owner, group=self._columns[self.column])

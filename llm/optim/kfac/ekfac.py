@@ -1,6 +1,7 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +11,31 @@ from llm.optim.adamw import adamw_state, adamw_step
 from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
+from llm.optim.kfac.units import CoveredUnits, as_stored
+from llm.optim.whole import Unit, WholeMatrices, groups_of
 
-NOISE = 1e-6
-"""Entries of a rotated matrix that are smaller, relative to its norm, are set to zero."""
+NOISE = 3e-6
+"""Entries of a rotated matrix below this fraction of its root mean square are set to zero.
+
+A rotation in float32 has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a
+tenth of this limit. A limit in terms of the norm would grow with the width, and freeze the flat
+directions that the basis is there to find.
+"""
 
 
 class EKFAC(torch.optim.Optimizer):
     """AdamW whose moments live in the K-FAC eigenbasis; ordinary AdamW outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
-    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, so that AdamW's
-    division by the root of each entry's second moment is close to a natural gradient step (George
-    et al. 2018, arXiv:1806.03884, with the moving averages and the step rule of AdamW). That needs
-    no damping and takes AdamW's learning rate. SOAP (Vyas et al. 2024, arXiv:2409.11321) does the
-    same in the eigenbasis of Shampoo's factors, which are made of gradients instead of inputs
-    and output gradients.
+    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, and AdamW divides
+    each by the root of its second moment. This is the rule of SOAP (Vyas et al. 2024,
+    arXiv:2409.11321) in the basis of K-FAC: SOAP's basis is that of Shampoo's factors, which are
+    made of gradients instead of inputs and output gradients. The basis is that of George et al.
+    2018 (arXiv:1806.03884), the moments are not: theirs are means over samples of squared
+    gradients, these are moving averages of the squared gradient of the batch. G and the moments
+    are of the labels in the data (the empirical Fisher), and the power is -1/2 where a natural
+    gradient step has -1. So it needs no damping, and its step has the length of AdamW's; its best
+    learning rate was twice AdamW's.
 
     Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
     the basis changes. The second moment is carried over as if entries were uncorrelated: by
@@ -41,6 +52,10 @@ class EKFAC(torch.optim.Optimizer):
         betas: Decay of first and second moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay of groups without a value of their own.
+        whole: As for `CoveredUnits`.
+
+    Attributes:
+        units: The weights of covered layers.
     """
 
     def __init__(
@@ -52,25 +67,23 @@ class EKFAC(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        whole: WholeMatrices | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults)
         self.curvature = curvature
-        self._covered = {p for layer in curvature.layers for p in layer.parameters}
-        # By index, since torch's load_state_dict replaces the groups.
-        self._group_of = {
-            p: i for i, group in enumerate(self.param_groups) for p in group["params"]
-        }
+        self._covered = CoveredUnits(curvature, whole)
+        self.units = list(self._covered.layers)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
-        self.state.update({p: adamw_state(p) for p in self._group_of if p not in self._covered})
         self._owner_of: dict[Tensor, int | None] = {}
-        for layer in curvature.layers:
+        for unit, layers in self._covered.layers.items():
             # Empty for moments that other ranks keep: a checkpoint has the names of all.
-            kept = curvature.works_on(layer)
-            self.state.update(_layer_state(layer) if kept else {p: {} for p in layer.parameters})
+            kept = self._covered.works_on(unit)
+            self.state.update(_new_state(layers) if kept else {p: {} for p in unit.parameters})
             if not curvature.is_replicated:
-                owner = curvature.owner_of(f"{layer.name}.G")
-                self._owner_of.update(dict.fromkeys(layer.parameters, owner))
+                owner = curvature.owner_of(f"{layers[0].name}.G")
+                self._owner_of.update(dict.fromkeys(unit.parameters, owner))
+        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     def owner_of(self, parameter: Tensor) -> int | None:
         """Return the one rank that saves the moments of a parameter; None if any rank may.
@@ -88,34 +101,46 @@ class EKFAC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        rotations = self.curvature.update(found_inf)
-        updates = {}
-        for layer in self.curvature.layers:
-            gradient = layer.gradient()
-            if self.curvature.works_on(layer):
-                self._rotate_moments(layer, rotations, found_inf)
-                if gradient is not None:
-                    updates[layer.name] = [self._update(layer, gradient, found_inf)]
-            elif gradient is not None:
-                updates[layer.name] = [torch.empty_like(gradient)]
-        self.curvature.broadcast_updates(updates)
-        for layer in self.curvature.layers:
-            if layer.name in updates:
-                self._apply(layer, updates[layer.name][0], found_inf)
+        rotations, groups = self.curvature.update(found_inf), groups_of(self)
+        for unit, layers in self._covered.layers.items():
+            for layer in layers if self._covered.works_on(unit) else ():
+                state = _state_in(self.state[unit.weight], layer)
+                self._rotate_moments(layer, state, rotations, found_inf)
+
+        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+            group, layers = groups[unit.weight], self._covered.layers[unit]
+            matrices = []
+            for layer in layers:
+                state = _state_in(self.state[unit.weight], layer)
+                matrix = layer.matrix(gradients)
+                matrices.append(self._update(layer, state, matrix, group, found_inf))
+            return as_stored(layers, matrices)
+
+        keep = 1.0 if found_inf is None else 1.0 - found_inf
+        for unit, updates in self._covered.updates(compute):
+            for parameter, values in zip(unit.parameters, updates, strict=True):
+                group = groups[parameter]
+                if group["weight_decay"]:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
+                parameter.add_(values)
+        covered = {p for unit in self.units for p in unit.parameters}
         for group in self.param_groups:
-            others = [p for p in group["params"] if p not in self._covered]
+            others = [p for p in group["params"] if p not in covered]
             adamw_step(group, others, self.state, found_inf)
         return loss
 
     def _rotate_moments(
-        self, layer: Layer, rotations: dict[str, list[Tensor]], found_inf: Tensor | None
+        self,
+        layer: Layer,
+        state: Mapping[str, Tensor],
+        rotations: dict[str, list[Tensor]],
+        found_inf: Tensor | None,
     ) -> None:
         """Express the moments in a basis that has just changed."""
         inputs, outputs = self.curvature.factors_of(layer)
         left, right = rotations.get(outputs.name), rotations.get(inputs.name)
         if left is None and right is None:
             return
-        state = self.state[layer.weight]
         first = _without_noise(rotate(state["exp_avg"], left, right))
         second = rotate(state["exp_avg_sq"], _squares(left), _squares(right))
         if found_inf is not None:
@@ -124,24 +149,22 @@ class EKFAC(torch.optim.Optimizer):
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
-    def _update(self, layer: Layer, gradient: Tensor, found_inf: Tensor | None) -> Tensor:
+    def _update(
+        self,
+        layer: Layer,
+        state: dict[str, Tensor],
+        gradient: Tensor,
+        group: dict[str, Any],
+        found_inf: Tensor | None,
+    ) -> Tensor:
         """Return what AdamW in the eigenbasis adds to a layer, apart from weight decay."""
         inputs, outputs = self.curvature.factors_of(layer)
         rotated = _without_noise(rotate(gradient, outputs.bases, inputs.bases))
         # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
         update = torch.zeros_like(rotated)
         update.grad = rotated
-        group = self.param_groups[self._group_of[layer.weight]] | {"weight_decay": 0.0}
-        adamw_step(group, [update], {update: self.state[layer.weight]}, found_inf)
+        adamw_step(group | {"weight_decay": 0.0}, [update], {update: state}, found_inf)
         return rotate_back(update, outputs.bases, inputs.bases)
-
-    def _apply(self, layer: Layer, update: Tensor, found_inf: Tensor | None) -> None:
-        keep = 1.0 if found_inf is None else 1.0 - found_inf
-        for parameter, values in zip(layer.parameters, layer.split(update), strict=True):
-            group = self.param_groups[self._group_of[parameter]]
-            if group["weight_decay"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
-            parameter.add_(values)
 
 
 def _without_noise(rotated: Tensor) -> Tensor:
@@ -150,7 +173,8 @@ def _without_noise(rotated: Tensor) -> Tensor:
     AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
     directions in which the gradient is zero. Each matrix of a stack has a norm of its own.
     """
-    floor = NOISE * torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
+    floor = norm * (NOISE / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))
     # Multiplying with ones and zeros is four times as fast on a CPU as filling by a mask.
     return rotated.mul_(rotated.abs().ge_(floor))
 
@@ -159,10 +183,29 @@ def _squares(blocks: Blocks) -> Blocks:
     return None if blocks is None else [block.square() for block in blocks]
 
 
-def _layer_state(layer: Layer) -> dict[Tensor, dict[str, Tensor]]:
-    """Return a layer's state before its first step; a bias has the last column of the moments."""
-    weight = layer.weight
-    shape = (*weight.shape[:-2], layer.rows, layer.columns)
-    dtype = weight.dtype if shape == weight.shape else torch.float32
-    state = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
-    return {p: state if p is weight else {"step": state["step"]} for p in layer.parameters}
+def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of a weight's layers before the first step, by weight and bias.
+
+    A bias has the last column of the moments.
+    """
+    weight = layers[0].weight
+    state: dict[str, Tensor] = {}
+    for layer in layers:
+        shape = (*weight.shape[:-2], layer.rows, layer.columns)
+        dtype = weight.dtype if shape == weight.shape else torch.float32
+        own = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
+        state |= {_prefix(layer) + key: tensor for key, tensor in own.items()}
+    step = state[_prefix(layers[0]) + "step"]
+    return {p: state if p is weight else {"step": step} for p in layers[0].parameters}
+
+
+def _state_in(state: dict[str, Tensor], layer: Layer) -> dict[str, Tensor]:
+    """Return a layer's state out of that of its weight."""
+    prefix = _prefix(layer)
+    own = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
+
+
+def _prefix(layer: Layer) -> str:
+    """Return what the keys of a layer's state begin with, if its weight has several."""
+    return "" if layer.fusion is None else f"{[*layer.fusion.sizes][layer.part]}."

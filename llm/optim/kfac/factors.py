@@ -223,12 +223,12 @@ def record_layers(
             gradients, or None for what is not recorded.
         times: Measures the hooks.
     """
-    stacks: dict[nn.Module, dict[Tensor, Any]] = {}
+    stacks: dict[nn.Module, dict[str, Any]] = {}
     with contextlib.ExitStack() as contexts:
         for layer, inputs, outputs in layers:
             hook = _make_hook(layer, inputs, outputs, times)
             if layer.is_stack:
-                stacks.setdefault(layer.module, {})[layer.weight] = hook
+                stacks.setdefault(layer.module, {})[layer.leaf] = hook
             else:
                 handle = layer.module.register_forward_hook(hook, with_kwargs=True)
                 contexts.callback(handle.remove)
@@ -254,6 +254,10 @@ def _make_hook(
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
             factor.record(rows)
 
+    def record_outputs(gradient: Tensor) -> None:
+        assert outputs is not None
+        record(outputs, layer.own_outputs(gradient.flatten(0, -2)), with_one=False)
+
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         # During a backward pass, a checkpointed block is recomputed: its tokens were recorded.
         if not out.requires_grad or torch._C._current_graph_task_id() != -1:
@@ -261,18 +265,18 @@ def _make_hook(
         if inputs is not None:
             record(inputs, read_input(args, kwargs), with_one=has_bias)
         if outputs is not None:
-            out.register_hook(lambda gradient: record(outputs, gradient, with_one=False))
+            out.register_hook(record_outputs)
 
     return hook
 
 
 @contextlib.contextmanager
-def _hooked_experts(experts: Any, hooks: dict[Tensor, Any]) -> Iterator[None]:
+def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
     """Call hooks after each product with a matrix of a stack, as after a layer's forward.
 
     Args:
         experts: A module of transformers with stacks of matrices.
-        hooks: By stack.
+        hooks: By the stack's name in the module.
     """
     original, own = experts.forward, vars(experts).get("forward")
 
@@ -281,7 +285,9 @@ def _hooked_experts(experts: Any, hooks: dict[Tensor, Any]) -> Iterator[None]:
         # Only the eager implementation multiplies with each expert's matrix by torch's `linear`.
         experts.config._experts_implementation = "eager"
         try:
-            with _LinearHooks(experts, hooks):
+            # By the tensors of this moment: FSDP gathers others for the forward pass.
+            stacks = {experts.get_parameter(leaf): hook for leaf, hook in hooks.items()}
+            with _LinearHooks(experts, stacks):
                 return original(*args, **kwargs)
         finally:
             experts.config._experts_implementation = chosen

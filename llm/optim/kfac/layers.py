@@ -3,13 +3,14 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
+from llm.optim.fused import Fusion
 from llm.optim.groups import output_head
 
 
@@ -28,6 +29,8 @@ class Layer:
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
         input_name: The layer whose input factor this one uses: the first of those that read the
             same tensor, such as the queries' of queries, keys and values.
+        fusion: How the weight divides into matrices; None unless this layer is one of them.
+        part: The number of the matrix in a fused weight.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Layer:
     leaf: str
     transposed: bool
     input_name: str
+    fusion: Fusion | None = None
+    part: int = 0
 
     @property
     def weight(self) -> nn.Parameter:
@@ -54,12 +59,14 @@ class Layer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return weight and bias."""
+        """Return weight and bias, fused ones whole."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
     def rows(self) -> int:
         """Return the width of the outputs, which is that of G."""
+        if self.fusion is not None:
+            return self.fusion.groups * [*self.fusion.sizes.values()][self.part]
         return int(self.weight.shape[-1 if self.transposed else -2])
 
     @property
@@ -68,21 +75,34 @@ class Layer:
         inputs = int(self.weight.shape[-2 if self.transposed else -1])
         return inputs + (self.bias is not None)
 
-    def gradient(self) -> Tensor | None:
-        """Return the gradient in fp32, the bias' as the last column; None if there is none.
+    def own_outputs(self, outputs: Tensor) -> Tensor:
+        """Return this matrix's columns of [tokens, outputs] of the module."""
+        return outputs if self.fusion is None else self.fusion.split(outputs, 1)[self.part]
 
-        It is [rows, columns], or [experts, rows, columns] for a stack, and may be a view of the
-        weight's gradient.
+    def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradient in fp32, the bias' as the last column.
+
+        Args:
+            gradients: Of `parameters`.
+
+        Returns:
+            [rows, columns], or [experts, rows, columns] for a stack; maybe a view.
         """
+        weight, *biases = gradients
+        if self.fusion is not None:
+            weight = self.fusion.split(weight)[self.part]
+            biases = [self.fusion.split(bias, 0)[self.part] for bias in biases]
+        weight = weight.T if self.transposed else weight
+        if not biases:
+            return weight.float()
+        return torch.cat([weight, biases[0].unsqueeze(1)], dim=1).float()
+
+    def gradient(self) -> Tensor | None:
+        """Return the `matrix` of the gradients that there are; None if the weight has none."""
         if self.weight.grad is None:
             return None
-        matrix = self.weight.grad.T if self.transposed else self.weight.grad
-        if self.bias is None:
-            return matrix.float()
-        column = self.bias.grad
-        if column is None:
-            column = torch.zeros_like(self.bias)
-        return torch.cat([matrix, column.unsqueeze(1)], dim=1).float()
+        own = self.parameters
+        return self.matrix([torch.zeros_like(p) if p.grad is None else p.grad for p in own])
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """Return views of a matrix as weight and bias store it, in the order of `parameters`."""
@@ -100,18 +120,28 @@ class Coverage:
         skipped: Why a module with parameters of its own is not covered, by module name.
         num_covered: Trained parameters in covered layers.
         num_skipped: Trained parameters outside.
+        factor_sizes: Widths of the factors of the whole model, by factor, by the layer whose input
+            they belong to.
     """
 
     layers: tuple[Layer, ...]
     skipped: dict[str, str]
     num_covered: int
     num_skipped: int
+    factor_sizes: dict[str, dict[str, int]]
+
+    def within(self, model: nn.Module) -> "Coverage":
+        """Return the coverage of a pipeline stage: the layers whose modules are in the model."""
+        own = set(model.modules())
+        layers = tuple(layer for layer in self.layers if layer.module in own)
+        return dataclasses.replace(self, layers=layers)
 
     def describe(self) -> str:
         """Return a few lines for the log."""
         trained = max(1, self.num_covered + self.num_skipped)
+        num_layers = sum(len(factors) - 1 for factors in self.factor_sizes.values())  # but for A
         lines = [
-            f"K-FAC covers {len(self.layers)} layers with {self.num_covered:,} of {trained:,} "
+            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {trained:,} "
             f"parameters ({self.num_covered / trained:.1%})."
         ]
         for reason, count in Counter(self.skipped.values()).items():
@@ -126,6 +156,7 @@ def find_layers(
     *,
     skip_layers: Sequence[str] = (),
     stacks: bool = True,
+    fusions: Mapping[nn.Parameter, Fusion] | None = None,
     sample_forward: Callable[[nn.Module], Any] | None = None,
 ) -> Coverage:
     """Find the layers that K-FAC covers: Linear, Conv1D, stacks of experts, if trained and untied.
@@ -136,6 +167,7 @@ def find_layers(
         model: The model, not wrapped.
         skip_layers: Regular expressions; a layer whose name one of them matches is skipped.
         stacks: Whether to cover stacks of experts.
+        fusions: Fused weights, each matrix of which becomes a layer.
         sample_forward: Runs the model once on anything, without gradients, to see which layers
             read the same tensor; those share a factor. None: no layers share one.
 
@@ -143,6 +175,7 @@ def find_layers(
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
     """
     layers, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
+    layers = [part for layer in layers for part in _parts(layer, fusions or {})]
     if not layers:
         raise ConfigError(
             "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
@@ -151,14 +184,34 @@ def find_layers(
     if sample_forward is not None:
         shared = _shared_inputs(model, layers, sample_forward)
         layers = [
-            dataclasses.replace(layer, input_name=shared.get(layer.name, layer.name))
+            dataclasses.replace(layer, input_name=shared.get(layer.name, layer.input_name))
             for layer in layers
         ]
-    covered = sum(p.numel() for layer in layers for p in layer.parameters)
+    covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sizes: dict[str, dict[str, int]] = {}
+    for layer in layers:
+        own = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
+        sizes.setdefault(layer.input_name, {}).update(own)
     return Coverage(
-        layers=tuple(layers), skipped=skipped, num_covered=covered, num_skipped=trained - covered
+        layers=tuple(layers),
+        skipped=skipped,
+        num_covered=covered,
+        num_skipped=trained - covered,
+        factor_sizes=sizes,
     )
+
+
+def _parts(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
+    """Return a layer for each matrix of a fused weight; they read the same tensor."""
+    fusion = fusions.get(layer.weight)
+    if fusion is None:
+        return [layer]
+    names = [f"{layer.name}.{part}" for part in fusion.sizes]
+    return [
+        dataclasses.replace(layer, name=name, input_name=names[0], fusion=fusion, part=part)
+        for part, name in enumerate(names)
+    ]
 
 
 def _divide_modules(

@@ -9,13 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llm.optim.adamw import adamw_settings, make_adamw
-from llm.optim.groups import parameter_groups
+from llm.optim.fused import fused_weights
+from llm.optim.groups import matrix_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
-from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.layers import Coverage, find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from llm.optim.options import KFACOptions, OptimizerOptions, kfac_method, preconditioner_options
+from llm.optim.whole import WholeMatrices
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
@@ -83,24 +85,43 @@ class KFAC:
         (self.preconditioner or self.recorder).load_state_dict(state)
 
 
-def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compile: bool) -> KFAC:
+def cover_model(options: OptimizerOptions, model: PreTrainedModel) -> Coverage:
+    """Find the layers of a model that K-FAC covers; it runs the model once.
+
+    Raises:
+        ConfigError: No layer is covered, or a pattern matches none.
+    """
+    return find_layers(
+        model,
+        skip_layers=options.kfac_skip_layers,
+        stacks=covers_stacks(options),
+        fusions=fused_weights(options, model) if covers_stacks(options) else {},
+        sample_forward=_sample_forward,
+    )
+
+
+def make_kfac(
+    options: OptimizerOptions,
+    model: PreTrainedModel,
+    *,
+    torch_compile: bool,
+    coverage: Coverage | None = None,
+    whole: WholeMatrices | None = None,
+) -> KFAC:
     """Make K-FAC and its optimizer; process groups must exist.
 
     Args:
         options: K-FAC's, and those of AdamW.
         model: The model to train.
         torch_compile: Whether the model is compiled; all factors are then due at the same steps.
+        coverage: That of the model before it was divided over ranks; None where it is whole.
+        whole: Who updates which matrix where weights are sharded; None where they are whole.
 
     Raises:
         ConfigError: No layer is covered, a pattern matches none, the ranks cannot be divided
             as the strategy asks, or a library is missing.
     """
-    coverage = find_layers(
-        model,
-        skip_layers=options.kfac_skip_layers,
-        stacks=covers_stacks(options),
-        sample_forward=_sample_forward,
-    )
+    coverage = cover_model(options, model) if coverage is None else coverage.within(model)
     method, settings = kfac_method(options), _settings(options)
     kl_clip = options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
@@ -120,12 +141,13 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
         strategy=options.kfac_strategy or "comm-opt",
         spread=not torch_compile,
         compat=options.kfac_compat,
+        ranks=None if whole is None else whole.factor_ranks,
         **settings,
     )
     description = f"{curvature.describe()}\n{_describe_method(options)}"
     if method == "ekfac":
-        groups = parameter_groups(model, weight_decay=options.weight_decay)
-        ekfac = EKFAC(groups, curvature, **adamw_settings(options))
+        groups = matrix_groups(options, model)
+        ekfac = EKFAC(groups, curvature, whole=whole, **adamw_settings(options))
         return KFAC(
             optimizer=ekfac, recorder=curvature, preconditioner=None, description=description
         )
@@ -136,6 +158,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
         damping=settings["damping"],
         kl_clip=kl_clip,
         graft=not options.kfac_compat,
+        whole=whole,
     )
     return KFAC(
         optimizer=adamw,
@@ -146,7 +169,7 @@ def make_kfac(options: OptimizerOptions, model: PreTrainedModel, *, torch_compil
 
 
 def covers_stacks(options: KFACOptions) -> bool:
-    """Return whether stacks of experts are covered: the library and its arithmetic have none."""
+    """Return whether stacks and fused weights are matrices: for the library and compat, no."""
     return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from llm.optim.eigenbases import rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
+from llm.optim.kfac.units import CoveredUnits, as_stored
+from llm.optim.whole import Unit, WholeMatrices
 
 
 class Preconditioner:
@@ -28,6 +30,7 @@ class Preconditioner:
             None: no bound.
         graft: Give each layer's result the norm of its gradient, for an optimizer such as AdamW
             that has a step length of its own.
+        whole: As for `CoveredUnits`.
 
     Attributes:
         curvature: As given.
@@ -42,8 +45,10 @@ class Preconditioner:
         damping: float = 0.001,
         kl_clip: float | None = 0.001,
         graft: bool = True,
+        whole: WholeMatrices | None = None,
     ) -> None:
         self.curvature = curvature
+        self._covered = CoveredUnits(curvature, whole)
         self._parameters = list(parameters)
         self._damping = damping
         self._kl_clip = kl_clip
@@ -63,30 +68,27 @@ class Preconditioner:
         Args:
             learning_rate: Learning rate of this step, for the bound on the update.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        skipped = (~torch.isfinite(torch.nn.utils.get_total_norm(gradients))).float()
+        skipped = 1.0 - self._covered.all_finite(self._parameters)
         self.curvature.update(skipped)
-        layers = {}
-        for layer in self.curvature.layers:
-            gradient = layer.gradient()
-            if gradient is None:
-                continue
-            if self.curvature.works_on(layer):
-                result = self._result(layer, gradient)
-            else:
-                result = torch.empty_like(gradient)
-            layers[layer] = (gradient, result)
-        self.curvature.broadcast_updates({la.name: [result] for la, (_, result) in layers.items()})
-        if not layers:
+        results = dict(self._covered.updates(self._results))
+        if not results:
             return
-        self.kl_scale = self._bound(list(layers.values()), learning_rate)
-        for layer, (_, result) in layers.items():
-            values = layer.split(result * self.kl_scale)
-            for parameter, new in zip(layer.parameters, values, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(torch.where(skipped > 0, parameter.grad, new))
+        changes = [
+            (parameter.grad, result)
+            for unit, its in results.items()
+            for parameter, result in zip(unit.parameters, its, strict=True)
+            if parameter.grad is not None
+        ]
+        self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
+        for gradient, result in changes:
+            gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
         self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
         self._num_steps += 1
+
+    def _results(self, unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+        """Return what the gradients of a unit are replaced by."""
+        layers = self._covered.layers[unit]
+        return as_stored(layers, [self._result(layer, layer.matrix(gradients)) for layer in layers])
 
     def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
         inputs, outputs = self.curvature.factors_of(layer)
@@ -103,18 +105,17 @@ class Preconditioner:
             result = result * (norms[0] / norms[1].clamp_min(1e-30))
         return result
 
-    def _bound(self, layers: list[tuple[Tensor, Tensor]], learning_rate: float) -> Tensor:
+    def _bound(self, product: Tensor, learning_rate: float) -> Tensor:
         """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
 
         Args:
-            layers: Gradient and result of each layer.
+            product: The sum of <result, gradient>.
             learning_rate: Learning rate of this step.
         """
         if self._kl_clip is None:
             return torch.ones_like(self.kl_scale)
-        products = [(result * gradient).sum() for gradient, result in layers]
-        length = torch.stack(products).sum().abs()
-        scale = (self._kl_clip / (learning_rate**2 * length).clamp_min(1e-30)).sqrt()
+        length = learning_rate**2 * product.abs()
+        scale = (self._kl_clip / length.clamp_min(1e-30)).sqrt()
         return scale.clamp(max=1.0)
 
     def metrics(self) -> dict[str, Tensor]:

@@ -131,7 +131,8 @@ class PipelineStrategy(ShardedStrategy):
         joined = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
-        schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
+        with self._capture_stats(token_weight):
+            schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
         return self._sum_of_losses(self._loss_sums, self._no_loss)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
@@ -257,10 +258,10 @@ class PipelineStrategy(ShardedStrategy):
         }
         super().load_state_dict({**state, **selected})
 
-    def owner_ranks(self, path: str) -> Sequence[int]:
+    def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of this rank's stage; those of the first one for a tied weight."""
-        key, _, name = path.removeprefix("strategy/").partition("/")
-        if key not in ("model", "optimizer", "ema"):
+        key, _, name = path.removeprefix("strategy/").removeprefix("kfac/").partition("/")
+        if key not in ("model", "optimizer", "ema", "factors"):
             return range(self.world_size)
         tied = name.partition("/")[0] in self._cut.tied
         stage = 0 if tied else self._stage_rank

@@ -27,8 +27,8 @@ from llm.trainers.gpt.config import GPTConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
 DATA = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
-BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
-"""Options whose default depends on the device."""
+BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "split_projections")
+"""Options whose default depends on the device, or on the version that began the run."""
 
 logger = logging.getLogger("llm")
 
@@ -253,9 +253,11 @@ def choose_by_device(
 ) -> dict[str, Any]:
     """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
+    values |= {"split_projections": True}
     if resume_from is not None and not config.eval_only:
         fixed, logged = (saved_options(resume_from, kind) for kind in ("fixed", "logged"))
-        values |= {"tf32": False}  # what runs had before there was the option
+        # What runs had before there were these options.
+        values |= {"tf32": False, "split_projections": False}
         values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
     given = {name: getattr(config, name) for name in BY_DEVICE}
     return values | {name: value for name, value in given.items() if value is not None}

@@ -196,14 +196,24 @@ def _size_problems(config: GPTConfig) -> list[str]:
                 "nodes average and each divides its model, not with --data_parallel "
                 f"{config.data_parallel} of single ranks; leave one of them out."
             )
-    if config.kfac:
+    if config.kfac and config.tensor_parallel_size > 1:
         problems.append(
-            f"--kfac needs whole weights on every rank, which --{sizes[0]} divides; leave one of "
-            "them out."
+            "--kfac needs the inputs and outputs of whole layers, which --tensor_parallel_size "
+            "divides; leave one of them out."
         )
-    if config.optimizer in ("muon", "soap"):
+    if config.kfac and config.kfac_library == "kfac-pytorch":
         problems.append(
-            f"--optimizer {config.optimizer} needs whole weights on every rank, which "
+            f"--kfac_library kfac-pytorch needs whole weights on every rank, which --{sizes[0]} "
+            "divides; leave one of them out."
+        )
+    if config.kfac_strategy is not None:
+        problems.append(
+            f"--kfac_strategy is for ranks that hold whole weights; with --{sizes[0]} one rank "
+            "keeps each basis, so leave it out."
+        )
+    if config.optimizer in ("muon", "soap") and config.data_parallel != "allreduce":
+        problems.append(
+            f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
             f"--{sizes[0]} divides; take adamw or sgd."
         )
     if config.sample_steps is not None:
@@ -221,6 +231,8 @@ def _size_problems(config: GPTConfig) -> list[str]:
 
 
 def _fp8_problems(config: GPTConfig) -> list[str]:
+    if config.mixed_precision == "fp8" and config.kfac:
+        return ["--mixed_precision fp8 has no layers that --kfac covers; use bf16 or no."]
     return [
         f"--mixed_precision fp8 does not go with --{name}; use bf16 or no."
         for name in ("tensor_parallel_size", "pipeline_parallel_size")

@@ -23,11 +23,13 @@ from llm.models.mup import scales_of
 from llm.models.patches.document_attention import use_document_attention
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
-from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.kfac.make_kfac import cover_model, make_kfac
 from llm.optim.make import make_optimizer
+from llm.optim.soap import basis_order
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_divisible
+from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.stage import check_cut
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
@@ -119,15 +121,30 @@ def make_strategy(
     if config.torch_compile:
         compile_blocks(model)
 
+    whole, coverage, order = None, None, None
+    if isinstance(strategy, ShardedStrategy):
+        # What depends on the whole model, before it is divided.
+        whole = strategy.matrices
+        if config.kfac and not config.eval_only:
+            with dummy_weights(model, strategy.device), strategy.autocast():
+                coverage = cover_model(config, model)
+        if config.optimizer == "soap":
+            order = basis_order(config, model)
+
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
+            compiled = bool(config.torch_compile)
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
-                kfac = make_kfac(config, model, torch_compile=bool(config.torch_compile))
+                kfac = make_kfac(
+                    config, model, torch_compile=compiled, coverage=coverage, whole=whole
+                )
             strategy.second_order = kfac
             return kfac.optimizer
         accum_steps = setup.replicas.accum_steps
-        optimizer = make_optimizer(config, model, accum_steps=accum_steps, seed=setup.seed)
+        optimizer = make_optimizer(
+            config, model, accum_steps=accum_steps, seed=setup.seed, whole=whole, order=order
+        )
         if config.mup:
             scale_learning_rates(optimizer, model, scales_of(config, setup.model_config).rate)
         return optimizer

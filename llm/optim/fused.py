@@ -1,0 +1,113 @@
+"""Weights that hold several matrices side by side, such as GPT-2's query, key and value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.optim.options import OptimizerOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """How the outputs of a fused weight divide into those of its matrices.
+
+    Attributes:
+        sizes: Outputs of each matrix in a group, by the matrix's name.
+        groups: Number of groups, one after the other; each has a share of every matrix. 1 where
+            each matrix is in one piece, the number of heads where heads have theirs side by side.
+        dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D.
+    """
+
+    sizes: dict[str, int]
+    groups: int = 1
+    dim: int = 0
+
+    def split(self, tensor: Tensor, dim: int | None = None) -> list[Tensor]:
+        """Return the matrices in a tensor with the fused outputs; views where there is one group.
+
+        Args:
+            tensor: The weight or a tensor of its shape, or one with the outputs elsewhere.
+            dim: The dimension of outputs, from 0; by default the weight's.
+        """
+        dim = self.dim if dim is None else dim
+        grouped = tensor.unflatten(dim, (self.groups, -1))
+        return [
+            part.flatten(dim, dim + 1) for part in grouped.split([*self.sizes.values()], dim + 1)
+        ]
+
+    def join(self, parts: Sequence[Tensor], dim: int | None = None) -> Tensor:
+        """Undo `split`."""
+        dim = self.dim if dim is None else dim
+        grouped = [part.unflatten(dim, (self.groups, -1)) for part in parts]
+        return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
+
+    def shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        """Return the shapes of the matrices of a fused weight, by name."""
+        own = {name: list(shape) for name in self.sizes}
+        for name, size in self.sizes.items():
+            own[name][self.dim] = self.groups * size
+        return {name: torch.Size(sides) for name, sides in own.items()}
+
+
+def fused_weights(options: OptimizerOptions, model: nn.Module) -> dict[nn.Parameter, Fusion]:
+    """Return the fused weights of a model that the options divide into matrices.
+
+    Known are those of the architectures of transformers in `_KINDS`.
+    """
+    config = getattr(model, "config", None)
+    if config is None or options.split_projections is False:
+        return {}
+    fusions = _fusions(config)
+    return {
+        module.weight: Fusion(sizes=sizes, groups=groups, dim=int(hasattr(module, "nf")))
+        for name, module in model.named_modules()
+        for leaf, (groups, sizes) in fusions.items()
+        if name.rpartition(".")[2] == leaf
+    }
+
+
+def _fusions(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return the fused modules of an architecture by the last part of their name.
+
+    Returns:
+        For each, the number of groups, and the outputs of each matrix in a group.
+    """
+    kind = config.model_type
+    if kind not in _KINDS:
+        return {}
+    width, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // heads
+    by_head = heads, _qkv(head, head)
+    multi_query = 1, _qkv(width, head)
+    if kind in ("gpt2", "openai-gpt"):
+        return {"c_attn": (1, _qkv(width, width))}
+    if kind == "mpt":
+        return {"Wqkv": (1, _qkv(width, width))}
+    if kind == "gpt_bigcode":
+        return {"c_attn": multi_query if config.multi_query else by_head}
+    if kind == "codegen":  # laid out for four cores of a TPU
+        return {"qkv_proj": (4, dict.fromkeys(("query", "value", "key"), width // 4))}
+    if kind == "falcon" and config.new_decoder_architecture:
+        groups = config.num_kv_heads
+        return {"query_key_value": (groups, _qkv(heads // groups * head, head))}
+    if kind == "falcon" and config.multi_query:
+        return {"query_key_value": multi_query}
+    if kind in ("phi3", "glm", "glm4"):
+        inner = config.intermediate_size
+        keys = config.num_key_value_heads * head
+        fusions = {"gate_up_proj": (1, {"gate": inner, "up": inner})}
+        return fusions | ({"qkv_proj": (1, _qkv(heads * head, keys))} if kind == "phi3" else {})
+    return {"query_key_value": by_head}
+
+
+_KINDS = (
+    *("gpt2", "openai-gpt", "mpt", "gpt_bigcode", "codegen", "falcon", "phi3", "glm", "glm4"),
+    *("bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"),
+)
+
+
+def _qkv(query: int, key: int) -> dict[str, int]:
+    return {"query": query, "key": key, "value": key}

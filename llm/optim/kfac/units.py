@@ -1,0 +1,108 @@
+"""The weights of covered layers as units of whole matrices, and who computes their updates."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.layers import Layer
+from llm.optim.whole import Compute, Unit, WholeMatrices, gradients_of
+
+
+class CoveredUnits:
+    """Each weight with its bias; the layers of one weight, if it is fused, are updated together.
+
+    Args:
+        curvature: The covered layers' factors.
+        whole: Brings gradients to the ranks that keep a layer's bases, and updates back, where
+            weights are sharded. None where every rank holds whole weights: then the ranks of a
+            column of the curvature's assignment send their updates to the other columns.
+
+    Attributes:
+        layers: The layers of each unit.
+    """
+
+    def __init__(self, curvature: Curvature, whole: WholeMatrices | None = None) -> None:
+        self._curvature, self._whole = curvature, whole
+        by_weight: dict[Tensor, list[Layer]] = {}
+        for layer in curvature.layers:
+            by_weight.setdefault(layer.weight, []).append(layer)
+        self.layers: dict[Unit, list[Layer]] = {}
+        for layers in by_weight.values():
+            parameters = layers[0].parameters
+            unit = Unit(
+                parameters=parameters,
+                shapes=[p.shape for p in parameters],
+                cost=sum(layer.rows * layer.columns for layer in layers),
+                fusion=layers[0].fusion,
+                owner=None if whole is None else curvature.column_of(layers[0]),
+            )
+            self.layers[unit] = layers
+        if whole is not None:
+            whole.assign(list(self.layers))
+
+    def works_on(self, unit: Unit) -> bool:
+        """Return whether this rank keeps the bases of a unit and computes its update."""
+        return self._curvature.works_on(self.layers[unit][0])
+
+    def updates(self, compute: Compute) -> Iterator[tuple[Unit, list[Tensor]]]:
+        """Yield the units that have gradients, with the updates of their parameters.
+
+        Args:
+            compute: Called by the ranks that work on a unit.
+        """
+        if self._whole is not None:
+            yield from self._whole.updates(list(self.layers), compute)
+            return
+        found, columns = {}, dict[int, list[Tensor]]()
+        for unit, layers in self.layers.items():
+            gradients = gradients_of(unit)
+            if gradients is None:
+                continue
+            works = self.works_on(unit)
+            found[unit] = compute(unit, gradients) if works else [*map(torch.empty_like, gradients)]
+            columns.setdefault(self._curvature.column_of(layers[0]), []).extend(found[unit])
+        self._curvature.exchange.broadcast_updates(columns)
+        yield from found.items()
+
+    def inner_product(self, updates: Mapping[Unit, Sequence[Tensor]]) -> Tensor:
+        """Return the sum over all units and ranks of the products of updates and gradients.
+
+        Args:
+            updates: As `updates` yields them; not empty.
+        """
+        if self._whole is not None:
+            products = [
+                (update * gradient).sum()
+                for unit, its in updates.items()
+                for update, gradient in zip(its, gradients_of(unit) or (), strict=True)
+            ]
+            return self._whole.total(torch.stack(products).sum())
+        products = [
+            (layer.matrix(its) * layer.matrix(gradients_of(unit) or ())).sum()
+            for unit, its in updates.items()
+            for layer in self.layers[unit]
+        ]
+        return torch.stack(products).sum()
+
+    def all_finite(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return 1.0 if the gradients of parameters are finite on all ranks, else 0.0."""
+        local = parameters if self._whole is None else map(self._whole.local, parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
+        return torch.isfinite(norm if self._whole is None else self._whole.total(norm)).float()
+
+
+def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return matrices as weight and bias store them: undo `matrix` of all layers of a weight.
+
+    Args:
+        layers: The one layer of a weight, or all of a fused one.
+        matrices: Of each.
+    """
+    stored = [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
+    fusion = layers[0].fusion
+    if fusion is None:
+        return stored[0]
+    dims = (fusion.dim, 0)  # of the outputs of a weight and of a bias
+    return [fusion.join(parts, dim) for dim, *parts in zip(dims, *stored, strict=False)]

@@ -1,0 +1,129 @@
+"""Matrices that an optimizer updates as a whole, and which rank does so."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llm.optim.fused import Fusion
+
+
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """Parameters that one rank updates together: a matrix, with K-FAC also its bias.
+
+    Attributes:
+        parameters: The matrix first. Where weights are sharded, this rank's shards.
+        shapes: Their whole shapes.
+        cost: What owners are balanced by: elements of the state, with which the work grows.
+        fusion: How a fused weight divides into matrices; None for a single matrix.
+        owner: The rank that keeps the state and computes the update; None if every rank does.
+    """
+
+    parameters: list[nn.Parameter]
+    shapes: list[torch.Size]
+    cost: float
+    fusion: Fusion | None = None
+    owner: int | None = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Return the matrix, or this rank's shard of it."""
+        return self.parameters[0]
+
+
+Compute = Callable[[Unit, list[Tensor]], list[Tensor]]
+"""From whole gradients of a unit's parameters to the whole updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRanks:
+    """The ranks that share the factors of some layers, where weights are sharded.
+
+    Attributes:
+        rank: Number of this rank among them.
+        size: Number of ranks.
+        group: Their process group; None for one rank.
+        num_replicas: Number of such groups that keep the same factors.
+        replicas: This rank and those of the same number in these; None for one.
+        is_first: Whether this is the first of the ranks that count the same failures.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    num_replicas: int
+    replicas: dist.ProcessGroup | None
+    is_first: bool
+
+
+class WholeMatrices:
+    """Every rank holds whole matrices and computes all updates.
+
+    The layouts that shard weights have a subclass of their own, in `llm.parallel.matrices`.
+
+    Attributes:
+        factor_ranks: Where K-FAC sums and keeps its factors; None for the default group.
+    """
+
+    factor_ranks: FactorRanks | None = None
+
+    def assign(self, units: Sequence[Unit]) -> None:
+        """Give each unit an owner."""
+
+    def owns(self, unit: Unit) -> bool:
+        """Return whether this rank keeps the state of a unit."""
+        return True
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the ranks that share the units, of which one has each."""
+        return values
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of values over all ranks that hold different parameters or shards."""
+        return values
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return what the optimizer updates of a parameter of the model."""
+        return parameter
+
+    def updates(
+        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[Unit, list[Tensor]]]:
+        """Yield the units that have gradients, with the updates of their parameters.
+
+        Args:
+            units: The units; the same on all ranks, in the same order.
+            compute: Called by the owner.
+            dtype: Type of the updates, where they are sent.
+        """
+        for unit in units:
+            gradients = gradients_of(unit)
+            if gradients is not None:
+                yield unit, compute(unit, gradients)
+
+
+def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:
+    """Return the units whose state an optimizer keeps whole, at their owners; most have none."""
+    units: Sequence[Unit] = getattr(optimizer, "units", ())
+    return units
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Return the group of each parameter."""
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
+
+
+def gradients_of(unit: Unit) -> list[Tensor] | None:
+    """Return the gradients of a unit's parameters, zeros for a bias without; None without any."""
+    if unit.weight.grad is None:
+        return None
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters]
+
+
+def whole_zeros(parameter: Tensor) -> Tensor:
+    """Return zeros of a parameter's whole shape, on its device, also where it is sharded."""
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)

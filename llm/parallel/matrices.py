@@ -1,0 +1,255 @@
+"""Whole matrices where weights are sharded: gradients go to their owners, and updates come back.
+
+Muon, SOAP and K-FAC need whole matrices. Each matrix has one owner among the ranks that hold shards
+of it, which alone keeps the optimizer's state of it. In a step it gets the shards of the gradient,
+computes the update, and sends each rank its shard of that. The collectives of one bucket of
+matrices travel while the owners compute those of another.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from llm.optim.whole import Compute, FactorRanks, Unit, WholeMatrices, gradients_of
+
+BUCKET = 1 << 24
+"""Elements of the gradients that are sent together, at least, unless there are no more."""
+
+_AXES = ("tensor", "shard")
+"""In the order in which they divide a weight: FSDP shards what tensor parallelism leaves."""
+
+
+class ShardedMatrices(WholeMatrices):
+    """Each unit is updated by one of the ranks that hold its shards; replicas do the same.
+
+    Args:
+        mesh: With the axes pipeline, replicate, shard and tensor.
+
+    Attributes:
+        size: Number of ranks that share the units of a stage.
+        rank: Number of this rank among them.
+        factor_ranks: Where K-FAC sums and keeps its factors.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        sizes = {axis: mesh[axis].size() for axis in (*_AXES, "replicate", "pipeline")}
+        self._sizes = sizes
+        self.size = sizes["shard"] * sizes["tensor"]
+        self.rank = mesh.get_local_rank("shard") * sizes["tensor"] + mesh.get_local_rank("tensor")
+        divided = [axis for axis in ("shard", "tensor") if sizes[axis] > 1]
+        self._group: dist.ProcessGroup | None = None
+        if len(divided) == 2:
+            self._group = mesh["shard", "tensor"]._flatten("matrices").get_group()
+        elif divided:
+            self._group = mesh.get_group(divided[0])
+        self._pipeline = mesh.get_group("pipeline") if sizes["pipeline"] > 1 else None
+        self.factor_ranks = FactorRanks(
+            rank=self.rank,
+            size=self.size,
+            group=self._group,
+            num_replicas=sizes["replicate"],
+            replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
+            is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
+        )
+        self._unit_of: dict[Tensor, Unit] = {}
+        self._dims: dict[Unit, list[dict[str, int]]] = {}
+        self._locals: Mapping[Tensor, nn.Parameter] = {}
+
+    def assign(self, units: Sequence[Unit]) -> None:
+        """Give each unit that has none an owner, the costliest first to the one with least."""
+        loads = [0.0] * self.size
+        for unit in sorted(units, key=lambda unit: -unit.cost):
+            self._unit_of |= dict.fromkeys(unit.parameters, unit)
+            self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
+            if unit.owner is None:
+                unit.owner = loads.index(min(loads))
+            loads[unit.owner] += unit.cost
+
+    def owns(self, unit: Unit) -> bool:
+        """Return whether this rank keeps the state of a unit."""
+        return unit.owner == self.rank
+
+    def unit_of(self, parameter: Tensor) -> Unit | None:
+        """Return the unit of a parameter of the model, if it has one."""
+        return self._unit_of.get(parameter)
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the parameters of the model in all units by this rank's shards of them."""
+        self._locals = local_of
+        for unit in self._dims:
+            unit.parameters = [local_of[parameter] for parameter in unit.parameters]
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a parameter of the model."""
+        return self._locals.get(parameter, parameter)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the ranks that share the units of a stage."""
+        return _all_reduced(values, self._group)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of values over all ranks that hold different parameters or shards."""
+        return _all_reduced(self.sum(values), self._pipeline)
+
+    def updates(
+        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[Unit, list[Tensor]]]:
+        """Yield the units that have gradients, with this rank's shards of the updates.
+
+        Args:
+            units: The units; the same on all ranks, in the same order.
+            compute: Called by the owner, with whole gradients.
+            dtype: Type of the updates, in which they are sent.
+        """
+        if self._group is None:
+            yield from super().updates(units, compute, dtype=dtype)
+            return
+        buckets = _buckets([unit for unit in units if unit.weight.grad is not None])
+        gathering = [self._gather(bucket) for bucket in buckets[:1]]
+        scattering: list[Callable[[], list[tuple[Unit, list[Tensor]]]]] = []
+        for number, bucket in enumerate(buckets):
+            gradients = gathering.pop()()
+            # The next gradients and the last updates travel while this bucket is computed.
+            gathering += [self._gather(following) for following in buckets[number + 1 : number + 2]]
+            updates = {unit: compute(unit, gradients.pop(unit)) for unit in list(gradients)}
+            scattering.append(self._scatter(bucket, updates, dtype))
+            if number:
+                yield from scattering.pop(0)()
+        yield from scattering.pop()() if buckets else ()
+
+    def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
+        """Send gradients to their owners; return what waits for those of this rank's units."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for unit in bucket:
+            assert unit.owner is not None
+            sent[unit.owner] += gradients_of(unit) or ()
+        own = [unit for unit in bucket if self.owns(unit)]
+        pieces = [self._shapes(own, rank) for rank in range(self.size)]
+        device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
+        arrival = self._all_to_all(sent, pieces, dtype, device)
+
+        def finish() -> dict[Unit, list[Tensor]]:
+            whole = {
+                unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
+                for unit in own
+            }
+            for rank, values in enumerate(arrival()):
+                for part, value in zip(self._pieces(whole, rank), values, strict=True):
+                    part.copy_(value)
+            return whole
+
+        return finish
+
+    def _scatter(
+        self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
+    ) -> Callable[[], list[tuple[Unit, list[Tensor]]]]:
+        """Send shards of updates from their owners; return what waits for those of this rank."""
+        sent = [self._pieces(updates, rank) for rank in range(self.size)]
+        by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
+        pieces = [self._shapes(units, self.rank) for units in by_owner]
+        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight.device)
+
+        def finish() -> list[tuple[Unit, list[Tensor]]]:
+            found: dict[Unit, list[Tensor]] = {}
+            for units, values in zip(by_owner, arrival(), strict=True):
+                parts = iter(values)
+                found |= {unit: [next(parts) for _ in unit.parameters] for unit in units}
+            return [(unit, found[unit]) for unit in bucket]
+
+        return finish
+
+    def _all_to_all(
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        received: Sequence[Sequence[torch.Size]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Callable[[], list[list[Tensor]]]:
+        """Send tensors to each rank; return what waits for those of the given shapes from each."""
+        out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
+        flat = torch.cat(
+            [
+                torch.empty(0, dtype=dtype, device=device),
+                *(tensor.reshape(-1) for tensors in sent for tensor in tensors),
+            ]
+        )
+        result = torch.empty(sum(in_sizes), dtype=dtype, device=device)
+        work = dist.all_to_all_single(
+            result, flat, in_sizes, out_sizes, group=self._group, async_op=True
+        )
+
+        def finish() -> list[list[Tensor]]:
+            work.wait()
+            return [
+                [
+                    values.view(shape)
+                    for values, shape in zip(
+                        part.split([shape.numel() for shape in shapes]), shapes, strict=True
+                    )
+                ]
+                for part, shapes in zip(result.split(in_sizes), received, strict=True)
+            ]
+
+        return finish
+
+    def _pieces(self, whole: Mapping[Unit, Sequence[Tensor]], rank: int) -> list[Tensor]:
+        """Return views of a rank's shards of whole tensors."""
+        return [
+            self._piece(tensor, dims, rank)
+            for unit, tensors in whole.items()
+            for tensor, dims in zip(tensors, self._dims[unit], strict=True)
+        ]
+
+    def _shapes(self, units: Sequence[Unit], rank: int) -> list[torch.Size]:
+        """Return the shapes of a rank's shards of some units."""
+        whole = {
+            unit: [torch.empty(shape, device="meta") for shape in unit.shapes] for unit in units
+        }
+        return [piece.shape for piece in self._pieces(whole, rank)]
+
+    def _piece(self, whole: Tensor, dims: Mapping[str, int], rank: int) -> Tensor:
+        """Return a view of a rank's shard, which is a chunk of a chunk."""
+        places = dict(zip(("shard", "tensor"), divmod(rank, self._sizes["tensor"]), strict=True))
+        for axis in _AXES:
+            if axis in dims:
+                dim, length = dims[axis], whole.shape[dims[axis]]
+                step = math.ceil(length / self._sizes[axis])
+                start = min(places[axis] * step, length)
+                whole = whole.narrow(dim, start, min(step, length - start))
+        return whole
+
+
+def _sharded_dims(parameter: Tensor) -> dict[str, int]:
+    """Return the dimension along which each axis of the mesh shards a parameter."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    names = parameter.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, parameter.placements, strict=True)
+    return {name: p.dim for name, p in pairs if not p.is_replicate()}  # type: ignore[attr-defined]
+
+
+def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Divide units into runs of `BUCKET` elements."""
+    buckets: list[list[Unit]] = []
+    room = 0
+    for unit in units:
+        if room <= 0:
+            buckets.append([])
+            room = BUCKET
+        buckets[-1].append(unit)
+        room -= sum(shape.numel() for shape in unit.shapes)
+    return buckets
+
+
+def _all_reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return values
+    values = values.clone()
+    dist.all_reduce(values, group=group)
+    return values

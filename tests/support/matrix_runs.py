@@ -1,0 +1,134 @@
+"""Short trainings by the optimizers that need whole matrices, on the ranks of any layout."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.options import CheckpointOptions
+from llm.checkpoint.save import Saver
+from llm.data.loader import MicroBatch
+from llm.models.loss import LanguageModelLoss
+from llm.models.masking import disable_packing_detection
+from llm.optim.kfac.make_kfac import cover_model, make_kfac
+from llm.optim.make import make_optimizer
+from llm.optim.options import OptimizerOptions
+from llm.optim.soap import basis_order
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.fsdp import ShardedStrategy
+from tests.support import layouts
+from tests.support.data_parallel import step_data
+from tests.support.models import tiny_config
+
+BATCH = 8
+_INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer": "muon"},
+    "soap": {"optimizer": "soap", "soap_update_steps": 4},
+    "ekfac": {"kfac": True, **_INTERVALS},
+    "eigen": {"kfac": True, "kfac_method": "eigen", **_INTERVALS},
+    "cholesky": {"kfac": True, "kfac_method": "cholesky", **_INTERVALS},
+}
+
+
+def make_model() -> Any:
+    """A GPT-2 whose matrices are square, so that no basis is left to rounding."""
+    torch.manual_seed(0)
+    config = tiny_config("gpt2", n_embd=16, n_inner=16)
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_strategy(
+    kind: str, sizes: dict[str, int] | None, model: Any = None
+) -> AcceleratedStrategy:
+    """A strategy with its model and optimizer, as the trainer makes them; DDP without sizes."""
+    disable_packing_detection()
+    model = make_model() if model is None else model
+    # Above the rounding errors of gradients, which differ between layouts.
+    options = OptimizerOptions(
+        learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
+    )
+    if sizes is None:
+        strategy = AcceleratedStrategy(layouts.cpu_accelerator())
+    else:
+        strategy = layouts.make_strategy(sizes)
+    whole, coverage, order = None, None, None
+    if isinstance(strategy, ShardedStrategy):
+        whole = strategy.matrices
+        coverage = cover_model(options, model) if options.kfac else None
+        order = basis_order(options, model)
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        if not options.kfac:
+            return make_optimizer(options, model, whole=whole, order=order)
+        strategy.second_order = make_kfac(
+            options, model, torch_compile=False, coverage=coverage, whole=whole
+        )
+        return strategy.second_order.optimizer
+
+    strategy.prepare(LanguageModelLoss(model), make)
+    return strategy
+
+
+def train(
+    strategy: AcceleratedStrategy, steps: range, *, accumulation: int = 2, clip: float = 0.5
+) -> list[float]:
+    """Take some steps; the losses of each, over all ranks."""
+    losses = []
+    size = BATCH // (strategy.data_ranks * accumulation)
+    for step in steps:
+        inputs, labels = step_data(step)
+        micro_batches = []
+        for number in range(accumulation):
+            first = (number * strategy.data_ranks + strategy.data_rank) * size
+            part = slice(first, first + size)
+            micro_batches.append(MicroBatch(inputs[part], labels[part]))
+        num_tokens = int((labels != -100).sum())
+        loss = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        if strategy.second_order is not None:
+            strategy.second_order.precondition(learning_rate=1e-3)
+        strategy.optimizer_step(clip)
+        losses.append(strategy.reduce_sum(loss.clone()).item() / num_tokens)
+    return losses
+
+
+def whole_weights(strategy: AcceleratedStrategy) -> dict[str, torch.Tensor]:
+    """The weights on rank 0, by name."""
+    return {name: t.clone() for name, t in strategy.full_state_dict().items()}
+
+
+def state_bytes(strategy: AcceleratedStrategy) -> int:
+    """Bytes of the optimizer's state and of K-FAC's on this rank."""
+    parts: list[Any] = [t for s in strategy.optimizer.state.values() for t in s.values()]
+    if strategy.second_order is not None:
+        factors = strategy.second_order.recorder.factors
+        parts += [t for factor in factors for t in factor.tensors().values()]
+    return sum(t.nbytes for t in {id(t): t for t in parts}.values())
+
+
+def parts_of(strategy: AcceleratedStrategy) -> dict[str, Any]:
+    parts: dict[str, Any] = {"strategy": strategy}
+    return parts | ({"kfac": strategy.second_order} if strategy.second_order else {})
+
+
+def save(strategy: AcceleratedStrategy, folder: Any, step: int) -> None:
+    saver = Saver(
+        CheckpointOptions(),
+        folder,
+        parts=parts_of(strategy),
+        metadata={},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        owner_ranks=strategy.owner_ranks,
+    )
+    saver.save(step=step, eval_loss=None)
+    saver.finish(last=True)
+
+
+def load(strategy: AcceleratedStrategy, folder: Any) -> None:
+    checkpoint = newest_valid(folder)
+    assert isinstance(checkpoint, Checkpoint)
+    load_state(checkpoint, parts_of(strategy))
