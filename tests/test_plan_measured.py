@@ -16,7 +16,7 @@ from llm.data.loader import MicroBatch
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
-from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.kfac.make_kfac import cover_model, make_kfac
 from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
@@ -74,14 +74,18 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
         tensor_parallel_size=options.tensor_parallel_size,
     )
     layout = choose_layout(options, config, options.nodes * options.gpus_per_node)
-    strategy = AcceleratedStrategy(accelerator)
+    strategy: Any = AcceleratedStrategy(accelerator)
+    whole, coverage = None, None
     if not layout.is_replicated:
         strategy = ShardedStrategy(accelerator, layout)
+        whole, coverage = strategy.matrices, cover_model(options, model) if options.kfac else None
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         if not options.kfac:
-            return make_optimizer(options, model)
-        strategy.second_order = kfac = make_kfac(options, model, torch_compile=False)
+            return make_optimizer(options, model, whole=whole)
+        strategy.second_order = kfac = make_kfac(
+            options, model, torch_compile=False, coverage=coverage, whole=whole
+        )
         return kfac.optimizer
 
     strategy.prepare(LanguageModelLoss(model, chunked=options.chunked_loss), optimizer_factory)
@@ -114,6 +118,8 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
     [
         (1, ""),
         pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
+        pytest.param(2, "--data_parallel_shard_size 2 --optimizer muon", marks=SLOW),
+        pytest.param(2, "--data_parallel_shard_size 2 --kfac", marks=SLOW),
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
         pytest.param(1, HALF, marks=SLOW),
         pytest.param(1, f"{HALF} --gradient_accumulation_steps 2", marks=SLOW),

@@ -2,8 +2,9 @@
 
 PyTorch's `fully_shard` all-gathers a block's weights before they are used and reduce-scatters its
 gradients. The optimizer of each rank updates its local shards, which are plain tensors, so that
-any elementwise optimizer works. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al.
-2023, arXiv:2304.11277.
+any elementwise optimizer works; for those that need whole matrices there is
+`llm.parallel.matrices`. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al. 2023,
+arXiv:2304.11277.
 """
 
 import contextlib

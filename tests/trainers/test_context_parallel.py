@@ -49,7 +49,10 @@ def test_sequences_that_cannot_be_sharded_are_refused(tmp_path, family, options,
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"kfac": True}, "--kfac needs whole weights"),
+        (
+            {"kfac": True, "kfac_library": "kfac-pytorch"},
+            "--kfac_library kfac-pytorch needs whole weights",
+        ),
         ({"data_parallel": "gossip"}, "--data_parallel gossip does not"),
         ({"attention_implementation": "flash_attention_2"}, "not by flash_attention_2"),
     ],

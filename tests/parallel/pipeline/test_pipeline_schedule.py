@@ -52,7 +52,10 @@ def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"kfac": True}, "--kfac needs whole weights"),
+        (
+            {"kfac": True, "kfac_library": "kfac-pytorch"},
+            "--kfac_library kfac-pytorch needs whole weights",
+        ),
         ({"data_parallel": "gossip"}, "--pipeline_parallel_size divides one model over ranks"),
         ({"mixed_precision": "fp8"}, "--mixed_precision fp8 does not go with"),
         ({"virtual_stages": 2}, "and --virtual_stages of 2 or more go together"),
