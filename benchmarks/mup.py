@@ -121,9 +121,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
     )
     optimizer = make_optimizer(settings, model)
     scale_learning_rates(optimizer, model, scales_of(shape, config).rate)
-    schedule = make_schedule(
-        settings, total_steps=options.steps, global_batch_size=options.batch_size
-    )
+    schedule = make_schedule(settings, total_steps=options.steps)
     loss = LanguageModelLoss(model)
     generator = torch.Generator().manual_seed(options.seed)
     for step in range(options.steps):

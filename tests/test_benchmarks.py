@@ -533,6 +533,7 @@ def test_branches_and_means_are_compared_with_runs_of_their_lengths():
     assert "1 of 1" in done.stdout or "0 of 1" in done.stdout
 
 
+@pytest.mark.benchmarks
 def test_rates_with_and_without_mup_are_compared_at_toy_size(tmp_path):
     command = [sys.executable, "-m", "benchmarks.mup", "--kept", str(tmp_path / "kept.jsonl")]
     toy = (
