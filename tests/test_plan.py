@@ -362,7 +362,7 @@ def test_kfac_has_memory_of_its_own() -> None:
     assert plan_of(gpus_per_node=1).memory.kfac == 0
 
 
-def test_owners_share_the_state_and_send_gradients_and_updates() -> None:
+def test_owners_share_the_state_of_matrices_and_send_updates() -> None:
     whole, shards = (
         plan_of(kfac=True, gpus_per_node=2, data_parallel_shard_size=size) for size in (1, 2)
     )
