@@ -433,7 +433,7 @@ def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
         "10 the batch grows to 8 samples",
         "20 the cooldown begins, of 2,000 tokens",
         "40 the mean of the checkpoints of steps 30, 35, 40",
-        "◧ next stage of the data ● larger batch ⑂ branched off ↘ cooldown begins ◆ mean of",
+        "◧ next stage of the data ● larger batch ↳ branched off ↘ cooldown begins ◆ mean of",
     ):
         assert words in text
 
@@ -441,8 +441,8 @@ def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
 def test_the_summary_names_the_parents_of_a_branch_and_of_a_mean(tmp_path):
     text = Reader(page_of(*write_family(tmp_path))).text
     assert (
-        "Made of - branch of stable step 20, cooldown of 2k tokens (sqrt) "
-        "mean of stable steps 30, 35, 40" in text
+        "Made of - branch of stable step 20 , cooldown of 2k tokens (sqrt) "
+        "mean of stable 3 checkpoints, steps 30 to 40" in text
     )
     assert "Moving average, last 7.0000 - -" in text
 
@@ -455,6 +455,8 @@ def test_a_branch_goes_on_where_it_left_its_parents_curve(tmp_path):
     assert curve.points["tokens"].tolist() == [3000, 4000, 5000]
     assert curve.points["y"].tolist() == [7.8, 6.0, 5.5]
     assert points_of(cooled, "loss")["step"] == [25, 30]  # alone
+    speed = panels_of(stable, cooled)["throughput"].curves[1]
+    assert speed.points["step"].tolist() == [25, 30]  # on devices of its own
     assert read_runs([stable, cooled])[1].at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
 
 

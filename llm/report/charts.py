@@ -30,9 +30,9 @@ MARKS = {
     "skip": ("✕", 0, "step skipped"),
     "spike": ("▲", 0, "loss spiked"),
     "best": ("★", 0, "lowest validation loss"),
-    "stage": ("◧", 0, "next stage of the data"),
+    "stage": ("◧", 9, "next stage of the data"),
     "batch": ("●", 0, "larger batch"),
-    "branch": ("⑂", -4, "branched off"),
+    "branch": ("↳", -4, "branched off"),
     "cooldown": ("↘", 8, "cooldown begins"),
     "mean": ("◆", 0, "mean of checkpoints"),
 }

@@ -146,16 +146,17 @@ def _status(run: Run) -> str | None:
 def _origin(run: Run) -> str | None:
     if run.origin is None:
         return None
-    name, steps = run.origin.folder.name, ", ".join(f"{step:,}" for step in run.origin.steps)
+    name, steps = run.origin.folder.name, run.origin.steps
     if run.origin.is_mean:
-        return Markup("mean of {} <small>steps {}</small>").format(name, steps)
-    cooldown = run.config.get("cooldown_tokens")
-    words = (
-        ""
-        if cooldown is None
-        else (f", cooldown of {short(cooldown)} tokens ({run.config.get('cooldown_shape')})")
+        words = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
+        return Markup(words).format(name, len(steps), steps[0], steps[-1])
+    cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
+    cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
+    if cooldown is None:
+        return cell
+    return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
+        short(cooldown), shape
     )
-    return Markup("branch of {} <small>step {}{}</small>").format(name, steps, words)
 
 
 def _model(run: Run) -> str | None:

@@ -117,7 +117,7 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     panels = []
     for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
         curves = [
-            _curve(run, key, number=number, factor=panel.factor)
+            _curve(run, key, number=number, panel=panel)
             for key in panel.keys
             for number, run in enumerate(runs)
             if any(key in row for row in run.rows)
@@ -166,14 +166,15 @@ def _panel_of(key: str) -> Panel:
     return Panel(name=name, title=words, keys=(key,), section=section, log=True)
 
 
-def _curve(run: Run, key: str, *, number: int, factor: float) -> Curve:
+def _curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
     rows = [row for row in run.rows if key in row]
-    if run.origin is not None and not run.origin.is_mean:
+    is_branch = run.origin is not None and not run.origin.is_mean
+    if is_branch and panel.section != "System":  # which is of its own devices
         rows = [*[row for row in run.before if key in row][-1:], *rows]  # goes on from its parent
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS
     }
-    points["y"] = np.array([row[key] * factor for row in rows])
+    points["y"] = np.array([row[key] * panel.factor for row in rows])
     size = math.ceil(len(rows) / MAX_POINTS)
     if size > 1:
         bins = {name: _bins(values, size) for name, values in points.items()}

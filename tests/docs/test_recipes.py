@@ -55,5 +55,8 @@ def test_every_command_of_the_recipes_runs(tmp_path):
 
     assert len(commands) == 9
     report = (tmp_path / "runs/family.html").read_text(encoding="utf-8")
-    for words in ("branch of stable <small>step 245", "mean of stable <small>steps 264, 284"):
+    for words in (
+        "branch of stable <small>step 1,036",
+        "mean of stable <small>5 checkpoints, steps 1,114 to",
+    ):
         assert words in report
