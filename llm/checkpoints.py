@@ -6,18 +6,27 @@ be read or written.
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, read_manifest, step_of
+from llm.checkpoint.format import (
+    MEAN_FILE,
+    REPLACED,
+    Checkpoint,
+    checkpoint_folders,
+    read_manifest,
+    step_of,
+)
 from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.config.command_line import parse
 from llm.config.options import lacking, option
 from llm.errors import CheckpointError, ConfigError, LLMError
+from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.trained_model import (
     build_untrained,
@@ -282,6 +291,8 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
     state = mean_state(chosen, model)
     _write(target, run, config, model, tokenizer, state, **{"mean of steps": steps})
+    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
+    write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
         f"AutoModelForCausalLM.from_pretrained('{target}') loads it."

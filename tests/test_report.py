@@ -12,7 +12,7 @@ import pytest
 from llm.report.__main__ import main
 from llm.report.panels import MAX_POINTS, make_panels
 from llm.report.runs import read_runs
-from tests.support.checkpoints import filled, saver_of
+from tests.support.checkpoints import filled, save, saver_of
 
 START = {"total_steps": 1200, "architecture": "gpt2", "parameters": 1071872, "device": "cuda"}
 # The first start was stopped after step 45; the second goes on from the checkpoint of step 20.
@@ -372,6 +372,130 @@ def test_several_runs_are_overlaid_and_their_differences_listed(run, tmp_path):
     assert "seed not set 5" in different
     assert "betas" not in different
     assert "model_name_or_path" not in different
+
+
+STAGES = """
+global_batch_size = "4@0,8@1000"
+
+[[data_stage]]
+until = 3_000
+data_path = ["data/web"]
+
+[[data_stage]]
+data_path = [0.5, "data/web", 0.5, "data/books"]
+"""
+
+
+def write_family(folder):
+    """A run of 25 tokens a sample, its branch from step 20, and the mean of three checkpoints.
+
+    Steps 1 to 10 take 4 samples, 100 tokens, the others 8; the second stage begins in step 20.
+    """
+    first = {"event": "start", "step": 0, "ranks": 1, "block_size": 25, **START}
+    first |= {"global_batch_size": "4@0,8@1000"}
+    records = [
+        report(step, tokens=100 * step + 100 * max(0, step - 10), **{"eval_ema_loss": 7.0})
+        for step in range(5, 41, 5)
+    ]
+    stable = write_run(folder / "stable", records, events=[first], config=STAGES)
+    checkpoint = stable.resolve() / "checkpoints/step_00000020"
+    config = f'branch_from = "{checkpoint}"\ncooldown_tokens = 2000\ncooldown_shape = "sqrt"\n'
+    branch = {"event": "branch", "step": 20, "checkpoint": str(checkpoint)}
+    cooled = write_run(
+        folder / "cooled",
+        [report(25, loss=6.0, tokens=4000), report(30, loss=5.5, tokens=5000)],
+        events=[{**first, "step": 20}, branch],
+        config=config + STAGES,
+    )
+    mean = folder / "mean"
+    mean.mkdir()
+    record = {"run": str(stable.resolve()), "steps": [30, 35, 40]}
+    (mean / "mean.json").write_text(json.dumps(record))
+    results = {"loss": 6.9, "perplexity": 992.0, "task_cloze/acc": 0.5}
+    (mean / "eval_results.json").write_text(json.dumps(results))
+    return stable, cooled, mean
+
+
+def planned(run):
+    kinds = ("stage", "batch", "branch", "cooldown", "mean")
+    return [(event.kind, event.step) for event in run.events if event.kind in kinds]
+
+
+def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
+    family = write_family(tmp_path)
+    stable, cooled, mean = read_runs(family)
+    assert planned(stable) == [("batch", 10), ("stage", 20)]
+    assert planned(cooled) == [("branch", 20), ("cooldown", 20)]
+    assert planned(mean) == [("mean", 40)]
+    text = Reader(page_of(*family)).text
+    for words in (
+        "20 data stage 2: 0.5 web 0.5 books",
+        "10 the batch grows to 8 samples",
+        "20 the cooldown begins, of 2,000 tokens",
+        "40 the mean of the checkpoints of steps 30, 35, 40",
+        "◧ next stage of the data ● larger batch ↳ branched off ↘ cooldown begins ◆ mean of",
+    ):
+        assert words in text
+
+
+def test_the_summary_names_the_parents_of_a_branch_and_of_a_mean(tmp_path):
+    text = Reader(page_of(*write_family(tmp_path))).text
+    assert (
+        "Made of - branch of stable step 20 , cooldown of 2k tokens (sqrt) "
+        "mean of stable 3 checkpoints, steps 30 to 40" in text
+    )
+    assert "Moving average, last 7.0000 - -" in text
+
+
+def test_a_branch_goes_on_where_it_left_its_parents_curve(tmp_path):
+    stable, cooled, _ = write_family(tmp_path)
+    curve = panels_of(stable, cooled)["loss"].curves[1]
+    assert (curve.run, curve.key) == (1, "loss")
+    assert curve.points["step"].tolist() == [20, 25, 30]
+    assert curve.points["tokens"].tolist() == [3000, 4000, 5000]
+    assert curve.points["y"].tolist() == [7.8, 6.0, 5.5]
+    assert points_of(cooled, "loss")["step"] == [25, 30]  # alone
+    speed = panels_of(stable, cooled)["throughput"].curves[1]
+    assert speed.points["step"].tolist() == [25, 30]  # on devices of its own
+    assert read_runs([stable, cooled])[1].at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
+
+
+def test_a_branch_of_a_cooled_branch_has_no_cooldown_of_its_own_to_mark(tmp_path):
+    config = 'branch_from = "/runs/cooled/checkpoints/step_00000025"\ncooldown_tokens = 2000\n'
+    run = write_run(tmp_path / "again", [report(30)], config=config)
+    assert planned(read_runs([run])[0]) == [("cooldown", 25)]
+    save(run / "checkpoints", 30, branch={"parent": "", "step": 25, "cooldown_from": 15})
+    assert planned(read_runs([run])[0]) == []
+
+
+def test_the_mean_of_checkpoints_is_a_point_at_the_last_of_them(tmp_path):
+    stable, _, mean = write_family(tmp_path)
+    (curve,) = (c for c in panels_of(stable, mean)["validation_loss"].curves if c.run == 1)
+    points = {name: values.tolist() for name, values in curve.points.items()}
+    assert points == {"step": [40], "tokens": [7000], "seconds": [20], "y": [6.9]}
+    assert "task_cloze_acc" in panels_of(mean)
+    alone = points_of(mean, "validation_loss")
+    assert math.isnan(alone["tokens"][0])
+    assert "Validation loss, last 6.9000" in Reader(page_of(mean)).text
+
+
+def test_a_family_that_was_moved_together_is_still_one(tmp_path):
+    stable, cooled, mean = write_family(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    folders = (stable, cooled, mean)
+    moved = [folder.rename(tmp_path / "elsewhere" / folder.name) for folder in folders]
+    assert len(panels_of(*moved)["loss"].curves[1].points["step"]) == 3
+
+
+def test_the_moving_average_is_shown_beside_the_loss_of_the_weights(tmp_path):
+    record = report(1, **evaluation(7.0), eval_ema_loss=6.5, eval_ema_perplexity=665.0)
+    run = write_run(tmp_path / "a", [record | {"eval_loss/web": 7.1, "eval_ema_loss/web": 6.6}])
+    panels = panels_of(run)
+    keys = {name: [curve.key for curve in panel.curves] for name, panel in panels.items()}
+    assert keys["loss"] == ["loss", "eval_loss", "eval_ema_loss"]
+    assert keys["validation_loss"] == ["eval_loss", "eval_ema_loss"]
+    assert keys["eval_loss_web"] == ["eval_loss/web", "eval_ema_loss/web"]
+    assert "training validation validation, moving average" in Reader(page_of(run)).text
 
 
 def test_many_runs_have_a_row_each(tmp_path):

@@ -27,6 +27,9 @@ PLAIN = "state.json"
 REPLACED = ".replaced"
 """Suffix of a checkpoint while another one of the same step takes its name."""
 
+MEAN_FILE = "mean.json"
+"""In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
+
 _TENSORS = ".safetensors"
 _NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 _SEAL = ',\n "checksum": "'

@@ -30,8 +30,16 @@ MARKS = {
     "skip": ("✕", 0, "step skipped"),
     "spike": ("▲", 0, "loss spiked"),
     "best": ("★", 0, "lowest validation loss"),
+    "stage": ("◧", 9, "next stage of the data"),
+    "batch": ("●", 0, "larger batch"),
+    "branch": ("↳", -4, "branched off"),
+    "cooldown": ("↘", 8, "cooldown begins"),
+    "mean": ("◆", 0, "mean of checkpoints"),
 }
 """The mark of each kind of event, its horizontal offset in pixels, and its name in the legend."""
+
+_LINES = {"resume": [2, 3], "skip": [2, 3], "stage": [8, 4], "cooldown": [2, 2]}
+"""Dashes of the kinds of events that have a line through all charts."""
 
 _MAX_MARKS = 400
 """Most marks of one kind for a run; of more events, every second, third ... has a mark."""
@@ -124,10 +132,10 @@ class Charts:
         if panel.from_zero and not panel.log:
             chart.y_range.start = 0
         for run, source in enumerate(self._events):
-            for kind in ("resume", "skip"):
+            for kind, dash in _LINES.items():
                 if kind in source.data["kind"]:
                     view = CDSView(filter=GroupFilter(column_name="kind", group=kind))
-                    line = chart.vspan(self._x, line_dash=[2, 3], source=source, view=view)
+                    line = chart.vspan(self._x, line_dash=dash, source=source, view=view)
                     line.tags = [kind]
                     self._drawn[run].append(line)
         for curve in panel.curves:
@@ -138,17 +146,21 @@ class Charts:
             if "low" in curve.points:
                 drawn.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
             validation = curve.key.startswith("eval_")
-            dash = ("solid", "dotted", "dotdash")[curve.run // len(COLOURS) % 3]
             line = chart.line(self._x, "y", source=source)
-            line.glyph.line_width, line.glyph.line_dash = 1.7, dash
+            line.glyph.line_width = 1.7
+            line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLOURS) % 3]
             if validation:
-                line.glyph.line_width, line.glyph.line_dash = 1.3, "dashed"
+                line.glyph.line_width = 1.3
+                line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
             line.tags = ["curve"]
-            line.name = "validation" if curve.key == "eval_loss" else ""
+            line.name = "moving average" if curve.is_average else ""
+            if curve.key == "eval_loss":
+                line.name = "validation"
             drawn.append(line)
             num_points = len(curve.points["y"])
             if num_points == 1 or (validation and num_points <= 80):
-                drawn.append(chart.scatter(self._x, "y", size=6, source=source))
+                size = 4 if curve.is_average else 6
+                drawn.append(chart.scatter(self._x, "y", size=size, source=source))
         chart.add_tools(CrosshairTool(dimensions="height", overlay=self._cursor))
         return chart
 

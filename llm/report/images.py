@@ -37,16 +37,20 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
         plot = figure.subplots()
         for curve in panel.curves:
             evaluation = curve.key.startswith("eval_")
+            kind = "moving average" if curve.is_average else "validation"
+            style = _DASHES[curve.run // len(COLOURS) % 3]
+            if evaluation:
+                style = ":" if curve.is_average else "--"
             look: dict[str, Any] = {"color": COLOURS[curve.run % len(COLOURS)][0]}
             places = curve.points[x] / divisor
             plot.plot(
                 places,
                 curve.points["y"],
                 linewidth=1.3,
-                linestyle="--" if evaluation else _DASHES[curve.run // len(COLOURS) % 3],
+                linestyle=style,
                 marker="o" if evaluation and len(places) < 80 else None,
                 markersize=3.5,
-                label=", ".join([runs[curve.run].name, *(["validation"] if evaluation else [])]),
+                label=", ".join([runs[curve.run].name, *([kind] if evaluation else [])]),
                 **look,
             )
             if "low" in curve.points:

@@ -69,6 +69,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the rows of the summary: a name, and a cell for each run."""
     rows: list[tuple[str, Callable[[Run], str | None]]] = [
         ("Status", _status),
+        ("Made of", _origin),
         ("Model", _model),
         ("Parameters", lambda run: _text(run.start.get("parameters"), whole)),
         ("Devices", _devices),
@@ -79,6 +80,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Training loss, last", lambda run: _text(run.last("loss"), "{:.4f}".format)),
         ("Validation loss, last", lambda run: _text(run.last("eval_loss"), "{:.4f}".format)),
         ("Validation loss, best", _best),
+        ("Moving average, last", lambda run: _text(run.last("eval_ema_loss"), "{:.4f}".format)),
         ("Perplexity, last", lambda run: _text(run.last("eval_perplexity"), "{:.2f}".format)),
         ("Skipped steps", lambda run: _text(run.last("skipped_steps"), whole)),
     ]
@@ -139,6 +141,22 @@ def _status(run: Run) -> str | None:
     doubt = "; it may have been killed" if age > _SILENT_SECONDS else ""
     remark = f"last sign {duration(round(age))} ago{doubt}"
     return cell + Markup(" <small>{}</small>").format(remark)
+
+
+def _origin(run: Run) -> str | None:
+    if run.origin is None:
+        return None
+    name, steps = run.origin.folder.name, run.origin.steps
+    if run.origin.is_mean:
+        words = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
+        return Markup(words).format(name, len(steps), steps[0], steps[-1])
+    cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
+    cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
+    if cooldown is None:
+        return cell
+    return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
+        short(cooldown), shape
+    )
 
 
 def _model(run: Run) -> str | None:

@@ -39,6 +39,11 @@ class Curve:
     key: str
     points: dict[str, npt.NDArray[np.float64]]
 
+    @property
+    def is_average(self) -> bool:
+        """Whether it is of the moving average of the weights."""
+        return self.key.startswith("eval_ema_")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
@@ -69,16 +74,16 @@ class Panel:
     curves: list[Curve] = dataclasses.field(default_factory=list)
 
 
-_LOSS = ("loss", "eval_loss")
+_LOSS = ("loss", "eval_loss", "eval_ema_loss")
 _NATS = "nats per token"
 _KNOWN = [
     Panel(name="loss", title="Loss", keys=_LOSS, unit=_NATS, section="First"),
     Panel(name="loss_second_half", title="Loss, second half", keys=_LOSS, unit=_NATS,
           section="Loss", from_half=True),
-    Panel(name="validation_loss", title="Validation loss", keys=("eval_loss",), unit=_NATS,
+    Panel(name="validation_loss", title="Validation loss", keys=_LOSS[1:], unit=_NATS,
           section="Loss"),
-    Panel(name="bits_per_byte", title="Validation bits per byte", keys=("eval_bits_per_byte",),
-          section="Loss"),
+    Panel(name="bits_per_byte", title="Validation bits per byte",
+          keys=("eval_bits_per_byte", "eval_ema_bits_per_byte"), section="Loss"),
     Panel(name="learning_rate", title="Learning rate", keys=("learning_rate",),
           section="Optimization", from_zero=True),
     Panel(name="grad_norm", title="Gradient norm", keys=("grad_norm",), unit="before clipping",
@@ -94,7 +99,10 @@ _KNOWN = [
     Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
           section="System", from_zero=True, factor=100.0),
 ]  # fmt: skip
-_NOT_DRAWN = {"step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps", "eval_perplexity"}
+_NOT_DRAWN = {
+    *("step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps"),
+    *("eval_perplexity", "eval_ema_perplexity"),
+}
 _SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
 _UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
 """Panels whose values are all this one say nothing, and are left out."""
@@ -104,11 +112,12 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels for which the runs have values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
-    every = [*_KNOWN, *(_panel_of(key) for key in keys if key not in known)]
+    others = [key for key in keys if key not in known and not key.startswith("eval_ema_")]
+    every = [*_KNOWN, *map(_panel_of, others)]
     panels = []
     for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
         curves = [
-            _curve(run, key, number=number, factor=panel.factor)
+            _curve(run, key, number=number, panel=panel)
             for key in panel.keys
             for number, run in enumerate(runs)
             if any(key in row for row in run.rows)
@@ -124,7 +133,8 @@ def make_panels(runs: list[Run]) -> list[Panel]:
 
 def x_ends(runs: list[Run]) -> dict[X, float]:
     """Return the end of the longest run on each x axis."""
-    return {x: max((run.rows[-1][x] for run in runs if run.rows), default=0.0) for x in X_KEYS}
+    last = [run.rows[-1] for run in runs if run.rows]
+    return {x: max((row[x] for row in last if math.isfinite(row[x])), default=0.0) for x in X_KEYS}
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
@@ -144,7 +154,8 @@ def _panel_of(key: str) -> Panel:
         source = key.partition("loss/")[2]
         title = f"{split} loss, {source}" if source else f"{split} {words}"
         unit = _NATS if source else ""
-        return Panel(name=name, title=title, keys=(key,), unit=unit, section="Loss")
+        average = key.replace("eval_", "eval_ema_")
+        return Panel(name=name, title=title, keys=(key, average), unit=unit, section="Loss")
     if key.startswith("task_"):
         task, _, metric = key.removeprefix("task_").partition("/")
         return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
@@ -155,12 +166,15 @@ def _panel_of(key: str) -> Panel:
     return Panel(name=name, title=words, keys=(key,), section=section, log=True)
 
 
-def _curve(run: Run, key: str, *, number: int, factor: float) -> Curve:
+def _curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
     rows = [row for row in run.rows if key in row]
+    is_branch = run.origin is not None and not run.origin.is_mean
+    if is_branch and panel.section != "System":  # which is of its own devices
+        rows = [*[row for row in run.before if key in row][-1:], *rows]  # goes on from its parent
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS
     }
-    points["y"] = np.array([row[key] * factor for row in rows])
+    points["y"] = np.array([row[key] * panel.factor for row in rows])
     size = math.ceil(len(rows) / MAX_POINTS)
     if size > 1:
         bins = {name: _bins(values, size) for name, values in points.items()}

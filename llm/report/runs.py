@@ -5,14 +5,16 @@ import json
 import math
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llm.checkpoint.format import MEAN_FILE, Checkpoint, step_of
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import with_present_names
 from llm.errors import ConfigError
+from llm.report.borders import find_borders
 from llm.trainers.gpt.config import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
@@ -29,7 +31,8 @@ class Event:
     """An event of a run, as the page shows it.
 
     Attributes:
-        kind: `start`, `resume`, `save`, `skip`, `spike`, `rewind`, `stop`, `finish` or `best`.
+        kind: `start`, `resume`, `branch`, `save`, `skip`, `spike`, `rewind`, `stop`, `finish`,
+            `best`, `stage`, `batch`, `cooldown` or `mean`.
         step: Optimizer steps done; None if unknown.
         text: A few words.
         time: Local time; empty if unknown.
@@ -45,8 +48,23 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run that a branch, or a mean of checkpoints, was made of.
+
+    Attributes:
+        folder: Its folder.
+        steps: Steps of its checkpoints; of a branch, one.
+        is_mean: Whether it is that of a mean.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    is_mean: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The contents of a run's folder.
+    """The contents of a run's folder, or of that of a mean of checkpoints (a row if evaluated).
 
     Attributes:
         name: Name of the run in the report.
@@ -58,6 +76,9 @@ class Run:
         status: status.json; empty if it cannot be read.
         events: The events, in the order in which they happened.
         start: The last `start` event; empty in runs without events.jsonl.
+        origin: Of a branch or a mean.
+        before: Rows of the origin and of its own, up to the last of the steps; empty if the origin
+            is not among the runs of the report.
     """
 
     name: str
@@ -68,6 +89,8 @@ class Run:
     status: dict[str, Any]
     events: list[Event]
     start: dict[str, Any]
+    origin: Origin | None = None
+    before: Sequence[Row] = ()
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric, or None."""
@@ -76,8 +99,9 @@ class Run:
 
     def at(self, step: float) -> dict[X, float]:
         """Return the place of a step on each x axis: steps, tokens and seconds of training."""
-        steps = [row["step"] for row in self.rows]
-        return {x: _between(steps, [row[x] for row in self.rows], step) for x in X_KEYS}
+        rows = [*self.before, *self.rows]
+        steps = [row["step"] for row in rows]
+        return {x: _between(steps, [row[x] for row in rows], step) for x in X_KEYS}
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
@@ -94,7 +118,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     names = [place.name for place in resolved]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return [_beside(run, runs) for run in runs]
 
 
 def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
@@ -108,21 +133,107 @@ def _read_run(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise ConfigError(f"{path} is no folder; name that of a run (its --output_dir).")
     if not any((path / file).is_file() for file in _OWN_FILES):
+        record = _parsed(path / MEAN_FILE, json.loads)
+        if {"run", "steps"} <= record.keys():
+            return _read_mean(path, name, record)
         raise ConfigError(f"{path} holds no run: none of {', '.join(_OWN_FILES)} is in it.")
     folder = RunFolder(path)
     rows, num_unread = _read_metrics(folder.metrics)
     lines = [line for line in _read_lines(folder.events) if line is not None]
-    status, config = path / "status.json", path / "config.toml"
+    status = path / "status.json"
+    config = with_present_names(GPTConfig, _parsed(path / "config.toml", tomllib.loads))
+    start = next((line for line in reversed(lines) if line.get("event") == "start"), {})
+    checkpoints = list_checkpoints(folder.checkpoints)
+    events = _events(lines, rows, saved={checkpoint.step for checkpoint in checkpoints})
+    origin = _parent(config)
+    events += _planned(config, start, rows, origin, checkpoints)
     return Run(
         name=name,
         path=path,
         rows=rows,
         num_unread=num_unread,
-        config=with_present_names(GPTConfig, _parsed(config, tomllib.loads)),
+        config=config,
         status=_parsed(status, json.loads),
-        events=_events(lines, rows, saved={at.step for at in list_checkpoints(folder.checkpoints)}),
-        start=next((line for line in reversed(lines) if line.get("event") == "start"), {}),
+        events=events,
+        start=start,
+        origin=origin,
     )
+
+
+def _read_mean(path: Path, name: str, record: dict[str, Any]) -> Run:
+    """Return a folder that `llm.checkpoints average` has written, and `--eval_only` evaluated."""
+    origin = Origin(folder=Path(record["run"]), steps=tuple(record["steps"]), is_mean=True)
+    values = {
+        key if key.startswith("task_") else f"eval_{key}": float(value)
+        for key, value in _parsed(path / "eval_results.json", json.loads).items()
+    }
+    step = origin.steps[-1]
+    row = {"step": float(step), "tokens": math.nan, "seconds": math.nan, **values}
+    text = f"the mean of the checkpoints of steps {', '.join(map(str, origin.steps))}"
+    return Run(
+        name=name,
+        path=path,
+        rows=[row] if values else [],
+        num_unread=0,
+        config={},
+        status={},
+        events=[Event(kind="mean", step=step, text=text)],
+        start={},
+        origin=origin,
+    )
+
+
+def _beside(run: Run, runs: list[Run]) -> Run:
+    """Return a run with what those beside it in the report say of the time before it began."""
+    before = _before(run, runs)
+    steps = [row["step"] for row in before]
+    rows = [
+        row | {x: _between(steps, [other[x] for other in before], row["step"])
+               for x in ("tokens", "seconds") if before and math.isnan(row[x])}
+        for row in run.rows
+    ]  # fmt: skip
+    return dataclasses.replace(run, rows=rows, before=before)
+
+
+def _before(run: Run, runs: list[Run]) -> list[Row]:
+    if run.origin is None:
+        return []
+    folder, step = run.origin.folder, run.origin.steps[-1]
+    # The folders may have been moved since, together.
+    parents = [other for other in runs if other.path.resolve().name == folder.name]
+    parent = min(parents, key=lambda other: other.path.resolve() != folder, default=None)
+    if parent is None or parent is run:
+        return []
+    return [row for row in (*_before(parent, runs), *parent.rows) if row["step"] <= step]
+
+
+def _parent(config: dict[str, Any]) -> Origin | None:
+    checkpoint = Path(config.get("branch_from") or "")
+    step = step_of(checkpoint)
+    return None if step is None else Origin(folder=checkpoint.parent.parent, steps=(step,))
+
+
+def _planned(
+    config: dict[str, Any],
+    start: dict[str, Any],
+    rows: list[Row],
+    origin: Origin | None,
+    checkpoints: list[Checkpoint],
+) -> list[Event]:
+    """Return the borders that the run has passed, those of its parent left out."""
+    first = origin.steps[0] if origin else 0
+    borders = [border for border in find_borders(config, start) if border[1] > first]
+    if origin and config.get("cooldown_tokens"):
+        # The branch of a run in its cooldown continues that.
+        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
+        text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
+        borders.append(("cooldown", branch.get("cooldown_from", first), text))
+    last = rows[-1]["step"] if rows else 0
+    return [
+        Event(kind=kind, step=step, text=text)
+        for kind, step, text in borders
+        if first <= step <= last
+    ]
 
 
 def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) -> list[Event]:

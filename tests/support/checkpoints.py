@@ -49,18 +49,24 @@ def is_filled(part: Part, fill: float) -> bool:
     )
 
 
-def saver_of(folder: Path, part: Part, **options: Any) -> Saver:
+def saver_of(folder: Path, part: Part, *, metadata: Any = None, **options: Any) -> Saver:
     """A saver on one rank that writes before it returns, unless asked otherwise."""
     given = CheckpointOptions(**{"async_checkpoint": False, **options})
-    return Saver(given, folder, parts={"part": part}, metadata={}, rank=0, world_size=1)
+    metadata = metadata or {}
+    return Saver(given, folder, parts={"part": part}, metadata=metadata, rank=0, world_size=1)
 
 
 def save(
-    folder: Path, step: int, *, fill: float | None = None, eval_loss: float | None = None
+    folder: Path,
+    step: int,
+    *,
+    fill: float | None = None,
+    eval_loss: float | None = None,
+    **metadata: Any,
 ) -> Path:
     """Save a filled state (with the step, if with nothing else), and name its folder."""
     part = filled(step if fill is None else fill)
-    saver_of(folder, part).save(step=step, eval_loss=eval_loss)
+    saver_of(folder, part, metadata=metadata).save(step=step, eval_loss=eval_loss)
     return folder / name_of(step)
 
 

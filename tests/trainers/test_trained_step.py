@@ -16,6 +16,7 @@ from llm.data.formats.megatron import TokenFile, write_index
 from llm.data.inspect import main
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.trained_step import read_step
+from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
 from tests.support.token_files import random_documents, write_flat, write_pair
 from tests.support.training import Bench, write_model_folder
@@ -32,39 +33,6 @@ def bench(tmp_path_factory) -> Bench:
 def blend(bench: Bench) -> dict[str, object]:
     words = ["0.7", bench.folder / "wiki", "0.3", bench.folder / "code"]
     return {"train_file": None, "data_path": words, "split": "90,10,0"}
-
-
-def train_and_note(argv: list[str]) -> tuple[int, list[list[list[int]]]]:
-    """Train; return the exit code, and the windows of this rank in each step."""
-    from llm.data.loader import TrainLoader
-    from llm.trainers.gpt import main
-
-    noted, read = [], TrainLoader._read
-
-    def noting(self, step):
-        batch = read(self, step)
-        windows = []
-        for ids, labels, *_ in batch.micro_batches:
-            rows = zip(ids.tolist(), labels.tolist(), strict=True)
-            windows += [[*row, last[-1]] for row, last in rows if last[-1] != -100]
-        noted.append(windows)
-        return batch
-
-    TrainLoader._read = noting
-    return main.main(argv), noted
-
-
-def tokens_of(found) -> list[list[int]]:
-    rows = zip(found.sources.tolist(), found.starts.tolist(), strict=True)
-    return [
-        np.concatenate(
-            [
-                passage.tokens
-                for passage in passages(found.corpus[source].stream, start, found.num_tokens)
-            ]
-        ).tolist()
-        for source, start in rows
-    ]
 
 
 LAYOUTS = {
@@ -87,7 +55,7 @@ def test_the_tokens_of_every_step_and_rank_are_found(bench, name):
     run = bench.folder / f"layout-{ranks}-{data_ranks}"
     assert [code for code, _ in outcomes] == [0] * ranks
     for rank, (_, steps) in enumerate(outcomes):
-        for step, windows in enumerate(steps, start=1):
+        for step, windows in steps.items():
             found = read_step(run, step, rank=rank % data_ranks, data_ranks=None)
             assert (found.total_steps, found.data_ranks) == (len(steps), data_ranks)
             assert tokens_of(found) == windows

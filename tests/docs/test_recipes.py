@@ -1,0 +1,62 @@
+"""The commands of docs/guides/recipes.md, run in their order on an eighth of the tokens."""
+
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.package import ROOT
+from tests.support.ranks import run_ranks, values
+
+MAIN = {"llm.trainers.gpt": "llm.trainers.gpt.main", "llm.report": "llm.report.__main__"}
+"""The modules with the `main` of the programs that are packages."""
+
+
+def with_an_eighth(text: str) -> str:
+    """A text with an eighth of its tokens, in samples of an eighth: its steps stay the same."""
+    text = re.sub(r"\b(\d+)K\b", lambda match: str(int(match[1]) * 125), text)
+    return text.replace("block_size = 128", "block_size = 16")
+
+
+def run_there(folder: Path, command: str) -> int:
+    """Run a program of the package, or a script, in a folder."""
+    os.chdir(folder)
+    if not command.startswith("python -m "):
+        exec(command, {})
+        return 0
+    name, *words = shlex.split(command)[2:]
+    return importlib.import_module(MAIN.get(name, name)).main(words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs the extra tasks (lm_eval)"
+)
+def test_every_command_of_the_recipes_runs(tmp_path):
+    page = (ROOT / "docs/guides/recipes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    commands = []
+    for language, block in blocks:
+        joined = with_an_eighth(re.sub(r"\\\n\s*", "", block))
+        commands += joined.splitlines() if language == "bash" else [joined]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    stable = tmp_path / "examples/stable.toml"
+    stable.write_text(with_an_eighth(stable.read_text(encoding="utf-8")), encoding="utf-8")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+
+    for command in commands:
+        (outcome,) = run_ranks(run_there, 1, tmp_path, command, environment=offline, timeout=600)
+        assert values([outcome]) == [0], f"{command}\n{outcome.output}"
+
+    assert len(commands) == 9
+    report = (tmp_path / "runs/family.html").read_text(encoding="utf-8")
+    for words in (
+        "branch of stable <small>step 1,036",
+        "mean of stable <small>5 checkpoints, steps 1,114 to",
+    ):
+        assert words in report
