@@ -32,6 +32,7 @@ class WeightAverage:
     def restart(self) -> None:
         """Begin with the present weights, where a checkpoint has no average."""
         torch._foreach_copy_(self._averages, self._weights)
+        self._mass = 0.0
 
     def update(self, num_tokens: int) -> None:
         """Take in the weights after a step.
