@@ -113,6 +113,12 @@ def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
     assert last_counts(resumed)["ema"] == {"mass": pytest.approx(1 - 0.9**6)}
     assert without_times(resumed) == without_times(straight)
 
+    again = bench.train_well(
+        "resumed", ranks=2, eval_only=True, resume_from_checkpoint=True, **options
+    )
+    expected = resumed.read_json("all_results.json")
+    assert again.read_json("eval_results.json")["ema_loss"] == expected["eval_ema_loss"]
+
 
 def test_another_number_of_ranks_continues_the_average(bench):
     options = {"checkpointing_steps": 1, "ema_decay": 0.5, "global_batch_size": 8}
