@@ -148,11 +148,12 @@ def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
         options: Sizes of batches.
         world_size: Data-parallel ranks.
     """
-    batch = options.global_batch_size
-    if not isinstance(batch, int):
+    if options.global_batch_size is None:
         return [2**n for n in range(_LARGEST_AUTO.bit_length())]
-    most = min(_LARGEST_AUTO, max(1, batch // world_size))
-    return [size for size in range(1, most + 1) if batch % (size * world_size) == 0] or [1]
+    # Samples of a step for each rank, in each phase.
+    shares = [batch / world_size for batch, _ in parse_batch_schedule(options.global_batch_size)]
+    sizes = range(1, 1 + min(_LARGEST_AUTO, int(max(shares))))
+    return [size for size in sizes if all(share % min(size, share) == 0 for share in shares)] or [1]
 
 
 def plan_batches(

@@ -1,5 +1,6 @@
 """Splits of a corpus: memory-mapped streams of tokens, and training samples by their number."""
 
+import bisect
 import ctypes
 import logging
 import os
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside
-from llm.data.mixture import Mixture, Stage
+from llm.data.mixture import Mixture, Stage, stage_starts
 from llm.data.order import Blend, WindowSampler
 from llm.errors import DataError
 
@@ -182,6 +183,7 @@ class Samples:
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
         self._mixture: Blend | Mixture = Blend([source.weight for source in sources])
+        self._stage_starts = stage_starts(stages, block_size=block_size)
         if stages:
             self._mixture = Mixture(stages, block_size=block_size)
         self._samplers = {
@@ -235,6 +237,10 @@ class Samples:
             here = sources == source
             starts[here] = self._samplers[source].starts(numbers[here])
         return sources, starts
+
+    def stage_of(self, sample: int) -> int:
+        """Return the stage of a sample, counted from 0; 0 where the weights never change."""
+        return bisect.bisect_right(self._stage_starts, sample) - 1
 
     def windows_of(self, source: int) -> int:
         """Return the samples of one epoch of a source; 0 for a source of weight 0."""

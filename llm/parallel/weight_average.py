@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, beside them on every layout."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class WeightAverage:
     def restart(self) -> None:
         """Begin with the present weights, where a checkpoint has no average."""
         torch._foreach_copy_(self._averages, self._weights)
+        self._mass = 0.0
 
     def update(self, num_tokens: int) -> None:
         """Take in the weights after a step.
@@ -56,6 +57,11 @@ class WeightAverage:
         finally:
             self._swap()
 
+    def evaluated(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return the results of an evaluation of the average, as `ema_NAME`."""
+        with self.swapped():
+            return {f"ema_{name}": value for name, value in evaluate().items()}
+
     def _swap(self) -> None:
         reshard(self._strategy.wrapped)  # weights that are still gathered would stay as they are
         for weight, average in zip(self._weights, self._averages, strict=True):
@@ -65,6 +71,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by parameter name, as live shards, and the sum of factors."""
+        reshard(self._strategy.wrapped)  # the model has other parameters while they are gathered
         names = {p: name for name, p in self._strategy.model.named_parameters()}
         both = zip(self._strategy.parameters, self._averages, strict=True)
         tensors = {names[p]: as_dtensor(average, like=p) for p, average in both}

@@ -70,6 +70,7 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
     [
         (None, 3, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
         (24, 2, [1, 2, 3, 4, 6, 12]),
+        ("12@0,20@1K", 2, [1, 2, 10]),  # 10 are the 6 of a rank in the first phase
         (7, 2, [1]),  # which `plan_batches` then refuses
     ],
 )

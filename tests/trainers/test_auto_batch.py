@@ -56,6 +56,18 @@ def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
     assert without_times(resumed) == without_times(given)
 
 
+def test_a_branch_takes_a_divisor_of_the_parents_global_batch(bench):
+    """Which the parent was not given: it follows from its micro-batch."""
+    options = {"gradient_accumulation_steps": 2, "checkpointing_steps": 2, "max_train_steps": 4}
+    parent = bench.train_well("parent", per_device_train_batch_size=3, **options)
+    options |= {"branch_from": parent.folder / "2", "per_device_train_batch_size": "auto"}
+
+    branch = bench.train_well("branch", **options)
+
+    assert "batch: 6 samples a device x 1 ranks x 1 micro-batches = 6 samples" in branch.output
+    assert branch.losses == pytest.approx(parent.losses[2:], rel=1e-4)
+
+
 def ask(bench: Bench, **options: object) -> int | str:
     command = bench.command("asked", **{"per_device_train_batch_size": "auto", **options})
     world = World(rank=0, local_rank=0, world_size=2)

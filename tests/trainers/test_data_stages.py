@@ -251,6 +251,15 @@ def test_a_run_that_would_use_a_source_up_is_refused_before_it_begins(bench):
     )
 
 
+def test_samples_that_are_left_out_count_as_used_up(bench):
+    two = [(BORDER, [1.0, "web"]), (None, [1.0, "code"])]
+    file = stages_file(bench, *two, head="max_epochs = 1.4\n")
+    options = {"split": "1", "per_device_train_batch_size": 8}
+    assert read(bench, file, **options).plan.total_samples == 160  # 98 of code, of which 105 may be
+    with pytest.raises(LLMError, match=r"the source code, .* would take 106 "):
+        read(bench, file, **options, skip_samples="100:108")
+
+
 def test_a_resume_with_other_stages_is_refused_unless_it_is_allowed(bench):
     blend = [1.0, "web"]
     options = {**OPTIONS, "max_train_steps": 2, "checkpointing_steps": 2}

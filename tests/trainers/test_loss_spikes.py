@@ -6,12 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from llm.checkpoint.format import TrainState
 from llm.config.toml import read_toml
+from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
-from llm.trainers.gpt.config import GPTConfig
+from llm.data.loader import TrainLoader
+from llm.data.mixture import Stage
+from llm.errors import LossSpikeError
+from llm.trainers.gpt.config import GPTConfig, RunOptions
+from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.step_report import report_steps
 from tests.support.faults import Fault
 from tests.support.recovery import curves, last_hash, without_times
 from tests.support.refusals import assert_refused
@@ -205,6 +213,41 @@ def test_a_run_goes_back_only_so_often(thrice):
     assert len(events(run, "rewind")) == 1
     assert run.output.count("error: The loss of step") == 1
     assert "The run has gone back 1 times already (--max_rewinds)." in run.output
+
+
+def test_a_run_may_go_back_to_checkpoints_that_are_saved_by_tokens(once):
+    options = {**once.data, "checkpointing_steps": None, "checkpointing_tokens": "2560"}
+    command = once.command("by-tokens", on_loss_spike="rewind", **options)
+    assert parse_args(command).on_loss_spike == "rewind"
+
+
+def test_another_mixture_of_the_data_is_no_spike(tmp_path):
+    """The loss jumps where the second stage begins, after 40 steps of 4 samples."""
+    stream = TokenStream(TokenFile(write_pair(tmp_path / "text", [[1] * BLOCK] * 300)))
+    sources = [CorpusSource(name, 0.5, stream) for name in ("easy", "hard")]
+    stages = [Stage(40 * 4 * BLOCK, (1.0, 0.0)), Stage(None, (0.0, 1.0))]
+    loader = TrainLoader(
+        samples=Samples(sources, stages=stages, block_size=BLOCK, seed=1),
+        plan=BatchPlan(
+            num_windows=600,
+            micro_batch_size=4,
+            world_size=1,
+            global_batch_size=4,
+            total_samples=600,
+        ),
+        rank=0,
+        device=torch.device("cpu"),
+    )
+    options, state = RunOptions(on_loss_spike="stop"), TrainState()
+
+    def report(steps: range, loss: float) -> None:
+        losses = [(step, False, loss) for step in steps]
+        report_steps(options, losses, state, loader, tuple(sources), run="runs/staged")
+
+    report(range(40), 2.0)
+    report(range(40, 80), 5.0)
+    with pytest.raises(LossSpikeError, match="The loss of step 81 spiked"):
+        report(range(80, 81), 8.0)
 
 
 def test_going_back_without_checkpoints_is_refused(thrice):

@@ -115,6 +115,19 @@ def test_a_run_of_an_earlier_version_is_read_from_its_checkpoint(bench):
     assert before.samples.tolist() == now.samples.tolist() == [12, 13, 14, 15]
 
 
+def test_a_budget_by_parameters_is_found_again_without_the_log(bench):
+    options = {**blend(bench), "max_train_steps": None, "tokens_per_parameter": 0.1}
+    bench.train_well("budget", **options)
+    run = bench.folder / "budget"
+    now = read_step(run, 2, rank=None, data_ranks=None)
+    (run / "events.jsonl").unlink()
+
+    before = read_step(run, 2, rank=None, data_ranks=1)
+
+    assert before.samples.tolist() == now.samples.tolist()
+    assert before.total_steps == now.total_steps
+
+
 def test_a_flat_file_is_shown_without_documents(bench, capsys):
     write_flat(bench.folder / "train.bin", [token % 250 + 1 for token in range(2000)])
     bench.train_well(

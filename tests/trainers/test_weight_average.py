@@ -1,6 +1,8 @@
 """The moving average of the weights on every layout, and what becomes of it."""
 
 import shutil
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from safetensors.torch import load_file
 from llm.checkpoint.format import name_of, read_manifest
 from llm.checkpoints import main as checkpoints
 from llm.errors import ConfigError
+from llm.optim.options import OptimizerOptions
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.weight_average import WeightAverage
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import load_trained, read_config
@@ -108,6 +113,12 @@ def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
     assert last_counts(resumed)["ema"] == {"mass": pytest.approx(1 - 0.9**6)}
     assert without_times(resumed) == without_times(straight)
 
+    again = bench.train_well(
+        "resumed", ranks=2, eval_only=True, resume_from_checkpoint=True, **options
+    )
+    expected = resumed.read_json("all_results.json")
+    assert again.read_json("eval_results.json")["ema_loss"] == expected["eval_ema_loss"]
+
 
 def test_another_number_of_ranks_continues_the_average(bench):
     options = {"checkpointing_steps": 1, "ema_decay": 0.5, "global_batch_size": 8}
@@ -124,6 +135,19 @@ def test_an_average_may_begin_in_a_branch(bench):
     assert "has no moving average of the weights: it begins here" in run.output
     after_5, average = weights(run, 5, ema=False), weights(run, 5, ema=True)
     assert all(torch.equal(tensor, average[name]) for name, tensor in after_5.items())
+
+
+def test_an_average_begins_anew_wherever_a_checkpoint_has_none():
+    """As where a run goes back to the checkpoint without one that it was resumed from."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    strategy = SimpleNamespace(local_parameters=[weight])
+    average = WeightAverage(OptimizerOptions(ema_decay=0.5), cast(AcceleratedStrategy, strategy))
+    for value in (1.0, 2.0, 4.0):
+        if value == 4.0:
+            average.restart()
+        weight.data.fill_(value)
+        average.update(1)
+    assert average._averages[0].tolist() == [4.0, 4.0]
 
 
 @pytest.mark.parametrize(

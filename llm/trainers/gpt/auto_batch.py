@@ -54,6 +54,10 @@ def find_batch_size(
     Raises:
         ConfigError: On all ranks, why the run cannot be planned.
     """
+    if setup.branch_from is not None and config.global_batch_size is None:
+        # The parent's, of which the micro-batch has to be a divisor.
+        batch = setup.plan.batch_schedule(setup.block_size)
+        config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
     answer: int | str | None = None
     if strategy.rank == 0:
         answer = ask_plan(config, world, strategy.device)

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import logging
 
+from llm.checkpoint.load import load_state
 from llm.metrics.tracker import task_values
+from llm.parallel.weight_average import WeightAverage
 from llm.runtime.files import write_whole
 from llm.runtime.world import World
 from llm.trainers.gpt.config import GPTConfig
@@ -41,6 +43,10 @@ def evaluate(config: GPTConfig, world: World) -> None:
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation asks for validation data
     results = evaluate_model()
+    if config.eval_ema and setup.resume_from is not None:
+        average = WeightAverage(config, strategy)
+        load_state(setup.resume_from, {"ema": average})
+        results |= average.evaluated(evaluate_model)
     evaluate_tasks = make_evaluate_tasks(config, setup, strategy, model)
     if evaluate_tasks is not None:
         results |= task_values(evaluate_tasks())

@@ -11,7 +11,6 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
 from llm.data.corpus import Samples
-from llm.data.epoch_limits import check_epochs
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
@@ -166,7 +165,6 @@ def plan_training(
             f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
             "--cooldown_tokens, or a greater length."
         )
-    check_epochs(config, setup.corpus.train, samples, num_samples=plan.total_samples)
     for phase in plan.phases:
         micro_batches, _ = plan.shape(phase.first_step)
         check_micro_batches(

@@ -312,8 +312,7 @@ class Trainer:
         assert self.evaluate is not None
         results = self.evaluate()
         if self.average is not None and self.config.eval_ema:
-            with self.average.swapped():
-                results |= {f"ema_{name}": value for name, value in self.evaluate().items()}
+            results |= self.average.evaluated(self.evaluate)
         return results
 
     def format_train_stats(self) -> list[str]:

@@ -45,6 +45,8 @@ def report_steps(
     spikes = []
     for step, skipped, loss in steps:
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+        if _enters_stage(loader, step):
+            state.losses = []  # those of another mixture tell nothing about this one
         spike = None if skipped else find_spike(loss, state.losses)
         if skipped:
             _report_skipped(step, loader, run)
@@ -75,6 +77,13 @@ def samples_of(loader: TrainLoader, first: int, stop: int) -> tuple[int, int]:
     begin, _ = loader.plan.step_samples(first)
     _, end = loader.plan.step_samples(stop - 1)
     return loader.skipped.span((begin, end))
+
+
+def _enters_stage(loader: TrainLoader, step: int) -> bool:
+    """Return whether a step ends in another stage of the data than the one before it."""
+    ends = [samples_of(loader, each, each + 1)[1] - 1 for each in (max(0, step - 1), step)]
+    before, now = map(loader.samples.stage_of, ends)
+    return before != now
 
 
 def _report_skipped(step: int, loader: TrainLoader, run: str) -> None:

@@ -22,6 +22,7 @@ from llm.parallel.dims import parallel_dims
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import choose_block_size
+from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.trained_model import read_config
 
@@ -104,6 +105,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         num_windows=samples.num_windows,
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
+        num_parameters=budget_parameters(config, model_config, vocab_size=len(tokenizer)),
         global_batch_size=order.get("global_batch_size"),
     )
     positions = _positions(plan, step, rank)
