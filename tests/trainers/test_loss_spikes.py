@@ -12,6 +12,7 @@ from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.recovery import curves, last_hash, without_times
 from tests.support.refusals import assert_refused
@@ -210,5 +211,7 @@ def test_a_run_goes_back_only_so_often(thrice):
 def test_going_back_without_checkpoints_is_refused(thrice):
     options = {"on_loss_spike": "rewind", "words": ["--on_loss_spike rewind", "none are saved"]}
     assert_refused(thrice, **options)
+    for saves in ("checkpointing_steps", "checkpointing_tokens", "checkpointing_minutes"):
+        parse_args(thrice.command("saves", on_loss_spike="rewind", **{saves: 1}))  # no error
     words = ["--max_rewinds needs --on_loss_spike rewind"]
     assert_refused(thrice, max_rewinds=2, words=words)

@@ -97,11 +97,13 @@ def _run_problems(config: GPTConfig) -> list[str]:
         )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
-    saves = config.checkpointing_steps or config.checkpointing_minutes
+    saves = (
+        config.checkpointing_steps or config.checkpointing_tokens or config.checkpointing_minutes
+    )
     if config.on_loss_spike == "rewind" and not saves:
         problems.append(
             "--on_loss_spike rewind goes back to checkpoints, and none are saved; give "
-            "--checkpointing_steps or --checkpointing_minutes too."
+            "--checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes too."
         )
     problems += [
         f"--{name} {text!a} is not UTF-8, as config.toml has to be; rename it."
