@@ -192,10 +192,9 @@ def plan_batches(
     for _, _, size in (first, *growth) if growth else ():
         if size % (min(micro_batch_size, size // world_size) * world_size or together):
             raise ConfigError(
-                f"--global_batch_size {batch} has a phase of {size} samples, which cannot be "
-                f"divided over {world_size} ranks; take a multiple of {together}, which is "
-                f"--per_device_train_batch_size {micro_batch_size} on each of them, or a smaller "
-                f"multiple of {world_size}."
+                f"--global_batch_size {batch} has a phase of {size} samples, which is no "
+                f"multiple of --per_device_train_batch_size {micro_batch_size} times {world_size} "
+                f"ranks = {together}; take one, or a smaller multiple of {world_size}."
             )
     plan = BatchPlan(
         num_windows=num_windows,

@@ -4,6 +4,7 @@ Schedules of a name that `transformers.get_scheduler` has agree with its schedul
 `linear` and `cosine` can also end at a minimum and stay there.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,8 @@ from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
+
+logger = logging.getLogger("llm")
 
 
 class Shape(Protocol):
@@ -68,6 +71,11 @@ def make_schedule(
         raise ConfigError(
             f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
             f"leave nothing of the {total_steps} steps to decay in."
+        )
+    if warmup_steps >= total_steps:
+        logger.warning(
+            f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
+            "steps: the learning rate never reaches its peak."
         )
     if kind == "warmup_stable_decay":
         shape = partial(stable_then_decay, decay=_DECAYS[options.cooldown_shape])

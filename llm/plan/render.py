@@ -150,6 +150,8 @@ def _traffic_lines(plan: Estimate) -> list[str]:
 def _time_lines(job: Job, plan: Estimate) -> list[str]:
     per_second, budget, days = plan.tokens_per_second, job.budget(plan.layout), _days(job, plan)
     disk, checkpoint = job.options.disk_gbps, checkpoint_bytes(job)
+    node_hours = 0.0 if days is None else days * 24 * job.options.nodes
+    digits = 0 if node_hours >= 10 else 2
     return [
         f"{plan.flops_per_step:.4g} FLOPs a step; the pipeline's bubble is {plan.bubble:.1%} of it",
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
@@ -157,8 +159,7 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
         "days: give --num_tokens or a length, such as --max_train_tokens"
         if days is None
-        else f"{budget:,.0f} tokens take {days:,.2f} days, {days * 24 * job.options.nodes:,.0f} "
-        "node-hours",
+        else f"{budget:,.0f} tokens take {days:,.2f} days, {node_hours:,.{digits}f} node-hours",
         f"a checkpoint has {_gb(checkpoint)} and takes {checkpoint / (disk * 1e9):,.1f} s at "
         f"{disk:g} GB/s",
     ]

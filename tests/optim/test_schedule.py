@@ -19,6 +19,14 @@ def test_learning_rate_is_half_way_up_after_half_the_warmup():
     assert [rate(step) for step in (0, 5, 10)] == [0.0, 1.0, 2.0]
 
 
+def test_a_warmup_that_the_run_ends_within_is_a_warning(caplog):
+    never = "The warm-up of 10 steps is not shorter than the run of 10 steps"
+    schedule("linear", num_warmup_steps=10, total_steps=11)
+    assert never not in caplog.text
+    schedule("linear", num_warmup_steps=10, total_steps=10)
+    assert never in caplog.text
+
+
 def test_linear_falls_to_zero_at_the_end():
     rate = schedule("linear", num_warmup_steps=20)
     assert [rate(step) for step in (20, 60, 100, 120)] == [1.0, 0.5, 0.0, 0.0]

@@ -141,7 +141,8 @@ def test_phases_longer_than_the_run(bench):
 
 
 def test_a_damaged_checkpoint_that_was_named(bench, tmp_path):
-    assert_refused(bench, resume_from_checkpoint=tmp_path, words=["no checkpoint", "manifest.json"])
+    words = ["--resume_from_checkpoint", "no checkpoint", "manifest.json"]
+    assert_refused(bench, resume_from_checkpoint=tmp_path, words=words)
 
 
 def test_a_cache_folder_that_cannot_be_written(bench, tmp_path):

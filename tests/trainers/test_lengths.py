@@ -73,7 +73,7 @@ def test_tokens_per_parameter_set_the_budget_and_the_log_says_its_cost(bench):
 
     # 0.03 of 37,760 parameters are 1,132.8 tokens, which the 36th sample reaches. A token takes
     # 6 operations for each of 34,816 weights in products, and 24,576 in attention.
-    line = "budget: 1,152 tokens, 0.03051 for each of 37,760 parameters, which take 2.69e+08 FLOPs"
+    line = "budget: 1,152 tokens, 0.03051 for each of 37,760 parameters; 2.69e+08 FLOPs"
     assert line in run.output
     assert line in same.output
     assert pytest.approx(2.69e8, rel=1e-3) == 1152 * (6 * 34_816 + 24_576)
@@ -109,6 +109,13 @@ def test_a_growing_batch_reads_the_same_samples_in_the_same_order(plain, alone):
     )
     assert alone.losses[:2] == first.losses[:2]
     assert alone.losses[2:] != first.losses[2:]
+
+
+def test_a_batch_that_would_grow_after_the_end_is_a_warning(plain):
+    options = {"global_batch_size": "4@0,8@1B", "max_train_steps": 2}
+    run = plain.train_well("late", per_device_train_batch_size=2, **options)
+    assert "The run ends before --global_batch_size 4@0,8@1B grows to 8 samples." in run.output
+    assert "world: 1 ranks, cpu" in run.output
 
 
 @pytest.mark.parametrize(

@@ -253,5 +253,7 @@ def test_another_mixture_of_the_data_is_no_spike(tmp_path):
 def test_going_back_without_checkpoints_is_refused(thrice):
     options = {"on_loss_spike": "rewind", "words": ["--on_loss_spike rewind", "none are saved"]}
     assert_refused(thrice, **options)
+    for saves in ("checkpointing_steps", "checkpointing_tokens", "checkpointing_minutes"):
+        parse_args(thrice.command("saves", on_loss_spike="rewind", **{saves: 1}))  # no error
     words = ["--max_rewinds needs --on_loss_spike rewind"]
     assert_refused(thrice, max_rewinds=2, words=words)

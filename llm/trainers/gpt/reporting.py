@@ -63,8 +63,9 @@ def log_start(
             logger.info(line)
     switches = {"TF32": config.tf32, "compiled blocks": config.torch_compile}
     faster = "".join(f"{name}, " for name, on in switches.items() if on)
+    layout = f"{setup.layout.describe()}, " if strategy.world_size > 1 else ""
     logger.info(
-        f"world: {strategy.world_size} ranks, {setup.layout.describe()}, {strategy.device.type}, "
+        f"world: {strategy.world_size} ranks, {layout}{strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
@@ -92,7 +93,11 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
     plan = setup.plan
     for phase in plan.phases:
         if phase.first_step >= plan.total_steps:
-            continue
+            logger.warning(
+                f"The run ends before --global_batch_size {config.global_batch_size} grows to "
+                f"{phase.global_batch_size} samples."
+            )
+            break
         micro_batches, size = plan.shape(phase.first_step)
         since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
@@ -108,8 +113,7 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
         tokens, parameters = plan.total_samples * setup.block_size, parameter_counts(model)["total"]
         logger.info(
             f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "
-            "parameters, which take "
-            f"{tokens * flops_per_token(model, block_size=setup.block_size):.4g} FLOPs"
+            f"parameters; {tokens * flops_per_token(model, block_size=setup.block_size):.4g} FLOPs"
         )
 
 

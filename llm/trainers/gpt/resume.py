@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of
+from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of, step_of
 from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
@@ -51,7 +51,14 @@ def find_resume(
     if not config.resume_from_checkpoint:
         return None
     if isinstance(config.resume_from_checkpoint, str):
-        checkpoint = read_valid(Path(config.resume_from_checkpoint), verifiers=verifiers)
+        path = Path(config.resume_from_checkpoint)
+        if not (path / MANIFEST).exists():
+            raise CheckpointError(
+                f"--resume_from_checkpoint {path} is no checkpoint: it has no {MANIFEST}; name a "
+                "folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
+                "--output_dir."
+            )
+        checkpoint = read_valid(path, verifiers=verifiers)
     else:
         newest = newest_valid(run.checkpoints, verifiers=verifiers)
         if newest is None:
@@ -171,8 +178,14 @@ def find_start(named: str, *, option: str, verifiers: Verifiers = ALONE) -> Chec
             if newest is not None:
                 return newest
         else:
-            step = name_of(int(name)) if name.isdigit() else name
-            return read_valid(folder / step, verifiers=verifiers)
+            chosen = folder / (name_of(int(name)) if name.isdigit() else name)
+            if not (chosen / MANIFEST).exists():
+                steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(folder))
+                raise CheckpointError(
+                    f"--{option} {path} names no checkpoint of {run}, which has those of the steps "
+                    f"{steps or '(none)'}; name one of them."
+                )
+            return read_valid(chosen, verifiers=verifiers)
     raise CheckpointError(
         f"--{option} {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."

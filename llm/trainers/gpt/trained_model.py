@@ -12,6 +12,7 @@ from llm.checkpoint.load import load_average, load_model, newest_valid, read_val
 from llm.checkpoint.retention import BEST
 from llm.config.options import fields, given
 from llm.config.toml import read_toml
+from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
 from llm.trainers.gpt.config import GPTConfig
 
@@ -39,12 +40,18 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             of the branch itself, nothing is taken over.
 
     Raises:
-        ConfigError: There is no such run.
+        ConfigError: There is no such run, or a branch with a cooldown is given a length besides.
     """
     parent = values.get("branch_from")
     recorded = [field for field in fields(GPTConfig) if not field.option.one_shot]
     if parent is None or {f.name for f in recorded if f.default is not None} <= values.keys():
         return {}
+    lengths = [f"--{name}" for name in LENGTHS if name in values]
+    if "cooldown_tokens" in values and lengths:
+        raise ConfigError(
+            f"--cooldown_tokens is the length of a branch, and {lengths[0]} another one; give one "
+            "of them."
+        )
     path = Path(os.path.realpath(parent))
     # RUN, RUN/STEP or RUN/checkpoints/step_STEP
     runs = [run for run in (path, *path.parents[:2]) if (run / "config.toml").is_file()]
