@@ -234,7 +234,12 @@ def test_every_option_that_a_page_names_exists(page):
 def test_every_command_that_a_page_shows_parses(page):
     for command in trainer_commands(page):
         words = shlex.split(command.split("llm.trainers.gpt", 1)[1])
-        if "--branch_from" in words:  # its parent, whose options it takes over, is not there
+        of_run = "--config" in words and words[words.index("--config") + 1].startswith("runs/")
+        if of_run:
+            at = words.index("--config")
+            del words[at : at + 2]
+        # The run that another goes on from, and its options, are not there.
+        if of_run or "--branch_from" in words:
             assert parse(GPTConfig, words, prog="gpt", description="")
         elif not set(words) & {"{options}", "..."} and "NAME" not in command:
             assert parse_args(words)
