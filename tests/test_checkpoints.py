@@ -238,8 +238,11 @@ def test_the_mean_of_checkpoints_is_an_ordinary_export(trained, tmp_path, capsys
         second, fourth = (model.state_dict()[name].double() for model in both)
         assert torch.equal(tensor, ((second + fourth) / 2).float())
     assert {p.name for p in (tmp_path / "mean").iterdir()} == {
-        path.name for path in (tmp_path / "4").iterdir()
+        *(path.name for path in (tmp_path / "4").iterdir()),
+        "mean.json",
     }
+    record = json.loads((tmp_path / "mean" / "mean.json").read_text())
+    assert record == {"run": str(trained.resolve()), "steps": [2, 4]}
     assert "| mean of steps | 2, 4 |" in (tmp_path / "mean" / "README.md").read_text()
 
     assert main([*words[:3], "3", "--output", str(tmp_path / "more")]) == 2

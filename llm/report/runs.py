@@ -142,9 +142,8 @@ def _read_run(path: Path, name: str) -> Run:
     lines = [line for line in _read_lines(folder.events) if line is not None]
     status = path / "status.json"
     config = with_present_names(GPTConfig, _parsed(path / "config.toml", tomllib.loads))
-    start: dict[str, Any] = next(
-        (line for line in reversed(lines) if line.get("event") == "start"), {}
-    )
+    starts: list[dict[str, Any]] = [line for line in lines if line.get("event") == "start"]
+    start = starts[-1] if starts else {}
     checkpoints = list_checkpoints(folder.checkpoints)
     events = _events(lines, rows, saved={checkpoint.step for checkpoint in checkpoints})
     origin = _parent(config)
