@@ -136,9 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]:
     """Return the run's folder and that of its checkpoints, which need not exist."""
-    problems = lacking(options)
-    if problems:
-        raise ConfigError(problems[0])
+    if problems := lacking(options):
+        raise ConfigError(" ".join(problems))
     if averages != (options.output is not None):
         raise ConfigError(
             "The mean of checkpoints is written by llm.checkpoints average RUN --last 5 --output "
@@ -152,8 +151,6 @@ def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]
         )
     if options.verify and options.export:
         raise ConfigError("--export verifies what it exports; leave out --verify.")
-    if problems := lacking(options):
-        raise ConfigError(" ".join(problems))
     if options.export and len(options.export) != 2:
         raise ConfigError(
             f"--export expects a step and a folder, as in --export latest DIR, not "

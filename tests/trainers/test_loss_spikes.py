@@ -151,6 +151,11 @@ KINDS = {
     "two ranks": TWO,
     "ekfac": {"kfac": True, "kfac_method": "ekfac"},
     "eigen": {"kfac": True, "kfac_method": "eigen"},
+    "soap on shards, an average, a z-loss, losses by source": {
+        **TWO,
+        **{"data_parallel_shard_size": 2, "optimizer": "soap", "ema_decay": 0.9},
+        **{"z_loss": 1e-4, "log_source_losses": True},
+    },
     "fp16": {"mixed_precision": "fp16"},
     "gossip": {**TWO, "data_parallel": "gossip", "optimizer": "adamw"},
     "diloco": {**TWO, "data_parallel": "diloco"},
