@@ -60,7 +60,7 @@ def test_the_picture_lies_in_the_working_folder_unless_it_is_named(tmp_path, mon
         ([*SMALL, "--coordinate_check", "--widths", "64"], "--widths takes two widths or more"),
         ([*SMALL, "--coordinate_check", "--widths", "32", "40"], "width 40 cannot be divided"),
         ([*SMALL, "--coordinate_check", "--plot", "x.jpg"], "must end in .png, .pdf or .svg"),
-        ([*SMALL, "--coordinate_check", "--model_type", "opt"], "this is a opt model"),
+        ([*SMALL, "--coordinate_check", "--model_type", "opt"], "this model is opt"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_in_a_sentence(arguments, complaint, capsys):

@@ -114,7 +114,7 @@ def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:
     kind, text_config = config.model_type, config.get_text_config()
     if kind not in SHAPED:
         raise ConfigError(
-            f"--mup is for {', '.join(SHAPED)}, and this is a {kind} model; leave it out."
+            f"--mup is for {', '.join(SHAPED)}, and this model is {kind}; leave it out."
         )
     width, heads = text_config.hidden_size, text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or width // heads

@@ -70,7 +70,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if kind not in SHAPED:
         raise ConfigError(
             f"--model_size, --num_layers, --hidden_size and --num_attention_heads are for "
-            f"{', '.join(SHAPED)}, and this is a {kind} model; set its own fields with "
+            f"{', '.join(SHAPED)}, and this model is {kind}; set its own fields with "
             "--config_overrides."
         )
     names = ("n_layer", "n_embd", "n_head")

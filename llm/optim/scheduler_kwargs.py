@@ -35,6 +35,8 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
         raise ConfigError(
             f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
         ) from None
+    if not is_json and len(values) < len(pairs):
+        raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
     known = _SCHEDULER_KWARGS.get(kind)
     for name, value in values.items():
         if name != known:

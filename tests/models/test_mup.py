@@ -181,7 +181,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SHAPED])
 def test_other_families_are_refused_by_name(family):
     options = ModelOptions(model_type=family, mup=True, mup_base_width=16)
-    with pytest.raises(ConfigError, match=rf"--mup is for gpt2, .* this is a {family} model"):
+    with pytest.raises(ConfigError, match=rf"--mup is for gpt2, .* this model is {family}"):
         scales_of(options, tiny_config(family))
 
 

@@ -129,7 +129,7 @@ def test_a_model_of_a_chosen_size_is_trained_from_scratch() -> None:
     ("options", "says"),
     [
         ({"model_size": "2B"}, "--model_size 2B is none of 124M, 355M, "),
-        ({"model_type": "bloom", "num_layers": 2}, "this is a bloom model"),
+        ({"model_type": "bloom", "num_layers": 2}, "this model is bloom"),
         ({"model_type": "gpt2", "hidden_size": 100}, "--hidden_size 100 cannot be divided by"),
     ],
 )

@@ -145,6 +145,7 @@ def test_a_cosine_restarts_at_the_peak_and_falls_to_the_minimum():
         ("linear", "power=2", "sets power, which --lr_scheduler_type linear .* leave it out"),
         ("polynomial", '{"lr_end": 0}', "sets lr_end, which .* does not have; it has power"),
         ("polynomial", "power", "expects num_cycles=3 or .* not 'power'"),
+        ("polynomial", "power=1,power=2", "power=1,power=2 sets a name twice"),
         ("polynomial", '{"power": 2', "expects num_cycles=3 or"),
         ("polynomial", "power=-1", "power must be a number above 0 and .*, not -1"),
         ("polynomial", "power=true", "power must be a number above 0 and .*, not True"),

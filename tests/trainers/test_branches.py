@@ -193,6 +193,7 @@ COOLDOWN = {"cooldown_tokens": "1K"}
         ("parent/4", {"output_dir": None}, "--branch_from needs --output_dir"),
         ("parent/4", {"seed": 2, "block_size": 16}, "block_size was 32 and is 16; seed was 1 and"),
         ("parent/4", {"global_batch_size": 8}, "global_batch_size was 4 and is 8"),
+        ("parent/4", {"max_train_tokens": "2K"}, "give --max_train_steps in place of it"),
         ("parent", {}, "has all 8 steps done: give --cooldown_tokens"),
         ("parent/4", {"cooldown_tokens": 96}, "96 is less than one step of 128 tokens"),
         ("parent/4", {**COOLDOWN, "max_train_tokens": "2K"}, "and --max_train_tokens another one"),

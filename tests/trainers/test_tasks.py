@@ -288,6 +288,7 @@ def test_tasks_that_do_not_fit_their_data_or_the_model_are_refused(tmp_path, tas
     assert "'question' is undefined" in refusal(wrong(doc_to_text="{{question}}"))
     assert "64 can be scored" in refusal(wrong(doc_to_choice="{{[whole * 9, 'a', 'b']}}"))
     assert "unsafe" in refusal(wrong(unsafe_code=True))
+    assert "no results by its metrics (akk)" in refusal(wrong(metric_list=[metric("akk")]))
     writing = {"output_type": "generate_until", "metric_list": [metric("chrf", "chrf")]}
     assert "max_gen_toks is 256" in refusal(wrong(**writing))
     writing["generation_kwargs"] = {"max_gen_toks": 9, "until": ["a"]}

@@ -84,7 +84,7 @@ class Tasks:
                     )
             try:
                 # All requests are made and all results computed once, from answers of no model.
-                self._evaluate(
+                found = self._evaluate(
                     loaded,
                     score=lambda texts: [(-1.0, False)] * len(texts),
                     generate=lambda prompts: [""] * len(prompts),
@@ -94,6 +94,15 @@ class Tasks:
                 raise ConfigError(
                     f"--eval_tasks {file} does not fit the model or its data: {reason}."
                 ) from error
+            for name, task in loaded["tasks"].items():
+                if not found.get(name):  # lm-eval leaves out metrics that it does not know
+                    metrics = [
+                        str(each.get("metric")) for each in task.get_config("metric_list") or ()
+                    ]
+                    raise ConfigError(
+                        f"--eval_tasks {file}: the task {name} has no results by its metrics "
+                        f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
+                    )
             for kind, named in self._loaded.items():
                 named.update(loaded[kind])
 

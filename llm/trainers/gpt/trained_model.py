@@ -62,6 +62,12 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         )
     own = ("output_dir", "branch_from")
     taken = given(read_config(runs[0]))
+    recorded_length = next((f"--{name}" for name in LENGTHS if name in taken), None)
+    if lengths and recorded_length not in (None, *lengths):
+        raise ConfigError(
+            f"{lengths[0]} is not the form in which --branch_from {parent} has its length; give "
+            f"{recorded_length} in place of it."
+        )
     return {name: value for name, value in taken.items() if name not in own}
 
 
