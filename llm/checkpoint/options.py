@@ -114,7 +114,7 @@ def checkpoint_problems(options: CheckpointOptions) -> list[str]:
         )
     if often == (None, None) and options.checkpointing_minutes is None:
         problems += [
-            f"--{name} needs --checkpointing_steps, --checkpointing_tokens or "
+            f"--{name} needs --checkpointing_steps (or its form in tokens) or "
             "--checkpointing_minutes; give one of them too, or leave it out."
             for name in ("keep_checkpoints", "save_top_k")
             if getattr(options, name)

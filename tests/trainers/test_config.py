@@ -187,7 +187,10 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"betas": (0.9,)}, ["--betas takes two numbers"]),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, ["give one of them"]),
         ({"train_file": "a\udcff", "dataset_name": None}, ["--train_file 'a\\udcff' is not UTF-8"]),
-        ({"save_top_k": 3}, ["needs --checkpointing_steps, --checkpointing_tokens or"]),
+        (
+            {"save_top_k": 3},
+            ["needs --checkpointing_steps (or its form in tokens) or --checkpointing_minutes;"],
+        ),
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
