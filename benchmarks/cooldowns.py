@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,13 +81,19 @@ class Runs:
     def train(self, name: str, *, steps: int, **options: Any) -> float:
         """Train and return the validation loss at the end, in nats a token."""
         given = {"max_train_steps": steps, "checkpointing_steps": steps, **options}
-        self._start(name, eval_steps=steps, **given)
+        self._start(name, {**self._common, "eval_steps": steps, **given})
+        return self._loss(name, "all_results.json", "eval_loss")
+
+    def branch(self, name: str, parent: Path, **options: Any) -> float:
+        """Train a branch by its parent's options; return the validation loss at the end."""
+        self._start(name, {"branch_from": parent, **options})
         return self._loss(name, "all_results.json", "eval_loss")
 
     def evaluate(self, model: Path) -> float:
         """Return the validation loss of an exported model, in nats a token."""
         name = f"evaluation-of-{model.name}"
-        self._start(name, model_name_or_path=model, config_overrides="none", eval_only=True)
+        evaluation = {"model_name_or_path": model, "config_overrides": "none", "eval_only": True}
+        self._start(name, {**self._common, **evaluation})
         return self._loss(name, "eval_results.json", "loss")
 
     def average(self, name: str, number: int) -> Path:
@@ -97,10 +103,10 @@ class Runs:
         self._run("llm.checkpoints", words)
         return output
 
-    def _start(self, name: str, **options: Any) -> None:
+    def _start(self, name: str, options: Mapping[str, Any]) -> None:
         say(name)
         words: list[Any] = []
-        for key, value in {**self._common, "output_dir": self.folder / name, **options}.items():
+        for key, value in {"output_dir": self.folder / name, **options}.items():
             words += [f"--{key}"] if value is True else [f"--{key}", value]
         self._run("llm.trainers.gpt", words)
 
@@ -130,13 +136,11 @@ def measure_branches(options: CooldownsBenchmarkOptions, runs: Runs) -> Section:
             (runs.train(f"cosine-{length}-at-{rate:g}", steps=length, learning_rate=rate), rate)
             for rate in options.cosine_rates
         )
-        branch = runs.train(
+        branch = runs.branch(
             f"branch-{length}",
-            steps=starts[lengths[-1]],  # the parent's
-            branch_from=runs.folder / "stable" / str(starts[length]),
+            runs.folder / "stable" / str(starts[length]),
             cooldown_tokens=cooldowns[length] * _STEP_TOKENS,
             cooldown_shape=options.cooldown_shape,
-            lr_scheduler_type="constant_with_warmup",
         )
         above.append(branch - alone)
         cells = [str(length), str(cooldowns[length]), f"{rate:g}", f"{alone:.4f}"]
