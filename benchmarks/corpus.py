@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,32 @@ def make_corpus(path: Path, megabytes: int, roots: tuple[Path, ...] | None = Non
             if size >= megabytes * 1_000_000:
                 break
     return documents
+
+
+def make_tokens(folder: Path, *, megabytes: int, vocab_size: int) -> None:
+    """Turn source code into nanoGPT's token files, FOLDER/tokens, with a tokenizer of its own.
+
+    Args:
+        folder: Where the text, the tokenizer and the tokens are written.
+        megabytes: Size of the text, in 10**6 bytes.
+        vocab_size: Tokens of the tokenizer, which is trained on 2,000 documents.
+
+    Raises:
+        DataError: A program failed; it has said why.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text, tokenizer, tokens = (folder / name for name in ("code.jsonl", "tokenizer", "tokens"))
+    make_corpus(text, megabytes)
+    train = ["--input", text, "--max_sentences", 2000, "--vocab_size", vocab_size]
+    encode = ["--input", text, "--tokenizer_name", tokenizer, "--append_eos", "--overwrite"]
+    encode += ["--shuffle", "documents", "--validation_split_percentage", 1, "--format", "nanogpt"]
+    for module, its in (
+        ("train_tokenizer", [*train, "--output_dir", tokenizer, "--overwrite"]),
+        ("prepare", [*encode, "--output_prefix", tokens]),
+    ):
+        command = [sys.executable, "-m", f"llm.data.{module}", *map(str, its)]
+        if subprocess.run(command).returncode:
+            raise DataError(f"llm.data.{module} could not make the tokens of the benchmark.")
 
 
 def _in_hashed_order(roots: tuple[Path, ...]) -> Iterator[Path]:

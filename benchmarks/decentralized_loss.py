@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from benchmarks.kfac_run import BETAS, WEIGHT_DECAY, Text, make_model, validation_loss
+from benchmarks.characters import BETAS, WEIGHT_DECAY, Text, make_model, validation_loss
 from benchmarks.measure import say
 from benchmarks.report import Section, table
 from llm.models.loss import LanguageModelLoss

@@ -1,15 +1,14 @@
 """Compare K-FAC with other optimizers: steps and time to AdamW's validation loss, cost of a step.
 
-python -m benchmarks.kfac --help. Every method uses the best of the same learning rates, chosen in
-shorter trainings of one seed; then all seeds train in full. The cost of a step is measured
-separately, with all methods alternating, for the trained model and for wider ones. A benchmark that
-is stopped ends its trainings, and goes on from the finished ones when it is started again.
+python -m benchmarks.kfac --help. Every method gets the same trials of learning rate and decays of
+its moments, AdamW more; then all seeds train at each horizon, with a schedule that ends there. The
+cost of a step is measured separately, with all methods alternating, for the trained model and for
+wider ones. A benchmark that is stopped ends its trainings, and goes on from the finished ones when
+it is started again.
 """
 
 import importlib.util
-import math
 import os
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import kfac_report
-from benchmarks.kfac_report import Found, Taken, plot, share_of_steps
+from benchmarks.corpus import make_tokens
+from benchmarks.kfac_report import Found
 from benchmarks.kfac_trainings import Trainings
 from benchmarks.report import (
-    Goal,
     ReportOptions,
     Section,
-    at_most,
     check_folder,
     machine,
     render,
@@ -33,9 +31,14 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-Method = Literal["adamw", "ekfac", "soap", "muon", "eigen-compat"]
+Method = Literal["adamw", "ekfac", "soap", "soap-library", "muon", "eigen-compat"]
 Part = Literal["convergence", "step"]
-_ROWS = {"eigen-compat": "eigen, compat"}
+ROWS = {
+    "soap-library": "soap, pytorch_optimizer",
+    "eigen-compat": "eigen, compat",
+}
+ADAMW_BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999))
+BETAS = ((0.95, 0.95), (0.95, 0.98), (0.95, 0.995))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +46,16 @@ class KFACBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
     methods: tuple[Method, ...] = option(
-        ("adamw", "ekfac", "soap", "muon", "eigen-compat"),
-        "Optimizers, adamw among them; soap needs `pip install pytorch_optimizer`; eigen-compat is "
-        "kfac-pytorch's arithmetic by --kfac_compat.",
+        ("adamw", "ekfac", "soap", "muon"),
+        "Optimizers, adamw among them; soap-library needs `pip install pytorch_optimizer`; "
+        "eigen-compat is kfac-pytorch's arithmetic by --kfac_compat.",
         group="Methods",
     )
     learning_rates: tuple[float, ...] = option(
-        (1e-3, 2e-3, 4e-3, 8e-3), "Peak rates to choose from.", group="Methods", above=0
+        (1e-3, 2e-3, 4e-3, 8e-3),
+        "Peak rates to begin with; the neighbours of the best one, by a factor of sqrt(2), follow.",
+        group="Methods",
+        above=0,
     )
     factor_update_steps: int = option(
         50, "Steps between updates of K-FAC's factors.", group="Methods", at_least=1
@@ -67,46 +73,35 @@ class KFACBenchmarkOptions(ReportOptions):
         at_least=1,
     )
     only: tuple[Part, ...] = option(("convergence", "step"), "Parts to measure.", group="Run")
-    text: str = option(
-        "examples/data/shakespeare.txt", "Text, read as characters.", group="Training"
-    )
-    steps: int = option(2000, "Steps of a training.", group="Training", at_least=20)
-    sweep_steps: int = option(
-        400, "Steps of a training that chooses a rate.", group="Training", at_least=10
-    )
-    shares: tuple[float, ...] = option(
-        (0.5,),
-        "Fractions of --steps for which all methods but AdamW are also trained, each with a "
-        "schedule of that length.",
+    text: str | None = option(
+        None,
+        "Folder of nanoGPT's train.bin and val.bin, or a text, which is read as characters; if not "
+        "given, source code of this machine's Python as 2,048 tokens, made in runs/kfac.",
         group="Training",
-        above=0,
-        below=1,
     )
-    batch_size: int = option(16, "Samples of a step.", group="Training", at_least=1)
-    block_size: int = option(128, "Characters of a sample.", group="Training", at_least=2)
-    width: int = option(128, "Width of the model.", group="Training", at_least=4)
-    layers: int = option(4, "Layers of the model.", group="Training", at_least=1)
-    seeds: int = option(3, "Trainings of each method.", group="Training", at_least=1)
+    horizons: tuple[int, ...] = option(
+        (500, 1000, 2000, 4000),
+        "Steps of the trainings, each with a schedule of that length.",
+        group="Training",
+        at_least=20,
+    )
+    trial_steps: int = option(1000, "Steps of a trial.", group="Training", at_least=10)
+    batch_size: int = option(8, "Samples of a step.", group="Training", at_least=1)
+    block_size: int = option(256, "Tokens of a sample.", group="Training", at_least=2)
+    width: int = option(128, "Width of the model.", group="Training", at_least=32)
+    layers: int = option(2, "Layers of the model.", group="Training", at_least=1)
+    seeds: int = option(3, "Trainings of each method at a horizon.", group="Training", at_least=1)
+    mixed_precision: Literal["no", "bf16"] = option(
+        "bf16", "Precision of the model's matrix products.", group="Training"
+    )
     step_widths: tuple[int, ...] = option(
-        (256, 512), "Widths of the models whose steps are timed.", group="Step", at_least=4
+        (256, 512), "Widths of the models whose steps are timed.", group="Step", at_least=32
     )
     step_tokens: int = option(
-        8192, "Characters of a timed step, in samples of 256.", group="Step", at_least=256
-    )
-    step_factor_update_steps: int = option(
-        10, "Steps between updates of factors in timed steps.", group="Step", at_least=1
-    )
-    step_inv_update_steps: int = option(
-        100,
-        "Steps between updates of bases in timed steps, and their number.",
-        group="Step",
-        at_least=3,
+        8192, "Tokens of a timed step, in samples of 256.", group="Step", at_least=256
     )
     turns: int = option(
-        200,
-        "Timed steps of the model of the trainings, at least; whole intervals between bases.",
-        group="Training",
-        at_least=1,
+        200, "Timed steps, at least; whole intervals between bases.", group="Step", at_least=1
     )
     jobs: int = option(
         len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
@@ -118,7 +113,7 @@ class KFACBenchmarkOptions(ReportOptions):
         group="Run",
     )
     plot: str | None = option(
-        None, "PNG of the curves; needs `pip install 'llm-trainers[report]'`.", group="Run"
+        None, "PNG of the losses; needs `pip install 'llm-trainers[report]'`.", group="Run"
     )
 
 
@@ -130,12 +125,12 @@ def check(options: KFACBenchmarkOptions) -> None:
     """
     if "adamw" not in options.methods:
         raise ConfigError("--methods must have adamw, whose loss the others should reach.")
-    if not Path(options.text).is_file():
-        raise ConfigError(f"--text {options.text} is no file.")
-    if "soap" in options.methods and not _installed("pytorch_optimizer"):
+    if options.text is not None and not Path(options.text).exists():
+        raise ConfigError(f"--text {options.text} is neither a folder of tokens nor a file.")
+    if "soap-library" in options.methods and not _installed("pytorch_optimizer"):
         raise ConfigError(
-            "--methods soap needs a package that is not installed: pip install pytorch_optimizer, "
-            "or leave soap out."
+            "--methods soap-library needs a package that is not installed: pip install "
+            "pytorch_optimizer, or leave soap-library out."
         )
     if options.plot is not None and "convergence" not in options.only:
         raise ConfigError("--plot draws the curves of convergence, which --only step leaves out.")
@@ -153,107 +148,108 @@ def _installed(package: str) -> bool:
 
 def _common(options: KFACBenchmarkOptions) -> dict[str, Any]:
     """Return the settings that all trainings share."""
-    names = ("batch_size", "block_size", "width", "layers", "max_dim")
+    names = ("batch_size", "block_size", "width", "layers", "max_dim", "mixed_precision")
     intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
     common = {name: getattr(options, name) for name in (*names, *intervals)}
-    return common | {"text": str(Path(options.text).resolve())}
+    return common | {"text": str(_text(options).resolve())}
 
 
-def choose_rates(
-    options: KFACBenchmarkOptions, trainings: Trainings
-) -> tuple[dict[str, float], list[list[str]]]:
-    """Return the best learning rate of each method, and the rows of losses for the table."""
-    cases = [
+def _text(options: KFACBenchmarkOptions) -> Path:
+    """Return the text of the options, or make source code into tokens, once."""
+    if options.text is not None:
+        return Path(options.text)
+    folder = Path("runs/kfac")
+    if not (folder / "tokens").exists():
+        make_tokens(folder, megabytes=140, vocab_size=2048)
+    return folder / "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The settings of a method, and the trials that led to them.
+
+    Attributes:
+        settings: `learning_rate` and `betas`.
+        trials: The loss of each trial, by settings.
+    """
+
+    settings: dict[str, Any]
+    trials: dict[tuple[float, tuple[float, float]], float]
+
+
+def choose(options: KFACBenchmarkOptions, trainings: Trainings) -> dict[str, Chosen]:
+    """Choose each method's settings by trials of one seed.
+
+    First the rates with the first betas, then the neighbours of the best rate by a factor of
+    sqrt(2), then the other betas with the best one. AdamW, with whom all are compared, also tries
+    every betas with the best rate and its neighbours.
+    """
+    trials: dict[str, dict[tuple[float, tuple[float, float]], float]]
+    trials = {method: {} for method in options.methods}
+
+    def best(method: str) -> tuple[float, tuple[float, float]]:
+        return min(trials[method], key=trials[method].__getitem__)
+
+    def run(wanted: Mapping[str, list[tuple[float, tuple[float, float]]]]) -> None:
+        cases = [
+            (method, setting)
+            for method, settings in wanted.items()
+            for setting in settings
+            if setting not in trials[method]
+        ]
+        losses = trainings.run(
+            [
+                {"method": method, "seed": 1000, "steps": options.trial_steps}
+                | {"learning_rate": rate, "betas": list(betas)}
+                for method, (rate, betas) in cases
+            ]
+        )
+        for (method, setting), loss in zip(cases, losses, strict=True):
+            trials[method][setting] = loss
+
+    def near(rate: float) -> list[float]:
+        return [float(f"{rate * 2**power:.3g}") for power in (-0.5, 0.0, 0.5)]
+
+    betas_of = {m: ADAMW_BETAS if m == "adamw" else BETAS for m in options.methods}
+    first = {m: betas_of[m][0] for m in options.methods}
+    run({m: [(rate, first[m]) for rate in options.learning_rates] for m in options.methods})
+    run({m: [(rate, first[m]) for rate in near(best(m)[0])] for m in options.methods})
+    run(
         {
-            "method": method,
-            "learning_rate": rate,
-            "seed": 1000,
-            "steps": options.sweep_steps,
-            "evaluate_every": options.sweep_steps,
+            m: [
+                (rate, betas)
+                for betas in betas_of[m][1:]
+                for rate in (near(best(m)[0]) if m == "adamw" else [best(m)[0]])
+            ]
+            for m in options.methods
         }
-        for method in options.methods
-        for rate in options.learning_rates
-    ]
-    losses = [found["curve"][-1][1] for found in trainings.run(cases)]
-    chosen, rows = {}, []
-    width = len(options.learning_rates)
-    for number, method in enumerate(options.methods):
-        own = losses[number * width : (number + 1) * width]
-        chosen[method] = options.learning_rates[own.index(min(own))]
-        rows.append([_ROWS.get(method, method), *(f"{loss:.4f}" for loss in own)])
-    return chosen, rows
+    )
+    return {
+        m: Chosen(settings={"learning_rate": best(m)[0], "betas": best(m)[1]}, trials=trials[m])
+        for m in options.methods
+    }
 
 
 def train_all(
-    options: KFACBenchmarkOptions, trainings: Trainings, rates: Mapping[str, float], steps: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Train all seeds of some methods, each at its rate, for a number of steps."""
-    cases = [
-        {
-            "method": method,
-            "learning_rate": rate,
-            "seed": seed,
-            "steps": steps,
-            "evaluate_every": max(1, steps // 40),
-        }
+    options: KFACBenchmarkOptions, trainings: Trainings, chosen: Mapping[str, Chosen]
+) -> Found:
+    """Train every method at each horizon with each seed."""
+    keys = [
+        (method, steps, seed)
         for seed in range(options.seeds)
-        for method, rate in rates.items()
+        for steps in options.horizons
+        for method in chosen
     ]
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in rates}
-    for case, result in zip(cases, trainings.run(cases), strict=True):
-        found[case["method"]].append(result)
+    losses = trainings.run(
+        [
+            {"method": method, "seed": seed, "steps": steps} | chosen[method].settings
+            for method, steps, seed in keys
+        ]
+    )
+    found: dict[str, dict[int, list[float]]] = {}
+    for (method, steps, _), loss in zip(keys, losses, strict=True):
+        found.setdefault(method, {}).setdefault(steps, []).append(loss)
     return found
-
-
-def section(
-    options: KFACBenchmarkOptions,
-    rates: dict[str, float],
-    sweep: list[list[str]],
-    found: Found,
-    taken: Taken,
-) -> Section:
-    """Return the tables and the goals of the trainings."""
-    rows, costs = [], kfac_report.costs(taken)
-    for method, runs in found.items():
-        losses = [run["curve"][-1][1] for run in runs]
-        share = share_of_steps(found, method)
-        rows.append(
-            [
-                _ROWS.get(method, method),
-                f"{rates[method]:g}",
-                f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})",
-                f"{statistics.median(taken[method]):.0f}",
-                f"{costs[method]:.2f}",
-                "never" if share is None else f"{share:.2f}",
-                "never" if share is None else f"{share * costs[method]:.2f}",
-            ]
-        )
-    tokens = options.batch_size * options.block_size
-    header = [
-        *("method", "rate", "final validation loss", "median ms a step", "mean, AdamW's step = 1"),
-        *("steps to AdamW's loss", "CPU time to it"),
-    ]
-    lines = [
-        f"GPT-Neo of {options.layers} layers, width {options.width}, {tokens:,} characters a step, "
-        f"{options.steps:,} steps, {options.seeds} seeds, one thread each.",
-        "",
-        *table(header, rows),
-        "",
-        f"Validation loss after {options.sweep_steps} steps of another seed, by learning rate:",
-        "",
-        *table(["method", *(f"{rate:g}" for rate in options.learning_rates)], sweep),
-    ]
-    return Section(title="Convergence", lines=lines, goals=_goals(found, costs))
-
-
-def _goals(found: Found, costs: Mapping[str, float]) -> list[Goal]:
-    if "ekfac" not in found:
-        return []
-    share = share_of_steps(found, "ekfac") or math.inf
-    return [
-        at_most(f"ekfac's {what} to AdamW's final loss", share * cost, bound, " of AdamW's")
-        for what, cost, bound in (("steps", 1.0, 0.5), ("CPU time", costs["ekfac"], 0.6))
-    ]
 
 
 def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
@@ -263,35 +259,40 @@ def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[S
         case = {
             "methods": options.methods,
             "width": width,
-            "layers": 2,
             "batch_size": options.step_tokens // 256,
             "block_size": 256,
-            "factor_update_steps": options.step_factor_update_steps,
-            "inv_update_steps": options.step_inv_update_steps,
-            "turns": options.step_inv_update_steps,
+            "turns": 1,
         }
-        title = f"A step, width {width}, {options.step_tokens // 256 * 256:,} characters"
-        sections.append(kfac_report.step_section(title, trainings.steps(case), _ROWS, bound=1.15))
+        title = f"A step, width {width}, {options.step_tokens // 256 * 256:,} tokens"
+        sections.append(kfac_report.step_section(title, trainings.steps(case), ROWS, bound=1.15))
     return sections
 
 
-def convergence_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
-    """Choose rates, train every method in full and for fewer steps, and time its steps."""
-    rates, sweep = choose_rates(options, trainings)
-    found = train_all(options, trainings, rates, options.steps)
-    others = {method: rate for method, rate in rates.items() if method != "adamw"}
-    shorter = {
-        share: train_all(options, trainings, others, max(1, round(share * options.steps)))
-        for share in options.shares
-    }
+def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> Section:
+    """Choose settings, train every method at all horizons, and time its steps."""
+    chosen = choose(options, trainings)
+    found = train_all(options, trainings, chosen)
     taken = trainings.steps({"methods": options.methods, "turns": options.turns}, threads=1)
     costs = kfac_report.costs(taken)
-    sections = [section(options, rates, sweep, found, taken)]
-    if others:
-        sections.append(kfac_report.shorter_section(options.steps, found, shorter, costs, _ROWS))
     if options.plot is not None:
-        plot(Path(options.plot), found, costs, _ROWS)
-    return sections
+        kfac_report.plot(Path(options.plot), found, costs, ROWS)
+    tokens = options.batch_size * options.block_size
+    trials = [
+        [ROWS.get(m, m), f"{rate:g}", f"{betas[0]:g}, {betas[1]:g}", f"{loss:.4f}"]
+        for m, its in chosen.items()
+        for (rate, betas), loss in sorted(its.trials.items(), key=lambda item: item[1])
+    ]
+    lines = [
+        f"A Llama of {options.layers} layers, width {options.width}, {tokens:,} tokens a step, "
+        f"{options.seeds} seeds.",
+        "",
+        *kfac_report.horizon_lines(found, costs, ROWS),
+        "",
+        f"The trials, of {options.trial_steps:,} steps and another seed, best first:",
+        "",
+        *table(["method", "rate", "betas", "validation loss"], trials),
+    ]
+    return Section(title="Convergence", lines=lines, goals=kfac_report.horizon_goals(found, costs))
 
 
 def report(options: KFACBenchmarkOptions, _: Path) -> str:
@@ -301,7 +302,7 @@ def report(options: KFACBenchmarkOptions, _: Path) -> str:
     trainings = Trainings(_common(options), jobs=options.jobs, kept=Path(kept) if kept else None)
     sections: list[Section] = []
     if "convergence" in options.only:
-        sections += convergence_sections(options, trainings)
+        sections.append(convergence_section(options, trainings))
     if "step" in options.only:
         sections += step_sections(options, trainings)
     return render("K-FAC", machine(["torch", "transformers"]), sections)

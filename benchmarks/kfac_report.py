@@ -1,18 +1,19 @@
-"""The figures of `benchmarks.kfac`: costs of a step, validation curves, shorter trainings, plot."""
+"""The figures of `benchmarks.kfac`: costs of a step, losses at each horizon, plot."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from benchmarks.report import Goal, Section, at_most, table
 
 Taken = dict[str, list[float]]
 """The milliseconds of each step by method, as `benchmarks.kfac_run steps` prints them."""
 
-Found = Mapping[str, Sequence[Mapping[str, Any]]]
-"""The results of `benchmarks.kfac_run train` for each seed, by method."""
+Found = Mapping[str, Mapping[int, Sequence[float]]]
+"""The last validation loss of each seed, by method and number of steps."""
 
 
 def ratios(taken: Taken) -> Taken:
@@ -66,35 +67,112 @@ def step_section(title: str, taken: Taken, rows: Mapping[str, str], bound: float
     return Section(title=title, lines=lines, goals=goals)
 
 
-def reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """Return the step at which a curve first reaches a loss, or None.
+def steps_to(losses: Mapping[int, float], target: float) -> float:
+    """Return the length of the training that would end at a loss.
 
-    The curve is linear between two evaluations.
+    The loss at the end is a parabola in the logarithm of the length, fitted to all of them.
+
+    Args:
+        losses: The loss at the end of trainings, by their steps.
+        target: The loss.
+
+    Returns:
+        Steps; infinity if the longest training ends above the loss, zero if the shortest one ends
+        below it.
     """
-    for (start, before), (end, after) in zip([curve[0], *curve], curve, strict=False):
-        if after <= loss:
-            return end - (end - start) * (loss - after) / (before - after) if start < end else end
-    return None
+    if min(losses.values()) > target:
+        return math.inf
+    shortest, longest = min(losses), max(losses)
+    if losses[shortest] <= target:
+        return 0.0
+    steps = np.geomspace(shortest, longest, 2001)
+    fit = np.polyfit(np.log(list(losses)), list(losses.values()), min(2, len(losses) - 1))
+    below = np.polyval(fit, np.log(steps)) <= target
+    return float(steps[below.argmax()] if below.any() else longest)
 
 
-def share_of_steps(found: Found, method: str) -> float | None:
-    """Return the mean over seeds of steps to AdamW's final loss, in AdamW's, if all reach it."""
-    shares = []
-    for own, adamw in zip(found[method], found["adamw"], strict=True):
-        steps, loss = adamw["curve"][-1]
-        there = reached(own["curve"], loss)
-        if there is None:
-            return None
-        shares.append(there / steps)
-    return statistics.fmean(shares)
+def shares(found: Found, method: str) -> list[float]:
+    """Return, for each seed, the steps to the loss of AdamW's longest training, in its steps."""
+    longest = max(found["adamw"])
+    return [
+        steps_to({n: of[seed] for n, of in found[method].items()}, target) / longest
+        for seed, target in enumerate(found["adamw"][longest])
+    ]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of some values; zero where a value is infinite."""
+    if not all(map(math.isfinite, values)):
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def mean_and_error(values: Sequence[float], digits: int) -> str:
+    """Return the mean of some values and its standard error."""
+    mean, error = statistics.fmean(values), standard_error(values)
+    if math.isinf(mean):
+        return "never"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+
+
+def horizon_lines(found: Found, costs: Mapping[str, float], rows: Mapping[str, str]) -> list[str]:
+    """Return the table of last losses, and of the steps to AdamW's best one.
+
+    Args:
+        found: The losses.
+        costs: The mean step of each method, in steps of AdamW.
+        rows: Other names of methods for the table.
+    """
+    horizons = list(found["adamw"])
+    header = ["method", *(f"{steps:,} steps" for steps in horizons)]
+    header += ["a step, AdamW's = 1", "steps to AdamW's last loss", "processor time to it"]
+    return table(
+        header,
+        [
+            [
+                rows.get(method, method),
+                *(mean_and_error(its[steps], 4) for steps in horizons),
+                f"{costs[method]:.2f}",
+                mean_and_error(shares(found, method), 3),
+                mean_and_error([share * costs[method] for share in shares(found, method)], 3),
+            ]
+            for method, its in found.items()
+        ],
+    )
+
+
+def horizon_goals(found: Found, costs: Mapping[str, float]) -> list[Goal]:
+    """Return the goals of ekfac: shares of AdamW's steps and time, and a lead over the others."""
+    if "ekfac" not in found:
+        return []
+    own = shares(found, "ekfac")
+    share = statistics.fmean(own)
+    goals = [
+        at_most("ekfac's steps to AdamW's last loss", share, 0.4, " of AdamW's"),
+        at_most("ekfac's processor time to it", share * costs["ekfac"], 0.45, " of AdamW's"),
+    ]
+    for other in ("soap", "muon"):
+        if other not in found:
+            continue
+        leads = [theirs - ours for theirs, ours in zip(shares(found, other), own, strict=True)]
+        goals.append(
+            Goal(
+                what=f"ekfac's lead over {other}: at least two standard errors",
+                measured=f"{mean_and_error(leads, 3)} of AdamW's steps",
+                met=statistics.fmean(leads) >= 2 * standard_error(leads),
+            )
+        )
+        step = costs["ekfac"] / costs[other]
+        goals.append(at_most("ekfac's step", step, 1, f" of {other}'s"))
+    return goals
 
 
 def plot(path: Path, found: Found, costs: Mapping[str, float], rows: Mapping[str, str]) -> None:
-    """Draw validation loss against steps and against processor time, the mean of the seeds.
+    """Draw the last loss against the length of a training, in steps and in processor time.
 
     Args:
         path: The PNG.
-        found: The trainings of each method.
+        found: The losses.
         costs: The mean step of each method, in steps of AdamW.
         rows: Other names of methods for the legend.
     """
@@ -104,70 +182,17 @@ def plot(path: Path, found: Found, costs: Mapping[str, float], rows: Mapping[str
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for method, runs in found.items():
-        points = list(zip(*(run["curve"] for run in runs), strict=True))
-        losses = [statistics.fmean(loss for _, loss in at) for at in points]
+    for method, its in found.items():
+        means = [statistics.fmean(losses) for losses in its.values()]
+        spread = [statistics.pstdev(losses) for losses in its.values()]
         for axis, cost in zip(axes, (1.0, costs[method]), strict=True):
-            axis.plot([cost * at[0][0] for at in points], losses, label=rows.get(method, method))
-    axes[0].set_xlabel("steps")
-    axes[1].set_xlabel("processor time, in steps of AdamW")
-    axes[0].set_ylabel("validation loss, nats a character")
-    lowest = min(run["curve"][-1][1] for runs in found.values() for run in runs)
-    axes[0].set_ylim(lowest - 0.05, lowest + 1.2)
+            lengths = [cost * steps for steps in its]
+            axis.errorbar(lengths, means, spread, marker="o", label=rows.get(method, method))
+    axes[0].set_xlabel("steps of the training")
+    axes[1].set_xlabel("processor time of the training, in steps of AdamW")
+    axes[0].set_ylabel("validation loss at its end, nats a token")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.axhline(statistics.fmean([*found["adamw"].values()][-1]), color="gray", lw=0.8, ls=":")
     axes[0].legend()
     figure.savefig(path, dpi=120)
-
-
-def shorter_section(
-    steps: int,
-    found: Found,
-    shorter: Mapping[float, Found],
-    costs: Mapping[str, float],
-    rows: Mapping[str, str],
-) -> Section:
-    """Return the last losses of shorter trainings, and goals for ekfac.
-
-    A shorter training has a shorter schedule, so its last loss shows the savings of a method
-    better than the step at which its long training passes a loss.
-
-    Args:
-        steps: Steps of the whole trainings.
-        found: The whole trainings.
-        shorter: The trainings that end after a fraction of the steps, by that fraction.
-        costs: The mean step of each method, in steps of AdamW.
-        rows: Other names of methods for the table.
-    """
-    shares = sorted(shorter)
-    target = last_loss(found["adamw"])
-    lines = [
-        f"Each with a schedule that ends at its last step; AdamW's loss after {steps:,} steps is "
-        f"{target:.4f}.",
-        "",
-        *table(
-            ["method", *(f"after {round(share * steps):,}" for share in shares)],
-            [
-                [
-                    rows.get(method, method),
-                    *(f"{last_loss(shorter[s][method]):.4f}" for s in shares),
-                ]
-                for method in shorter[shares[0]]
-            ],
-        ),
-    ]
-    goals: list[Goal] = []
-    if "ekfac" in found:
-        enough = [share for share in shares if last_loss(shorter[share]["ekfac"]) <= target]
-        share = min(enough, default=math.inf)
-        goals = [
-            at_most(f"{what} of ekfac's shortest training to AdamW's final loss", figure, bound, "")
-            for what, figure, bound in (
-                ("steps", share, 0.5),
-                ("CPU time", share * costs["ekfac"], 0.6),
-            )
-        ]
-    return Section(title="Trainings of fewer steps", lines=lines, goals=goals)
-
-
-def last_loss(runs: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean last loss of the seeds."""
-    return statistics.fmean(run["curve"][-1][1] for run in runs)

@@ -1,23 +1,26 @@
-"""The processes of `benchmarks.kfac`: a small GPT-Neo on characters, by one or several optimizers.
+"""The processes of `benchmarks.kfac`: a small Llama on tokens, by one or several optimizers.
 
-python -m benchmarks.kfac_run train '{"method": "ekfac", ...}' trains and prints a JSON object with
-the validation loss at regular steps and after the last. `steps '{"methods": [...], ...}'` times the
-steps of several methods, one after the other on the same batches, and prints the milliseconds of
-each step by method. With a third argument `attached` both end when their input does.
+A line of its input such as ["train", {"method": "ekfac", ...}] makes it train and print the
+validation loss at the end. The task "steps" with {"methods": [...], ...} times the steps of several
+methods, one after the other on the same batches, and prints the milliseconds of each by method.
 """
 
 import contextlib
 import json
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GPTNeoConfig
+from torch import Tensor
+from transformers import LlamaConfig
 
 from benchmarks.kfac_report import Taken
 from llm.models.build import build_model
@@ -30,70 +33,83 @@ from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.runtime.cpu import restart_with_kept_memory
 
-BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-_EVALUATION_BATCHES = 20
+_VALIDATION_WINDOWS = 512
 
 
 class Text:
-    """A text as characters; its last tenth is for validation.
+    """Training and validation tokens, in windows that do not overlap.
 
     Args:
-        path: The file.
-        batch_size: Samples of a step.
-        block_size: Characters of a sample.
+        path: A folder of nanoGPT's train.bin and val.bin, or a text, which is read as characters
+            and whose last tenth is for validation.
+        batch_size: Windows of a step.
+        block_size: Tokens of a window.
     """
 
     def __init__(self, path: Path, *, batch_size: int, block_size: int) -> None:
-        text = path.read_text(encoding="utf-8")
-        self.vocab = sorted(set(text))
-        number = {character: i for i, character in enumerate(self.vocab)}
-        ids = torch.tensor([number[character] for character in text])
-        cut = int(0.9 * len(ids))
-        self.parts = {"train": ids[:cut], "validation": ids[cut:]}
-        self.shape = (batch_size, block_size)
+        if path.is_dir():
+            parts = [np.memmap(path / f"{name}.bin", dtype=np.uint16) for name in ("train", "val")]
+            self.vocab_size = 1 + int(max(part.max() for part in parts))
+        else:
+            characters = np.array(list(path.read_text(encoding="utf-8")))
+            vocabulary, ids = np.unique(characters, return_inverse=True)
+            self.vocab_size = len(vocabulary)
+            parts = [ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]]
+        self._train, self._validation = (
+            np.lib.stride_tricks.sliding_window_view(part, block_size + 1)[::block_size]
+            for part in parts
+        )
+        self.batch_size = batch_size
 
-    def batch(self, part: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return random windows and the next characters, each [batch_size, block_size]."""
-        ids, (batch_size, block_size) = self.parts[part], self.shape
-        starts = torch.randint(len(ids) - block_size - 1, (batch_size, 1), generator=generator)
-        windows = ids[starts + torch.arange(block_size + 1)]
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return windows and the next tokens, each [batch_size, block_size]: one pass a time."""
+        generator = np.random.default_rng(seed)
+        while True:
+            order = generator.permutation(len(self._train))
+            for start in range(0, len(order) - self.batch_size + 1, self.batch_size):
+                yield _pair(self._train[order[start : start + self.batch_size]])
+
+    def validation(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the same windows each time, spread over the validation tokens."""
+        chosen = np.linspace(0, len(self._validation) - 1, number).astype(int)
+        for start in range(0, number, 32):
+            yield _pair(self._validation[chosen[start : start + 32]])
 
 
-def make_model(
-    *,
-    width: int,
-    layers: int,
-    block_size: int,
-    vocab_size: int,
-    seed: int,
-    options: ModelOptions | None = None,
-) -> Any:
-    """Build the GPT-Neo of the comparisons; the seed determines its initial weights."""
-    config = GPTNeoConfig(
+def _pair(windows: Any) -> tuple[Tensor, Tensor]:
+    ids = torch.from_numpy(windows.astype(np.int64))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
+    """Build the Llama of the comparisons; the seed determines its initial weights."""
+    width = settings["width"]
+    config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        num_layers=layers,
-        num_heads=4,
-        attention_types=[[["global"], layers]],
-        max_position_embeddings=block_size,
-        **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
+        intermediate_size=-(-8 * width // 3 // 32) * 32,
+        num_hidden_layers=settings["layers"],
+        num_attention_heads=width // 32,
+        max_position_embeddings=settings["block_size"],
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return build_model(
-        options or ModelOptions(),
+        ModelOptions(),
         config,
         weights_from=None,
-        seed=seed,
+        seed=settings["seed"],
         device=torch.device("cpu"),
         vocab_size=vocab_size,
     )
 
 
-def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
-    """Build the model of a training from its settings."""
-    sizes = {name: settings[name] for name in ("width", "layers", "block_size", "seed")}
-    return make_model(vocab_size=vocab_size, **sizes)
+def text_of(settings: dict[str, Any], batch_size: int | None = None) -> Text:
+    """Open the tokens of a training from its settings."""
+    size = batch_size or settings["batch_size"]
+    return Text(Path(settings["text"]), batch_size=size, block_size=settings["block_size"])
 
 
 class Stepper:
@@ -102,12 +118,14 @@ class Stepper:
     def __init__(self, options: dict[str, Any], model: Any) -> None:
         self._kfac: KFAC | None = None
         self.optimizer: torch.optim.Optimizer
-        method = options["method"]
+        method, rate = options["method"], options["learning_rate"]
         settings: dict[str, Any] = {
-            "learning_rate": options["learning_rate"],
+            "learning_rate": rate,
             "weight_decay": WEIGHT_DECAY,
-            "betas": BETAS,
+            "betas": tuple(options["betas"]),
         }
+        if "adamw_factor" in options:
+            settings["adamw_learning_rate"] = rate * options["adamw_factor"]
         if method in ("ekfac", "eigen-compat"):
             is_ekfac = method == "ekfac"
             kfac = OptimizerOptions(
@@ -120,16 +138,18 @@ class Stepper:
             )
             self._kfac = make_kfac(kfac, model, torch_compile=False)
             self.optimizer = self._kfac.optimizer
-        elif method == "soap":
+        elif method == "soap-library":
             from pytorch_optimizer import SOAP
 
             self.optimizer = SOAP(
                 parameter_groups(model, weight_decay=WEIGHT_DECAY),
-                lr=settings["learning_rate"],
-                betas=BETAS,
+                lr=rate,
+                betas=settings["betas"],
                 precondition_frequency=options["soap_update_steps"],
             )
         else:
+            if method == "soap":
+                settings["soap_update_steps"] = options["soap_update_steps"]
             self.optimizer = make_optimizer(OptimizerOptions(**settings, optimizer=method), model)
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -144,51 +164,28 @@ class Stepper:
             self._kfac.precondition(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate_factor", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Train and evaluate; return the curve of validation losses."""
-    text = Text(
-        Path(options["text"]), batch_size=options["batch_size"], block_size=options["block_size"]
-    )
-    model = model_of(options, len(text.vocab))
-    loss = LanguageModelLoss(model)
-    stepper = Stepper(options, model)
-    steps, peak = options["steps"], options["learning_rate"]
+def train(options: dict[str, Any]) -> float:
+    """Train; return the validation loss at the end."""
+    text = text_of(options)
+    model = model_of(options, text.vocab_size)
+    training = Training(options, model)
+    steps = options["steps"]
     schedule: Callable[[int], float] = make_schedule(
         OptimizerOptions(
-            lr_scheduler_type="cosine",
-            learning_rate=peak,
-            min_learning_rate=0.1 * peak,
+            lr_scheduler_type="linear",
+            learning_rate=options["learning_rate"],
             num_warmup_steps=steps // 20,
         ),
         total_steps=steps,
     )
-    generator = torch.Generator().manual_seed(options["seed"])
-    tokens = options["batch_size"] * options["block_size"]
-    curve = []
-    for step in range(steps):
-        inputs, labels = text.batch("train", generator)
-        with stepper.capture_stats(tokens):
-            objective, _ = loss(inputs, labels)
-            (objective / tokens).backward()
-        stepper.step(model, schedule(step))
-        if (step + 1) % options["evaluate_every"] == 0 or step + 1 == steps:
-            curve.append([step + 1, validation_loss(loss, text)])
-    return {"curve": curve}
-
-
-@torch.no_grad()
-def validation_loss(loss: LanguageModelLoss, text: Text) -> float:
-    """Return the nats a character over the same windows each time."""
-    generator = torch.Generator().manual_seed(0)
-    total = sum(
-        float(loss(*text.batch("validation", generator))[1]) for _ in range(_EVALUATION_BATCHES)
-    )
-    return total / (_EVALUATION_BATCHES * text.shape[0] * text.shape[1])
+    for step, (inputs, labels) in enumerate(islice(text.batches(options["seed"]), steps)):
+        training.step(inputs, labels, learning_rate=schedule(step))
+    return training.validation_loss(text)
 
 
 class Training:
@@ -196,24 +193,31 @@ class Training:
 
     Args:
         options: The settings of the training.
-        method: The optimizer.
-        vocab_size: Characters of the text.
+        model: The model.
     """
 
-    def __init__(self, options: dict[str, Any], method: str, vocab_size: int) -> None:
-        model = model_of(options, vocab_size)
+    def __init__(self, options: dict[str, Any], model: Any) -> None:
         self._model, self._loss = model, LanguageModelLoss(model)
-        self._stepper = Stepper(options | {"method": method}, model)
-        self._rate = float(options["learning_rate"])
+        self._stepper = Stepper(options, model)
+        self._bf16 = options["mixed_precision"] == "bf16"
 
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-        """Train on one batch; return the milliseconds of the step."""
-        began = time.perf_counter()
+    def step(self, inputs: Tensor, labels: Tensor, *, learning_rate: float) -> None:
+        """Train on one batch."""
         with self._stepper.capture_stats(inputs.numel()):
-            objective, _ = self._loss(inputs, labels)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+                objective, _ = self._loss(inputs, labels)
             (objective / inputs.numel()).backward()
-        self._stepper.step(self._model, self._rate)
-        return 1000 * (time.perf_counter() - began)
+        self._stepper.step(self._model, learning_rate)
+
+    @torch.no_grad()
+    def validation_loss(self, text: Text) -> float:
+        """Return the nats a token over the same windows each time."""
+        total, tokens = 0.0, 0
+        for inputs, labels in text.validation(_VALIDATION_WINDOWS):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+                total += float(self._loss(inputs, labels)[1])
+            tokens += inputs.numel()
+        return total / tokens
 
 
 def time_steps(options: dict[str, Any]) -> Taken:
@@ -222,40 +226,50 @@ def time_steps(options: dict[str, Any]) -> Taken:
     The first steps, in which K-FAC updates more often, run on batches of one sample and do not
     count: the figures are those of whole intervals between updates of the inverses.
     """
-    path, block_size = Path(options["text"]), options["block_size"]
-    text = Text(path, batch_size=options["batch_size"], block_size=block_size)
-    small = Text(path, batch_size=1, block_size=block_size)
+    text, small = text_of(options), text_of(options, batch_size=1)
     trainings = {
-        method: Training(options, method, len(text.vocab)) for method in options["methods"]
+        method: Training(options | {"method": method}, model_of(options, text.vocab_size))
+        for method in options["methods"]
     }
-    generator = torch.Generator().manual_seed(0)
+    batches, small_batches = text.batches(seed=0), small.batches(seed=0)
     interval = max(options["inv_update_steps"], options["factor_update_steps"])
     beginning = 1 << (interval - 1).bit_length()
     # The last two are full batches, so that memory and threads are warm.
     for step in range(beginning):
-        batch = (text if step >= beginning - 2 else small).batch("train", generator)
+        batch = next(batches if step >= beginning - 2 else small_batches)
         for training in trainings.values():
-            training.step(*batch)
+            training.step(*batch, learning_rate=options["learning_rate"])
     taken: dict[str, list[float]] = {method: [] for method in trainings}
     order = list(trainings)
     for _ in range(-(-options["turns"] // interval) * interval):
-        batch = text.batch("train", generator)
+        batch = next(batches)
         for method in order:
-            taken[method].append(trainings[method].step(*batch))
+            began = time.perf_counter()
+            trainings[method].step(*batch, learning_rate=options["learning_rate"])
+            taken[method].append(1000 * (time.perf_counter() - began))
         # Rotated, since the first method of a round finds the caches of the last one.
         order = [*order[1:], order[0]]
     return taken
 
 
-def end_with_input() -> None:
-    """End the process when its input ends, which is when the benchmark that began it has ended."""
-    sys.stdin.read()
-    os._exit(1)
+def serve() -> None:
+    """Answer each line of the input, a task and its settings, by a line.
+
+    The process ends when its input does, also amid a training: then the benchmark has ended.
+    """
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        task, settings = json.loads(lines.get())
+        print(json.dumps({"train": train, "steps": time_steps}[task](settings)), flush=True)
 
 
 if __name__ == "__main__":
     restart_with_kept_memory()  # as the trainer does
-    if sys.argv[3:] == ["attached"]:
-        threading.Thread(target=end_with_input, daemon=True).start()
-    task = {"train": train, "steps": time_steps}[sys.argv[1]]
-    print(json.dumps(task(json.loads(sys.argv[2]))))
+    serve()

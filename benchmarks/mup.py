@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kfac_run import Text, validation_loss
+from benchmarks.characters import Text, validation_loss
 from benchmarks.measure import say
 from benchmarks.report import (
     Goal,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from benchmarks import gpu, report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
-from benchmarks.kfac_report import reached, share_of_steps, shorter_section
+from benchmarks.kfac_report import horizon_goals, horizon_lines, shares, steps_to
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from benchmarks.mup import best, section, shift
 from llm.errors import DataError
@@ -382,35 +383,33 @@ def test_the_gpu_benchmark_refuses_what_it_cannot_measure(
     assert said.count("\n") == 1
 
 
-def test_a_curve_is_a_straight_line_between_two_evaluations():
-    curve = [[50, 3.0], [100, 2.0], [150, 2.5], [200, 1.5]]
-    assert [reached(curve, loss) for loss in (3.5, 2.25, 2.0, 1.75)] == [50, 87.5, 100.0, 187.5]
-    assert reached(curve, 1.0) is None
-    found = {"adamw": [{"curve": [[100, 4.0], [200, 2.0]]}] * 2, "other": [{"curve": curve}] * 2}
-    assert share_of_steps(found, "adamw") == 1.0
-    assert share_of_steps(found, "other") == 0.5
+def test_steps_to_a_loss_are_read_from_losses_at_several_horizons():
+    losses = {100: 5.0, 200: 4.0, 400: 3.0, 800: 2.0}  # a straight line in the logarithm
+    assert steps_to(losses, 3.5) == pytest.approx(100 * 2**1.5, rel=0.01)
+    bent = {100: 9.0, 200: 4.0, 400: 1.0, 800: 0.0}  # (log2(800 / steps))^2
+    assert steps_to(bent, 2.25) == pytest.approx(800 / 2**1.5, rel=0.01)
+    assert steps_to(losses, 1.9) == math.inf
+    assert steps_to(losses, 5.5) == 0.0
 
 
-def test_the_shortest_training_that_reaches_adamws_loss_counts():
-    def ends_at(*losses: float) -> list[dict[str, list[list[float]]]]:
-        return [{"curve": [[10, 9.0], [20, loss]]} for loss in losses]
-
-    found = {"adamw": ends_at(1.0, 3.0), "ekfac": ends_at(0.5, 0.5)}
-    shorter = {
-        0.5: {"ekfac": ends_at(1.0, 2.0)},
-        0.4: {"ekfac": ends_at(2.5, 1.5)},
-        0.2: {"ekfac": ends_at(2.5, 1.6)},
+def test_methods_are_compared_by_steps_to_the_last_loss_of_adamw():
+    found = {
+        "adamw": {100: [5.0, 5.0], 200: [4.0, 4.0], 400: [3.0, 3.0]},
+        "ekfac": {100: [4.0, 4.0], 200: [3.0, 3.0], 400: [2.0, 2.0]},
+        "muon": {100: [4.5, 4.5], 200: [3.5, 3.5], 400: [2.5, 2.5]},
+        "soap": {100: [5.0, 5.0], 200: [4.5, 4.5], 400: [3.5, 3.5]},
     }
-    made = shorter_section(1000, found, shorter, {"adamw": 1.0, "ekfac": 1.25}, {})
-    assert made.lines[2:] == [
-        "| method | after 200 | after 400 | after 500 |",
-        "|---|---:|---:|---:|",
-        "| ekfac | 2.0500 | 2.0000 | 1.5000 |",
-    ]
-    assert [(goal.measured, goal.met) for goal in made.goals] == [("0.40", True), ("0.50", True)]
-    too_short = {0.2: shorter[0.2]}
-    made = shorter_section(1000, found, too_short, {"adamw": 1.0, "ekfac": 1.25}, {})
-    assert [(goal.measured, goal.met) for goal in made.goals] == [("never", False)] * 2
+    costs = {"adamw": 1.0, "ekfac": 1.1, "muon": 1.0, "soap": 1.2}
+    assert shares(found, "adamw") == pytest.approx([1.0, 1.0], rel=0.01)
+    assert shares(found, "ekfac") == pytest.approx([0.5, 0.5], rel=0.01)
+    rows = [line.split(" | ") for line in horizon_lines(found, costs, {})]
+    assert [row[-1] for row in rows[3:]] == ["0.550 ± 0.000 |", "0.707 ± 0.000 |", "never |"]
+    met = {goal.what: goal.met for goal in horizon_goals(found, costs)}
+    assert met["ekfac's steps to AdamW's last loss: at most 0.4 of AdamW's"] is False
+    assert met["ekfac's lead over muon: at least two standard errors"] is True
+    assert met["ekfac's lead over soap: at least two standard errors"] is True  # it never arrives
+    assert met["ekfac's step: at most 1 of muon's"] is False
+    assert met["ekfac's step: at most 1 of soap's"] is True
 
 
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:
@@ -419,35 +418,36 @@ def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+TOY_KFAC = (
+    *("--only", "convergence", "--text", "examples/data/shakespeare.txt", "--trial_steps", "10"),
+    *("--learning_rates", "2e-3", "--horizons", "20", "40", "--seeds", "1", "--batch_size", "2"),
+    *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
+)
+
+
 @pytest.mark.benchmarks
 def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
-    done = kfac_benchmark(
-        *("--only", "convergence", "--methods", "adamw", "ekfac", "--learning_rates", "2e-3"),
-        *("--steps", "21", "--sweep_steps", "10", "--seeds", "1", "--batch_size", "2"),
-        *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
-        *("--output", str(tmp_path / "report.md")),
-    )
+    report = tmp_path / "report.md"
+    done = kfac_benchmark(*TOY_KFAC, "--methods", "adamw", "ekfac", "--output", str(report))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "report.md").read_text() == done.stdout[:-1]
+    assert report.read_text() == done.stdout[:-1]
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     adamw = next(row for row in rows if row[0] == "| adamw")
     ekfac = next(row for row in rows if row[0] == "| ekfac")
-    assert adamw[1] == ekfac[1] == "0.002"
-    assert adamw[4] == "1.00"
-    assert adamw[5:] == ["1.00", "1.00 |"]  # it reaches its own loss at its own last step
-    assert float(ekfac[2].split()[0]) < 4.5  # less than the log of 65 characters and some
-    assert "| method | after 10 |\n|---|---:|\n| ekfac | " in done.stdout
+    assert adamw[3] == "1.00"
+    assert adamw[4:] == ["1.000", "1.000 |"]  # it reaches its own loss at its own last step
+    assert float(ekfac[2]) < float(ekfac[1]) < 4.5  # less than the log of 65 characters and some
+    trials = [row for row in rows if len(row) == 4 and row[0] != "| method"]
+    assert [row[0] for row in trials] == ["| adamw"] * 9 + ["| ekfac"] * 5
+    losses = [float(row[3].rstrip(" |")) for row in trials if row[0] == "| ekfac"]
+    assert losses == sorted(losses)
 
 
 @pytest.mark.benchmarks
 def test_a_killed_kfac_benchmark_ends_its_trainings_and_goes_on(tmp_path):
     kept, mark = tmp_path / "kept", f"MARK_OF_THIS_TEST={tmp_path}"
-    command = [
-        *(sys.executable, "-m", "benchmarks.kfac", "--only", "convergence", "--trainings", kept),
-        *("--methods", "adamw", "muon", "--learning_rates", "2e-3", "--steps", "20"),
-        *("--sweep_steps", "10", "--seeds", "1", "--batch_size", "2", "--block_size", "32"),
-        *("--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
-    ]
+    command = [sys.executable, "-m", "benchmarks.kfac", *TOY_KFAC, "--methods", "adamw", "muon"]
+    command += ["--trainings", str(kept)]
 
     def alive() -> list[str]:
         found = []
@@ -464,13 +464,13 @@ def test_a_killed_kfac_benchmark_ends_its_trainings_and_goes_on(tmp_path):
     begun.kill()
     begun.wait()
     wait_for(lambda: not alive())
-    finished = len(kept.read_text().splitlines())
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(": kept\n") == finished
-    assert len(kept.read_text().splitlines()) == 5  # two rates, two in full, muon's shorter one
+    assert " trainings: kept\n" in done.stderr
+    # Trials, and two horizons each: none twice.
+    assert len(kept.read_text().splitlines()) == 9 + 5 + 4
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -483,11 +483,12 @@ def wait_for(condition: Callable[[], object]) -> None:
 @pytest.mark.benchmarks
 def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
     done = kfac_benchmark(
-        *("--only", "step", "--methods", "adamw", "ekfac", "--step_widths", "16"),
-        *("--step_tokens", "256", "--step_inv_update_steps", "3"),
+        *("--only", "step", "--methods", "adamw", "ekfac", "--step_widths", "32"),
+        *("--step_tokens", "256", "--factor_update_steps", "3", "--inv_update_steps", "3"),
+        *("--text", "examples/data/shakespeare.txt"),
     )
     assert done.returncode == 0, done.stderr
-    assert "## A step, width 16, 256 characters" in done.stdout
+    assert "## A step, width 32, 256 tokens" in done.stdout
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row[2] for row in rows if row[0] == "| adamw"] == ["1.00"]
     assert [float(row[2]) > 1 for row in rows if row[0] == "| ekfac"] == [True]
@@ -498,8 +499,8 @@ def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
     [
         (("--methods", "adamw", "--only", "step", "--plot", "kfac.png"), "--only step leaves out"),
         (("--methods", "ekfac"), "--methods must have adamw"),
-        (("--text", "nowhere.txt"), "--text nowhere.txt is no file."),
-        (("--methods", "adamw", "soap"), "pip install pytorch_optimizer, or leave soap out."),
+        (("--text", "nowhere.txt"), "--text nowhere.txt is neither a folder of tokens nor a file."),
+        (("--methods", "adamw", "soap-library"), "or leave soap-library out."),
         (("--methods", "adamw", "--plot", "kfac.png"), "pip install matplotlib"),
         (("--methods", "adamw", "--output", "no/folder/x.md"), "a folder that does not exist"),
     ],
