@@ -28,7 +28,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.trial import trial_step
 from llm.runtime.world import World, ranks_per_node
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import read_training
+from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup
 
@@ -77,8 +77,8 @@ def find_batch_size(
         "resume keeps them."
     )
     config = dataclasses.replace(config, per_device_train_batch_size=size)
-    again = read_training(dataclasses.replace(config, in_memory=False), world)
-    return config, dataclasses.replace(setup, plan=again.plan, schedule=again.schedule)
+    plan, skipped, schedule = plan_training(config, setup, setup.samples, setup.branch)
+    return config, dataclasses.replace(setup, plan=plan, skipped=skipped, schedule=schedule)
 
 
 def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:

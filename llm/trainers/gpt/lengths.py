@@ -11,6 +11,8 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
 from llm.data.corpus import Samples
+from llm.data.epoch_limits import check_epochs
+from llm.data.skipped_samples import SkippedSamples
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
@@ -18,6 +20,7 @@ from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.run_setup import RunSetup
 
 
@@ -147,8 +150,12 @@ def add_cooldown(
 
 def plan_training(
     config: GPTConfig, setup: RunSetup, samples: Samples, branch: Branch | None
-) -> tuple[BatchPlan, Schedule]:
-    """Return the batches and the learning rates, after the checks that need them."""
+) -> tuple[BatchPlan, SkippedSamples, Schedule]:
+    """Return the batches, the samples to leave out and the learning rates.
+
+    Raises:
+        LLMError: The options make no such run of this data and this start.
+    """
     plan = plan_run(
         config,
         num_windows=samples.num_windows,
@@ -170,4 +177,7 @@ def plan_training(
         check_micro_batches(
             config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
         )
-    return plan, schedule
+    skipped = choose_skipped(config, setup.start, plan)
+    _, passed = skipped.span((0, plan.total_samples))  # what is left out is used up as well
+    check_epochs(config, setup.corpus.train, samples, num_samples=passed)
+    return plan, skipped, schedule

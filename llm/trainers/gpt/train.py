@@ -1,7 +1,6 @@
 """The story of a training run."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.rewind import fit
-from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.run_setup import TrainSetup, resolve
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -63,16 +62,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
     searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
-    config = dataclasses.replace(
-        config,
-        seed=setup.seed,
-        output_dir=str(setup.run.path),
-        skip_samples=str(setup.skipped) or None,
-        # RUN alone would be a later checkpoint if the branch is started again before its first.
-        branch_from=setup.branch.parent if setup.branch else None,
-        per_device_train_batch_size=setup.plan.micro_batch_size,
-        **setup.by_device,
-    )
+    config = resolve(config, setup)
     model = make_model(config, setup, world)
     repository = None
     if world.is_main:
