@@ -69,14 +69,16 @@ class Trainer:
         self.plan, self.schedule = setup.plan, setup.schedule
         self.block_size = setup.block_size
         self.loader = _loader(config, setup, strategy)
-        self.sources, self.folder = setup.corpus.train, str(setup.run.path)
+        self.corpus, self.folder = setup.corpus, str(setup.run.path)
         self.health, self.tracker = health, tracker
         self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
         self.sample = sample
         self.average = WeightAverage(config, strategy) if averages_weights(config) else None
         self.state = TrainState()
-        names = [source.name for source in self.sources] if config.log_source_losses else []
-        self.meter = Meter(strategy.device, rank=strategy.rank, sources=names)
+        names = [source.name for source in self.corpus.train] if config.log_source_losses else []
+        self.meter = Meter(
+            strategy.device, rank=strategy.rank, sources=names, z_loss=config.z_loss > 0
+        )
         self.metadata = checkpoint_metadata(config, setup)
         self.saver = Saver(
             config,
@@ -264,7 +266,6 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
             kfac={} if second_order is None else second_order.metrics(),
-            with_z_loss=self.config.z_loss > 0,
         )
 
     def report_steps(self) -> None:
@@ -276,7 +277,7 @@ class Trainer:
         """
         steps = self.meter.pop_steps()
         try:
-            report_steps(self.config, steps, self.state, self.loader, self.sources, run=self.folder)
+            report_steps(self.config, steps, self.state, self.loader, self.corpus, run=self.folder)
         except DivergedError:
             self.saver.finish()  # a save under way is sound, and may be the one to resume from
             raise
