@@ -74,10 +74,12 @@ def open_corpus(
     }
     train, validation = prepared.get("train"), prepared.get("validation")
     if train is not None and validation is None and options.validation_split_percentage > 0:
-        return opener.open_split_rows(train)
-    return opener.open_whole(
-        () if train is None else (str(train),), () if validation is None else (str(validation),)
-    )
+        corpus = opener.open_split_rows(train)
+    else:
+        files = [() if prefix is None else (str(prefix),) for prefix in (train, validation)]
+        corpus = opener.open_whole(*files)
+    name = Path(options.train_file or options.dataset_name or "").resolve().stem  # not the cache
+    return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
 
 
 def _token_cache(
