@@ -259,6 +259,13 @@ def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> Non
     ]
     if changed:
         logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
+    names = lengthened(config, checkpoint)
+    longer = [name for name in names if getattr(config, name) > fixed[name]]
+    if longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
+        logger.warning(
+            f"--{longer[0]} does not make the run longer: its length is that of the cooldown, "
+            f"--cooldown_tokens {config.cooldown_tokens:,}."
+        )
 
 
 def choose_by_device(
