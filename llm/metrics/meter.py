@@ -32,7 +32,7 @@ class Meter:
     ) -> None:
         self._rank, self._sources, self._z_loss = rank, sources, z_loss
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Of token losses and z-losses, then token losses and labels of each source.
+        # Sums of token losses and z-losses, then of the token losses and labels of each source.
         self.sums = torch.zeros(2 + 2 * len(sources), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
@@ -65,15 +65,14 @@ class Meter:
             skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
             z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
-        by_source = loss_sum.T if self._sources else loss_sum.new_empty(0)
-        loss_sum = loss_sum[0].sum() if self._sources else loss_sum
-        z_loss_sum = torch.zeros_like(loss_sum) if z_loss_sum is None else z_loss_sum
-        parts = (loss_sum, z_loss_sum, by_source)
-        sums = torch.cat([part.flatten().to(self.sums.dtype) for part in parts])
-        self.sums += torch.where(skipped > 0, 0.0, sums)
+        total = loss_sum[0].sum() if self._sources else loss_sum
+        sums = torch.stack([total, torch.zeros_like(total) if z_loss_sum is None else z_loss_sum])
+        if self._sources:
+            sums = torch.cat([sums, loss_sum.T.flatten()])
+        self.sums += torch.where(skipped > 0, 0.0, sums.to(self.sums.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._own.append((step, skipped, torch.isnan(grad_norm), loss_sum, num_tokens))
+        self._own.append((step, skipped, torch.isnan(grad_norm), total, num_tokens))
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
         """Return the all-reduced steps since the last call.

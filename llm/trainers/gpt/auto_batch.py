@@ -55,7 +55,7 @@ def find_batch_size(
         ConfigError: On all ranks, why the run cannot be planned.
     """
     if setup.branch_from is not None and config.global_batch_size is None:
-        # The parent's, of which the micro-batch has to be a divisor.
+        # A branch keeps its parent's global batch, which the micro-batch has to divide.
         batch = setup.plan.batch_schedule(setup.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
     answer: int | str | None = None
@@ -84,6 +84,7 @@ def find_batch_size(
 def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
     """Return whether a step with micro-batches of this size fits into this rank's memory."""
     together = size * setup.plan.world_size
+    # Gradients accumulate over two micro-batches if a step has several.
     several = setup.plan.global_batch_size > together or config.gradient_accumulation_steps > 1
     loader = TrainLoader(
         samples=setup.samples,

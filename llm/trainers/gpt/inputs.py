@@ -191,7 +191,7 @@ def _load_tasks(
     if not config.eval_tasks:
         return None
     try:
-        from llm.trainers.gpt.tasks import Tasks  # the library is an extra, and loads for seconds
+        from llm.trainers.gpt.tasks import Tasks  # an extra, which takes seconds to import
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
