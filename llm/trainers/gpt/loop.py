@@ -131,7 +131,7 @@ class Trainer:
         if state.step:
             self.evaluate_on_resume()
         if self.config.z_loss:
-            self.strategy.pop_z_loss()  # of the pass in which DDP has ordered its buckets
+            self.strategy.pop_z_loss()  # forget the pass by which DDP has ordered its buckets
         waiting_since = time.perf_counter()
         # Closed also if a step raises, which ends the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
@@ -152,7 +152,7 @@ class Trainer:
 
     def evaluate_on_resume(self) -> None:
         """Make the evaluations of the checkpoint's step, if the stop that saved it left no time."""
-        self.report_steps()  # a run that gave up gives up again, whatever it is started with
+        self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
         due = self.is_due(self.eval_every, or_last=True)
         with self.tracker.paused():
@@ -312,7 +312,8 @@ class Trainer:
         """Return the results of an evaluation, and as `ema_NAME` those of the average."""
         assert self.evaluate is not None
         results = self.evaluate()
-        if self.average is not None and self.config.eval_ema:
+        exports = self.config.export_ema and self.state.step == self.plan.total_steps
+        if self.average is not None and (self.config.eval_ema or exports):
             results |= self.average.evaluated(self.evaluate)
         return results
 

@@ -121,7 +121,7 @@ def watched(
     reported = False
 
     def report(failure: str) -> None:
-        # A rank that waits for its end may see rank 0, which fails with the same error, end first.
+        # A rank that waits to be ended may see rank 0 end first, with the same error.
         if strategy.rank == health.reporter and not reported:
             run.say("failed", reason=failure)
 
@@ -176,13 +176,13 @@ def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTra
     exported = trainer.average.swapped() if trainer.average and config.export_ema else None
     with exported or contextlib.nullcontext():
         write_results(config, setup, trainer, model)
-    if config.sample_prompt is not None and setup.layout.is_replicated:
-        trainer.sample(None)
-    elif config.sample_prompt is not None:
-        logger.info(
-            "No rank has the whole model, so --sample_prompt is left to "
-            + generate_command(setup.run)
-        )
+        if config.sample_prompt is not None and setup.layout.is_replicated:
+            trainer.sample(None)
+        elif config.sample_prompt is not None:
+            logger.info(
+                "No rank has the whole model, so --sample_prompt is left to "
+                + generate_command(setup.run)
+            )
     if trainer.strategy.rank == 0:
         log_end(config, setup, trainer.state, trainer.results)
         loss = trainer.results.get("loss", 0.0)
