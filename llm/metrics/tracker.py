@@ -150,8 +150,10 @@ class Tracker:
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
+        if "z_loss" in values:
+            record["z_loss"] = values["z_loss"]
         record |= {f"kfac_{name}": float(value) for name, value in kfac.items()}
-        record |= {n: value for n, value in values.items() if n == "z_loss" or "loss/" in n}
+        record |= {name: value for name, value in values.items() if name.startswith("loss/")}
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
