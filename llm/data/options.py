@@ -7,7 +7,7 @@ from llm.config.options import given, option
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.data_stage import DataStage, stage_problems
-from llm.data.sample_ranges import skipped_ranges
+from llm.data.skipped_samples import skipped_ranges
 from llm.errors import ConfigError
 
 DATA = "Data"

@@ -16,8 +16,7 @@ from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
 from llm.data.options import LENGTHS
-from llm.data.sample_ranges import skipped_ranges
-from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import CheckpointError, ConfigError
 from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
