@@ -1,6 +1,5 @@
 """Splits of a corpus: memory-mapped streams of tokens, and training samples by their number."""
 
-import bisect
 import ctypes
 import logging
 import os
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside
-from llm.data.mixture import Mixture, Stage, stage_starts
-from llm.data.order import Blend, WindowSampler
+from llm.data.mixture import Mixture, Stage
+from llm.data.order import WindowSampler
 from llm.errors import DataError
 
 _DIGEST_TOKENS = 1 << 16
@@ -182,10 +181,8 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        self._mixture: Blend | Mixture = Blend([source.weight for source in sources])
-        self._stage_starts = stage_starts(stages, block_size=block_size)
-        if stages:
-            self._mixture = Mixture(stages, block_size=block_size)
+        only = Stage(None, tuple(source.weight for source in sources))
+        self._mixture = Mixture(stages or [only], block_size=block_size)
         self._samplers = {
             number: WindowSampler(
                 num_tokens=source.stream.num_tokens,
@@ -240,7 +237,7 @@ class Samples:
 
     def stage_of(self, sample: int) -> int:
         """Return the stage of a sample, counted from 0; 0 where the weights never change."""
-        return bisect.bisect_right(self._stage_starts, sample) - 1
+        return self._mixture.stage_of(sample)
 
     def windows_of(self, source: int) -> int:
         """Return the samples of one epoch of a source; 0 for a source of weight 0."""

@@ -1,5 +1,6 @@
 """A mixture of sources whose weights change during a run, as a function of the sample number."""
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +89,10 @@ class Mixture:
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
         # While the object is made, the stages that are known already are searched.
-        known = self._starts[: len(self._before)]
-        stage = sum(start <= num_samples for start in known[1:])
-        within = self._blends[stage].served(num_samples - known[stage])
+        stage = min(self.stage_of(num_samples), len(self._before) - 1)
+        within = self._blends[stage].served(num_samples - self._starts[stage])
         return [a + b for a, b in zip(self._before[stage], within, strict=True)]
+
+    def stage_of(self, sample: int) -> int:
+        """Return the stage of a sample, counted from 0."""
+        return bisect.bisect_right(self._starts, sample) - 1
