@@ -172,8 +172,8 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
-    valid = [entry.path for entry in entries if entry.problem is None]
-    latest = valid[-1] if valid else None
+    valid = [entry for entry in entries if entry.problem is None]
+    latest = valid[-1].path if valid else None
     best, remark = follow_best(folder)
     lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
@@ -184,7 +184,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
             f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
             "cut short; the next save clears it away."
         )
-    lines += _lineage([entry for entry in entries if entry.problem is None])
+    lines += _lineage(valid)
     lines.append(f"latest, from which training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, of the lowest validation loss: {remark}")
     damaged = len(entries) - len(valid)
@@ -260,10 +260,12 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     chosen = choose_checkpoint(folder, step, option="--export")
     _prepare_libraries()
     model, tokenizer = load_trained(config, chosen, ema=options.ema)
-    loss = chosen.metadata.get("eval_loss")
-    known = {} if loss is None or options.ema else {"eval loss": loss}
-    known |= {"weights": "their exponential moving average"} if options.ema else {}
-    _write(target, run, config, model, tokenizer, model.state_dict(), steps=chosen.step, **known)
+    known: dict[str, object] = {"steps": chosen.step}
+    if options.ema:
+        known["weights"] = "their exponential moving average"
+    elif (loss := chosen.metadata.get("eval_loss")) is not None:
+        known["eval loss"] = loss
+    _write(target, run, config, model, tokenizer, model.state_dict(), known)
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
@@ -287,7 +289,7 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     model, tokenizer = build_untrained(config, device="meta")
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
     state = mean_state(chosen, model)
-    _write(target, run, config, model, tokenizer, state, **{"mean of steps": steps})
+    _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
     write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
@@ -316,7 +318,7 @@ def _write(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     state: dict[str, Any],
-    **card: object,
+    card: dict[str, object],
 ) -> None:
     """Export a model, with some entries of its card."""
     from llm.models.export import export_model, write_model_card

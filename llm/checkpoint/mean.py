@@ -9,12 +9,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from llm.checkpoint.format import Checkpoint, model_tensors
+from llm.checkpoint.format import MODEL_TENSORS, Checkpoint, model_tensors
 from llm.errors import CheckpointError
 
 _BLOCK = 1 << 18
 """Elements that are averaged at once."""
-_MODEL = "strategy/model/"
 
 
 def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +63,7 @@ class _SavedModel:
         self._shards = defaultdict(list)
         metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
         for index, file in (metadata.storage_data or {}).items():
-            if index.fqn.startswith(_MODEL):
+            if index.fqn.startswith(MODEL_TENSORS):
                 offset = index.offset or [0] * len(file.shape)
                 self._shards[index.fqn].append((offset, file.shape, file.relative_path))
 
@@ -73,7 +72,7 @@ class _SavedModel:
         for name, tensor in tensors.items():
             ends = [
                 [at + size for at, size in zip(offset, part, strict=True)]
-                for offset, part, _ in self._shards[_MODEL + name]
+                for offset, part, _ in self._shards[MODEL_TENSORS + name]
             ]
             if not ends or [max(axis) for axis in zip(*ends, strict=True)] != [*tensor.shape]:
                 raise CheckpointError(
@@ -82,15 +81,15 @@ class _SavedModel:
 
     def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield what each shard has of some rows, and its place among them."""
-        for offset, shape, path in self._shards[_MODEL + name]:
+        for offset, shape, path in self._shards[MODEL_TENSORS + name]:
             # Opened for each part: the pages of a mapped file count as memory until it is closed.
             with safe_open(path, framework="pt") as file:
                 if not shape:
-                    yield (slice(None),), file.get_tensor(_MODEL + name)
+                    yield (slice(None),), file.get_tensor(MODEL_TENSORS + name)
                     continue
                 low, high = max(first, offset[0]), min(stop, offset[0] + shape[0])
                 if low < high:
-                    saved = file.get_slice(_MODEL + name)[low - offset[0] : high - offset[0]]
+                    saved = file.get_slice(MODEL_TENSORS + name)[low - offset[0] : high - offset[0]]
                     columns = zip(offset[1:], shape[1:], strict=True)
                     place = [slice(low - first, high - first)]
                     place += [slice(at, at + size) for at, size in columns]

@@ -168,17 +168,18 @@ def plan_batches(
     if batch is None:
         batch = together * options.gradient_accumulation_steps
     first, *growth = batch_phases(batch, block_size=block_size)
-    if not growth and first.global_batch_size % together:
-        raise ConfigError(
-            f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
-            f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
-        )
-    for _, _, size in (first, *growth) if growth else ():
-        if size % (min(micro_batch_size, size // world_size) * world_size or together):
+    for _, _, size in (first, *growth):
+        # A batch that grows may begin with smaller micro-batches.
+        each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
+        if each == 0 or size % (each * world_size):
+            which, remedy = "", "change one of them"
+            if growth:
+                which = f" has a phase of {size} samples, which"
+                remedy = f"take one, or a smaller multiple of {world_size}"
             raise ConfigError(
-                f"--global_batch_size {batch} has a phase of {size} samples, which is no "
-                f"multiple of --per_device_train_batch_size {micro_batch_size} times {world_size} "
-                f"ranks = {together}; take one, or a smaller multiple of {world_size}."
+                f"--global_batch_size {batch}{which} is no multiple of "
+                f"--per_device_train_batch_size {micro_batch_size} times {world_size} ranks = "
+                f"{together}; {remedy}."
             )
     plan = BatchPlan(
         num_windows=num_windows,
