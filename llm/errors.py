@@ -73,3 +73,8 @@ class DeviceMemoryError(LLMError):
 
 class PeerLostError(LLMError):
     """Another rank has died or hangs, which the watchdog has logged."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, to end a sentence with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
