@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,7 @@ class TokenStream:
             largest = int(windows.max())
             if smallest < 0 or largest >= self._vocab_size:
                 beyond = smallest if smallest < 0 else largest
-                error = DataError(
-                    f"{self.file.prefix}.bin holds the token id {beyond}, and the vocabulary of "
-                    f"tokenizer and model has {self._vocab_size:,} tokens; train with the "
-                    "tokenizer that made the file."
-                )
+                error = beyond_vocabulary(self.file.prefix, beyond, self._vocab_size)
                 error.found_here = True  # other ranks read other windows
                 raise error
         return windows
@@ -105,6 +102,14 @@ class TokenStream:
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self.tokens[around % self.num_tokens]
         return windows
+
+
+def beyond_vocabulary(prefix: Path, token_id: int, vocab_size: int) -> DataError:
+    """Return the error for a token file with an id that the run's vocabulary does not have."""
+    return DataError(
+        f"{prefix}.bin holds the token id {token_id}, and the vocabulary of tokenizer and model "
+        f"has {vocab_size:,} tokens; train with the tokenizer that made the file."
+    )
 
 
 @dataclass(frozen=True, slots=True)
