@@ -300,7 +300,7 @@ def batch_problems(options: BatchOptions) -> list[str]:
     if len(lengths) > 1:
         problems.append(f"{' and '.join(lengths)} exclude each other; give one length.")
     try:
-        parse_batch_schedule(1 if options.global_batch_size is None else options.global_batch_size)
+        parse_batch_schedule(options.global_batch_size or 1)
     except ConfigError as error:
         problems.append(str(error))
     if options.global_batch_size is not None and options.gradient_accumulation_steps != 1:
