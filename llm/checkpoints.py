@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "average the weights of several.",
             positional="run",
         )
-        run, folder = _places(options, averages=averages)
+        _check(options, averages=averages)
+        run, folder = _places(Path(options.run))
         if options.output is not None:
             lines, code = [_average(run, folder, options, options.output)], 0
         elif options.export:
@@ -134,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]:
-    """Return the run's folder and that of its checkpoints, which need not exist."""
+def _check(options: CheckpointsOptions, *, averages: bool) -> None:
+    """Refuse options that cannot work together."""
     if problems := lacking(options):
         raise ConfigError(" ".join(problems))
     if averages != (options.output is not None):
@@ -156,7 +157,10 @@ def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]
             f"--export expects a step and a folder, as in --export latest DIR, not "
             f"'{' '.join(options.export)}'."
         )
-    path = Path(options.run)
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """Return the run's folder and that of its checkpoints, which need not exist."""
     if not path.is_dir():
         raise ConfigError(f"--run {path} is no folder; name that of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
@@ -255,7 +259,7 @@ def _bytes(number: float) -> str:
 def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Write a Hugging Face folder, after every file that it needs has been verified."""
     step, target = options.export[0], Path(options.export[1])
-    _check_empty(target, f"--export {step} {target}")
+    _check_empty(target, f"--export {step}")
     config = _in_dtype(read_config(run), options)
     chosen = choose_checkpoint(folder, step, option="--export")
     _prepare_libraries()
@@ -276,7 +280,7 @@ def _in_dtype(config: GPTConfig, options: CheckpointsOptions) -> GPTConfig:
 def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     target, number = Path(output), options.last
-    _check_empty(target, f"--output {output}")
+    _check_empty(target, "--output")
     config = _in_dtype(read_config(run), options)
     newest = list_checkpoints(folder)[-number:]
     if len(newest) < number:
@@ -298,9 +302,9 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     )
 
 
-def _check_empty(target: Path, given: str) -> None:
+def _check_empty(target: Path, option: str) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{given}: {target} is not empty; name a new folder.")
+        raise ConfigError(f"{option} {target} is not empty; name a new folder.")
 
 
 def _prepare_libraries() -> None:

@@ -306,7 +306,7 @@ def choose_skipped(
     saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata.get("skip_samples")))
     skipped = saved.skip(given)
     position, _ = plan.step_samples(resume_from.step)
-    reached = saved.span((0, position))[1] if position else 0
+    _, reached = saved.span((0, position))
     if skipped.before(reached) != saved.before(reached):
         raise ConfigError(
             f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
