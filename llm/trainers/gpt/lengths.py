@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
-from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
+from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.batch_schedule import batch_phases
 from llm.data.corpus import Samples
 from llm.data.epoch_limits import check_epochs
 from llm.data.skipped_samples import SkippedSamples
