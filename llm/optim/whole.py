@@ -122,8 +122,3 @@ def gradients_of(unit: Unit) -> list[Tensor] | None:
     if unit.weight.grad is None:
         return None
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters]
-
-
-def whole_zeros(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's whole shape, on its device, also where it is sharded."""
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
