@@ -260,7 +260,7 @@ class ShardedStrategy(AcceleratedStrategy):
     def _state_owner(self, parameter: Tensor) -> int | None:
         """Return the number of the rank that keeps a parameter's state, if one keeps it whole."""
         unit = self.matrices.unit_of(parameter)
-        return unit.owner if unit in self._units and unit is not None else None
+        return unit.owner if unit is not None and unit in self._units else None
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of the stages to which a tensor of a checkpoint belongs."""
