@@ -235,17 +235,14 @@ class ShardedStrategy(AcceleratedStrategy):
         return chosen.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {
-            parameter: {
-                # The owner of a matrix keeps whole moments of it.
-                key: as_dtensor(value, like=parameter)
-                if self._state_owner(parameter) is None
-                else value
-                for key, value in self.optimizer.state[local].items()
-            }
-            for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
-            if self.optimizer.state.get(local)
-        }
+        states = {}
+        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
+            state = self.optimizer.state.get(local)
+            if state and self._state_owner(parameter) is None:  # else whole, at its owner
+                state = {key: as_dtensor(value, like=parameter) for key, value in state.items()}
+            if state:
+                states[parameter] = state
+        return states
 
     def owner_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks that hold a tensor of a checkpoint: one of them writes it."""
@@ -268,15 +265,12 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live shards."""
-        self._reshard()
-        return super().state_dict()
-
-    def _reshard(self) -> None:
         reshard(self.wrapped)
+        return super().state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
-        self._reshard()
+        reshard(self.wrapped)
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = full_tensor(tensor)  # on all ranks, since it is an all-gather

@@ -72,7 +72,7 @@ class CoveredUnits:
         Args:
             updates: As `updates` yields them; not empty.
         """
-        if self._whole is not None:
+        if self._whole is not None:  # of shards, which are no matrices of their own
             products = [
                 (update * gradient).sum()
                 for unit, its in updates.items()
