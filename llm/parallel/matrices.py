@@ -57,7 +57,6 @@ class ShardedMatrices(WholeMatrices):
             replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
             is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
-        self._unit_of: dict[Tensor, Unit] = {}
         self._dims: dict[Unit, list[dict[str, int]]] = {}
         self._locals: Mapping[Tensor, nn.Parameter] = {}
 
@@ -65,7 +64,6 @@ class ShardedMatrices(WholeMatrices):
         """Give each unit that has none an owner, the costliest first to the one with least."""
         loads = [0.0] * self.size
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            self._unit_of |= dict.fromkeys(unit.parameters, unit)
             self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
             if unit.owner is None:
                 unit.owner = loads.index(min(loads))
@@ -74,10 +72,6 @@ class ShardedMatrices(WholeMatrices):
     def owns(self, unit: Unit) -> bool:
         """Return whether this rank keeps the state of a unit."""
         return unit.owner == self.rank
-
-    def unit_of(self, parameter: Tensor) -> Unit | None:
-        """Return the unit of a parameter of the model, if it has one."""
-        return self._unit_of.get(parameter)
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
