@@ -108,6 +108,7 @@ class SOAP(torch.optim.Optimizer):
             adamw_step(group, others, self.state, found_inf)
         if not self.units:
             return
+        # Known to the owners alone, and all ranks need it: weights decay from the first basis on.
         started = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
         keep = started if found_inf is None else started * (1.0 - found_inf)
         keep_of = dict(zip(self.units, keep, strict=True))
