@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "average the weights of several.",
             positional="run",
         )
-        run, folder = _places(options, averages=averages)
+        _check(options, averages=averages)
+        run, folder = _places(Path(options.run))
         if options.output is not None:
             lines, code = [_average(run, folder, options, options.output)], 0
         elif options.export:
@@ -134,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]:
-    """Return the run's folder and that of its checkpoints, which need not exist."""
+def _check(options: CheckpointsOptions, *, averages: bool) -> None:
+    """Refuse options that cannot work together."""
     if problems := lacking(options):
         raise ConfigError(" ".join(problems))
     if averages != (options.output is not None):
@@ -156,7 +157,10 @@ def _places(options: CheckpointsOptions, *, averages: bool) -> tuple[Path, Path]
             f"--export expects a step and a folder, as in --export latest DIR, not "
             f"'{' '.join(options.export)}'."
         )
-    path = Path(options.run)
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """Return the run's folder and that of its checkpoints, which need not exist."""
     if not path.is_dir():
         raise ConfigError(f"--run {path} is no folder; name that of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
@@ -172,8 +176,8 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
-    valid = [entry.path for entry in entries if entry.problem is None]
-    latest = valid[-1] if valid else None
+    valid = [entry for entry in entries if entry.problem is None]
+    latest = valid[-1].path if valid else None
     best, remark = follow_best(folder)
     lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
@@ -184,7 +188,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
             f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
             "cut short; the next save clears it away."
         )
-    lines += _lineage([entry for entry in entries if entry.problem is None])
+    lines += _lineage(valid)
     lines.append(f"latest, from which training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, of the lowest validation loss: {remark}")
     damaged = len(entries) - len(valid)
@@ -255,15 +259,17 @@ def _bytes(number: float) -> str:
 def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Write a Hugging Face folder, after every file that it needs has been verified."""
     step, target = options.export[0], Path(options.export[1])
-    _check_empty(target, f"--export {step} {target}")
+    _check_empty(target, f"--export {step}")
     config = _in_dtype(read_config(run), options)
     chosen = choose_checkpoint(folder, step, option="--export")
     _prepare_libraries()
     model, tokenizer = load_trained(config, chosen, ema=options.ema)
-    loss = chosen.metadata.get("eval_loss")
-    known = {} if loss is None or options.ema else {"eval loss": loss}
-    known |= {"weights": "their exponential moving average"} if options.ema else {}
-    _write(target, run, config, model, tokenizer, model.state_dict(), steps=chosen.step, **known)
+    known: dict[str, object] = {"steps": chosen.step}
+    if options.ema:
+        known["weights"] = "their exponential moving average"
+    elif (loss := chosen.metadata.get("eval_loss")) is not None:
+        known["eval loss"] = loss
+    _write(target, run, config, model, tokenizer, model.state_dict(), known)
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
@@ -274,7 +280,7 @@ def _in_dtype(config: GPTConfig, options: CheckpointsOptions) -> GPTConfig:
 def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     target, number = Path(output), options.last
-    _check_empty(target, f"--output {output}")
+    _check_empty(target, "--output")
     config = _in_dtype(read_config(run), options)
     newest = list_checkpoints(folder)[-number:]
     if len(newest) < number:
@@ -287,7 +293,7 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     model, tokenizer = build_untrained(config, device="meta")
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
     state = mean_state(chosen, model)
-    _write(target, run, config, model, tokenizer, state, **{"mean of steps": steps})
+    _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
     write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
@@ -296,9 +302,9 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     )
 
 
-def _check_empty(target: Path, given: str) -> None:
+def _check_empty(target: Path, option: str) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{given}: {target} is not empty; name a new folder.")
+        raise ConfigError(f"{option} {target} is not empty; name a new folder.")
 
 
 def _prepare_libraries() -> None:
@@ -316,7 +322,7 @@ def _write(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     state: dict[str, Any],
-    **card: object,
+    card: dict[str, object],
 ) -> None:
     """Export a model, with some entries of its card."""
     from llm.models.export import export_model, write_model_card

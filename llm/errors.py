@@ -1,13 +1,5 @@
 """The errors that this package raises on purpose.
 
-    LLMError                 the base: one sentence for the user, never a traceback
-      ConfigError            an option, or a combination of options, that cannot work
-      DataError              text or token files that are missing, broken or too small
-      CheckpointError        a checkpoint that is absent, damaged or does not fit
-      ParallelError          ranks, devices or precisions that the machine does not offer
-      DeviceMemoryError      a device with less memory than the run needs
-      PeerLostError          another rank that has died or hangs
-
 Each message is a full sentence that names the option, its value and what to do.
 """
 
@@ -73,3 +65,8 @@ class DeviceMemoryError(LLMError):
 
 class PeerLostError(LLMError):
     """Another rank has died or hangs, which the watchdog has logged."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, to end a sentence with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

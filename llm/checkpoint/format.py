@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
+MODEL_TENSORS = "strategy/model/"
+"""Prefix of the paths of the model's tensors."""
+
 REPLACED = ".replaced"
 """Suffix of a checkpoint while another one of the same step takes its name."""
 
@@ -88,8 +91,7 @@ class TrainState:
         """Restore the counters."""
         # Older checkpoints lack some of them.
         step = state["step"]
-        lacking = {"skipped_in_a_row": 0, "losses": [], "rewinds": 0}
-        state = {"evaluated_at": step, "tasks_at": step, **lacking, **state}
+        state = {**vars(TrainState()), "evaluated_at": step, "tasks_at": step, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 

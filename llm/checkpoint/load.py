@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.checkpoint.format import (
+    MODEL_TENSORS,
     PLAIN,
     Checkpoint,
     Stateful,
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("llm")
-
-_MODEL = "strategy/model/"
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -129,8 +128,8 @@ def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
     Raises:
         CheckpointError: The checkpoint is of another model.
     """
-    tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
-    read_tensors(checkpoint, tensors, of=[_MODEL])
+    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in model_tensors(model).items()}
+    read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
 
 
 def load_average(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:

@@ -9,12 +9,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from llm.checkpoint.format import Checkpoint, model_tensors
+from llm.checkpoint.format import MODEL_TENSORS, Checkpoint, model_tensors
 from llm.errors import CheckpointError
 
 _BLOCK = 1 << 18
 """Elements that are averaged at once."""
-_MODEL = "strategy/model/"
 
 
 def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
@@ -61,37 +60,34 @@ class _SavedModel:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
-        self._shards = defaultdict(list)
         metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
+        self._tensors = metadata.state_dict_metadata
+        self._shards = defaultdict(list)
         for index, file in (metadata.storage_data or {}).items():
-            if index.fqn.startswith(_MODEL):
-                offset = index.offset or [0] * len(file.shape)
-                self._shards[index.fqn].append((offset, file.shape, file.relative_path))
+            offset = torch.Size(index.offset or ())
+            self._shards[index.fqn].append((offset, file.shape, file.relative_path))
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise a CheckpointError unless it has tensors of these names and shapes."""
         for name, tensor in tensors.items():
-            ends = [
-                [at + size for at, size in zip(offset, part, strict=True)]
-                for offset, part, _ in self._shards[_MODEL + name]
-            ]
-            if not ends or [max(axis) for axis in zip(*ends, strict=True)] != [*tensor.shape]:
+            saved = self._tensors.get(MODEL_TENSORS + name)
+            if getattr(saved, "size", None) != tensor.shape:
                 raise CheckpointError(
                     f"{self._path} does not fit this model, which has another {name}."
                 )
 
     def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield what each shard has of some rows, and its place among them."""
-        for offset, shape, path in self._shards[_MODEL + name]:
+        path = MODEL_TENSORS + name
+        for offset, shape, file_path in self._shards[path]:
             # Opened for each part: the pages of a mapped file count as memory until it is closed.
-            with safe_open(path, framework="pt") as file:
+            with safe_open(file_path, framework="pt") as file:
                 if not shape:
-                    yield (slice(None),), file.get_tensor(_MODEL + name)
+                    yield (slice(None),), file.get_tensor(path)
                     continue
                 low, high = max(first, offset[0]), min(stop, offset[0] + shape[0])
                 if low < high:
-                    saved = file.get_slice(_MODEL + name)[low - offset[0] : high - offset[0]]
+                    rows = slice(low - first, high - first)
                     columns = zip(offset[1:], shape[1:], strict=True)
-                    place = [slice(low - first, high - first)]
-                    place += [slice(at, at + size) for at, size in columns]
-                    yield tuple(place), saved
+                    place = (rows, *(slice(at, at + size) for at, size in columns))
+                    yield place, file.get_slice(path)[low - offset[0] : high - offset[0]]

@@ -107,12 +107,12 @@ def checkpoint_problems(options: CheckpointOptions) -> list[str]:
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "
             "give one of them."
         )
-    often = (options.checkpointing_steps, options.checkpointing_tokens)
-    if None not in often:
+    steps, tokens = options.checkpointing_steps, options.checkpointing_tokens
+    if steps and tokens:
         problems.append(
             "--checkpointing_steps and --checkpointing_tokens exclude each other; give one of them."
         )
-    if often == (None, None) and options.checkpointing_minutes is None:
+    if not (steps or tokens or options.checkpointing_minutes):
         problems += [
             f"--{name} needs --checkpointing_steps (or its form in tokens) or "
             "--checkpointing_minutes; give one of them too, or leave it out."

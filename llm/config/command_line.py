@@ -72,26 +72,16 @@ def parse(
         ConfigError: An unknown option or a value that does not fit.
         SystemExit: After `--help`.
     """
-    declared = fields(cls)
     words = _with_present_names([_underscored(word) for word in argv], cls)
     topic = _help_topic(words)
     if topic is not None:
-        parser = _parser(_on_topic(topic, cls), prog=prog, description=description)
+        parser = _parser(_on_topic(topic, cls))
+        parser.prog, parser.description = prog, description
         parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options; end.")
         parser.epilog = _other_topics(cls) if common(cls) else None
         sys.stdout.write(parser.format_help())
         raise SystemExit(0)
-    parser = _parser(declared, prog=prog, description=description)
-    known, unknown = parser.parse_known_args(words)
-    given = vars(known)
-    if positional is not None and positional not in given:
-        many = next(field.many for field in declared if field.name == positional)
-        bare = _bare_words(unknown)[: None if many else 1]
-        if bare:
-            given |= vars(parser.parse_args([f"--{positional}", *bare]))
-            unknown = [word for word in unknown if word not in bare]
-    if unknown:
-        raise ConfigError(_unknown_option(unknown[0], cls))
+    given = _given(words, cls, positional)
     path = given.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
     values.update({name: _value(name, value) for name, value in given.items()})
@@ -108,13 +98,26 @@ def parse(
     return config
 
 
-def _bare_words(words: Sequence[str]) -> list[str]:
-    """Return the words that are neither a flag nor follow one, as its value does."""
-    return [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if not word.startswith("-") and not before.startswith("-")
-    ]
+def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str, Any]:
+    """Return the options that the words give, and the TOML file as `config`."""
+    declared = fields(cls)
+    parser = _parser(declared)
+    known, unknown = parser.parse_known_args(words)
+    given = vars(known)
+    if positional is not None and positional not in given:
+        many = next(field.many for field in declared if field.name == positional)
+        # Those that are neither a flag nor follow one, as its value does.
+        bare = [
+            word
+            for before, word in zip(["", *unknown], unknown, strict=False)
+            if not word.startswith("-") and not before.startswith("-")
+        ][: None if many else 1]
+        if bare:
+            given |= vars(parser.parse_args([f"--{positional}", *bare]))
+            unknown = [word for word in unknown if word not in bare]
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0], cls))
+    return given
 
 
 def config_file_of(argv: Sequence[str]) -> Path | None:
@@ -218,16 +221,16 @@ def _other_topics(cls: type) -> str:
     return f"--help all shows every option; --help TOPIC those of {topics}."
 
 
-def _parser(declared: list[Field], *, prog: str, description: str) -> _Parser:
+def _parser(declared: list[Field]) -> _Parser:
     parser = _Parser(
-        prog=prog,
         usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
-        description=description,
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
+    # By itself argparse takes -1e-3 for an option, and says that the one before it has no value.
+    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
     parser.add_argument(
         "--config",
         metavar="FILE",

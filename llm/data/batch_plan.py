@@ -3,29 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm.config.tokens import Tokens
-from llm.data.batch_schedule import parse_batch_schedule
+from llm.data.batch_schedule import BatchPhase, batch_phases, parse_batch_schedule, steps_at
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
-
-
-class BatchPhase(NamedTuple):
-    """Consecutive steps of one global batch size.
-
-    Attributes:
-        first_step: The first of them, counted from 0.
-        first_sample: The first sample of that step.
-        global_batch_size: Samples of each step.
-    """
-
-    first_step: int
-    first_sample: int
-    global_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +67,7 @@ class BatchPlan:
 
     def steps_at(self, samples: float | Fraction) -> float:
         """Return the steps after which so many samples have been read; between two, a fraction."""
-        phase = [self.phases[0], *(p for p in self.growth if p.first_sample <= samples)][-1]
-        return phase.first_step + float((samples - phase.first_sample) / phase.global_batch_size)
+        return steps_at(self.phases, samples)
 
     def samples_at(self, step: int) -> int:
         """Return the samples of so many steps of a run that does not end before."""
@@ -184,17 +168,18 @@ def plan_batches(
     if batch is None:
         batch = together * options.gradient_accumulation_steps
     first, *growth = batch_phases(batch, block_size=block_size)
-    if not growth and first.global_batch_size % together:
-        raise ConfigError(
-            f"--global_batch_size {batch} is no multiple of --per_device_train_batch_size "
-            f"{micro_batch_size} times {world_size} ranks = {together}; change one of them."
-        )
-    for _, _, size in (first, *growth) if growth else ():
-        if size % (min(micro_batch_size, size // world_size) * world_size or together):
+    for _, _, size in (first, *growth):
+        # A batch that grows may begin with smaller micro-batches.
+        each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
+        if each == 0 or size % (each * world_size):
+            which, remedy = "", "change one of them"
+            if growth:
+                which = f" has a phase of {size} samples, which"
+                remedy = f"take one, or a smaller multiple of {world_size}"
             raise ConfigError(
-                f"--global_batch_size {batch} has a phase of {size} samples, which is no "
-                f"multiple of --per_device_train_batch_size {micro_batch_size} times {world_size} "
-                f"ranks = {together}; take one, or a smaller multiple of {world_size}."
+                f"--global_batch_size {batch}{which} is no multiple of "
+                f"--per_device_train_batch_size {micro_batch_size} times {world_size} ranks = "
+                f"{together}; {remedy}."
             )
     plan = BatchPlan(
         num_windows=num_windows,
@@ -206,30 +191,6 @@ def plan_batches(
     )
     total_samples = _total_samples(options, plan, block_size, num_parameters)
     return replace(plan, total_samples=total_samples)
-
-
-def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
-    """Return the phases of a global batch size.
-
-    A phase ends with the step that reaches the first token of the next one. A phase that would have
-    no step is left out.
-
-    Args:
-        batch: A number of samples, or a schedule such as 256@0,512@2B.
-        block_size: Tokens of a sample.
-    """
-    phases: list[BatchPhase] = []
-    for size, first_token in parse_batch_schedule(batch):
-        step, sample = 0, 0
-        if phases:
-            before = phases[-1]
-            sample_of_border = Fraction(first_token, block_size) - before.first_sample
-            steps = max(0, math.ceil(sample_of_border / before.global_batch_size))
-            step = before.first_step + steps
-            sample = before.first_sample + steps * before.global_batch_size
-        phases = [phase for phase in phases if phase.first_step < step]
-        phases.append(BatchPhase(step, sample, size))
-    return phases
 
 
 def _total_samples(

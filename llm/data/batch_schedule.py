@@ -1,14 +1,33 @@
-"""The notation of `global_batch_size`: 256, or 256@0,512@2B for a batch that grows by tokens."""
+"""The global batch size, which may grow by tokens: its notation, and the steps of each size."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
+
+
+class BatchPhase(NamedTuple):
+    """Consecutive steps of one global batch size.
+
+    Attributes:
+        first_step: The first of them, counted from 0.
+        first_sample: The first sample of that step.
+        global_batch_size: Samples of each step.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
 
 
 def parse_batch_schedule(text: int | str) -> list[tuple[int, int]]:
     """Return the global batch sizes of a run, each with the token from which on it applies.
 
     Args:
-        text: The value of `global_batch_size`.
+        text: The value of `global_batch_size`: 256, or 256@0,512@2B.
 
     Raises:
         ConfigError: It is neither a number nor a schedule, or its phases are not in order.
@@ -34,3 +53,33 @@ def parse_batch_schedule(text: int | str) -> list[tuple[int, int]]:
     if not all(size for size, _ in phases):
         raise ConfigError(f"--global_batch_size {text} has a phase of 0 samples; give one or more.")
     return phases
+
+
+def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
+    """Return the phases of a global batch size.
+
+    A phase ends with the step that reaches the first token of the next one. A phase that would have
+    no step is left out.
+
+    Args:
+        batch: A number of samples, or a schedule such as 256@0,512@2B.
+        block_size: Tokens of a sample.
+    """
+    phases: list[BatchPhase] = []
+    for size, first_token in parse_batch_schedule(batch):
+        step, sample = 0, 0
+        if phases:
+            before = phases[-1]
+            sample_of_border = Fraction(first_token, block_size) - before.first_sample
+            steps = max(0, math.ceil(sample_of_border / before.global_batch_size))
+            step = before.first_step + steps
+            sample = before.first_sample + steps * before.global_batch_size
+        phases = [phase for phase in phases if phase.first_step < step]
+        phases.append(BatchPhase(step, sample, size))
+    return phases
+
+
+def steps_at(phases: Sequence[BatchPhase], samples: float | Fraction) -> float:
+    """Return the steps after which so many samples have been read; between two, a fraction."""
+    phase = [phases[0], *(p for p in phases if p.first_sample <= samples)][-1]
+    return phase.first_step + float((samples - phase.first_sample) / phase.global_batch_size)

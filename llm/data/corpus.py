@@ -1,11 +1,11 @@
 """Splits of a corpus: memory-mapped streams of tokens, and training samples by their number."""
 
-import bisect
 import ctypes
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside
-from llm.data.mixture import Mixture, Stage, stage_starts
-from llm.data.order import Blend, WindowSampler
+from llm.data.mixture import Mixture, Stage
+from llm.data.order import WindowSampler
 from llm.errors import DataError
 
 _DIGEST_TOKENS = 1 << 16
@@ -84,11 +84,7 @@ class TokenStream:
             largest = int(windows.max())
             if smallest < 0 or largest >= self._vocab_size:
                 beyond = smallest if smallest < 0 else largest
-                error = DataError(
-                    f"{self.file.prefix}.bin holds the token id {beyond}, and the vocabulary of "
-                    f"tokenizer and model has {self._vocab_size:,} tokens; train with the "
-                    "tokenizer that made the file."
-                )
+                error = beyond_vocabulary(self.file.prefix, beyond, self._vocab_size)
                 error.found_here = True  # other ranks read other windows
                 raise error
         return windows
@@ -106,6 +102,14 @@ class TokenStream:
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self.tokens[around % self.num_tokens]
         return windows
+
+
+def beyond_vocabulary(prefix: Path, token_id: int, vocab_size: int) -> DataError:
+    """Return the error for a token file with an id that the run's vocabulary does not have."""
+    return DataError(
+        f"{prefix}.bin holds the token id {token_id}, and the vocabulary of tokenizer and model "
+        f"has {vocab_size:,} tokens; train with the tokenizer that made the file."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +186,8 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        self._mixture: Blend | Mixture = Blend([source.weight for source in sources])
-        self._stage_starts = stage_starts(stages, block_size=block_size)
-        if stages:
-            self._mixture = Mixture(stages, block_size=block_size)
+        only = Stage(None, tuple(source.weight for source in sources))
+        self._mixture = Mixture(stages or [only], block_size=block_size)
         self._samplers = {
             number: WindowSampler(
                 num_tokens=source.stream.num_tokens,
@@ -240,7 +242,7 @@ class Samples:
 
     def stage_of(self, sample: int) -> int:
         """Return the stage of a sample, counted from 0; 0 where the weights never change."""
-        return bisect.bisect_right(self._stage_starts, sample) - 1
+        return self._mixture.stage_of(sample)
 
     def windows_of(self, source: int) -> int:
         """Return the samples of one epoch of a source; 0 for a source of weight 0."""

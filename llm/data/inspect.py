@@ -147,10 +147,13 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
         _row("samples", f"{step.samples.size:,}"),
         _row("data ranks", f"{step.data_ranks:,}{whose}"),
     ]
+    flat = set()
     rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
     for sample, source, start in rows:
         name, stream = step.corpus[source].name, step.corpus[source].stream
         lines += ["", f"sample {sample:,}, source {name}"]
+        if not stream.file.num_documents:
+            flat.add(name)
         for passage in passages(stream, start, step.num_tokens):
             unit = "the file" if passage.document is None else f"document {passage.document:,}"
             stop = passage.offset + passage.tokens.size
@@ -160,15 +163,9 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
                 f"{unit}, tokens {passage.offset:,} to {stop - 1:,} of {passage.length:,}",
                 _quoted(step.tokenizer, ids) + more,
             ]
-    flat = sorted(
-        {
-            step.corpus[at].name
-            for at in step.sources.tolist()
-            if not step.corpus[at].stream.file.num_documents
-        }
-    )
     if flat:
-        lines += ["", f"Flat token files do not say where documents begin: {', '.join(flat)}."]
+        names = ", ".join(sorted(flat))
+        lines += ["", f"Flat token files do not say where documents begin: {names}."]
     return lines
 
 

@@ -1,5 +1,6 @@
 """A mixture of sources whose weights change during a run, as a function of the sample number."""
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,9 +64,10 @@ class Mixture:
         self._starts = stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
         # Samples that each source has served before each stage.
-        self._before = [[0] * len(stages[0].weights)]
-        for start in self._starts[1:]:
-            self._before.append(self.served(start))
+        self._before = [np.zeros(len(stages[0].weights), np.int64)]
+        borders = itertools.pairwise(self._starts)
+        for blend, (start, stop) in zip(self._blends, borders, strict=False):
+            self._before.append(self._before[-1] + blend.served(stop - start))
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the source of each sample, and its number among the samples of that source.
@@ -82,13 +84,16 @@ class Mixture:
         for stage in np.unique(stages).tolist():
             here = stages == stage
             sources[here], within = self._blends[stage].locate(samples[here] - self._starts[stage])
-            numbers[here] = np.array(self._before[stage])[sources[here]] + within
+            numbers[here] = self._before[stage][sources[here]] + within
         return sources, numbers
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        # While the object is made, the stages that are known already are searched.
-        known = self._starts[: len(self._before)]
-        stage = sum(start <= num_samples for start in known[1:])
-        within = self._blends[stage].served(num_samples - known[stage])
-        return [a + b for a, b in zip(self._before[stage], within, strict=True)]
+        stage = self.stage_of(num_samples)
+        within = self._blends[stage].served(num_samples - self._starts[stage])
+        served: list[int] = (self._before[stage] + within).tolist()
+        return served
+
+    def stage_of(self, sample: int) -> int:
+        """Return the stage of a sample, counted from 0."""
+        return bisect.bisect_right(self._starts, sample) - 1

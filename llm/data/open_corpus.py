@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm.data.corpus import Corpus, CorpusSource, TokenStream
+from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
@@ -74,10 +75,12 @@ def open_corpus(
     }
     train, validation = prepared.get("train"), prepared.get("validation")
     if train is not None and validation is None and options.validation_split_percentage > 0:
-        return opener.open_split_rows(train)
-    return opener.open_whole(
-        () if train is None else (str(train),), () if validation is None else (str(validation),)
-    )
+        corpus = opener.open_split_rows(train)
+    else:
+        files = [() if prefix is None else (str(prefix),) for prefix in (train, validation)]
+        corpus = opener.open_whole(*files)
+    name = Path(options.train_file or options.dataset_name or "").resolve().stem  # not the cache
+    return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
 
 
 def _token_cache(
@@ -153,14 +156,14 @@ class _Opener:
         first: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
         blends: list[dict[Path, float]] = []
         for number, stage in enumerate(self.options.data_stage, start=1):
-            blend: dict[Path, float] = {}
+            blend: dict[Path, float] = defaultdict(float)
             for source in self._open(stage.data_path, f"data_stage {number}: data_path"):
                 file = source.stream.file.prefix.resolve()
                 first.setdefault(file, source)
-                blend[file] = blend.get(file, 0.0) + source.weight
+                blend[file] += source.weight
             blends.append(blend)
         stages = tuple(
-            Stage(stage.until, tuple(blend.get(file, 0.0) for file in first))
+            Stage(stage.until, tuple(blend[file] for file in first))
             for stage, blend in zip(self.options.data_stage, blends, strict=True)
         )
         names = _names([source.stream.file.prefix for source in first.values()])
@@ -246,11 +249,7 @@ class _Opener:
                 self.options.ignore_tokenizer_mismatch,
             )
             if sidecar.largest_token >= self.vocab_size:
-                raise DataError(
-                    f"{file.prefix}.bin holds the token id {sidecar.largest_token}, and the "
-                    f"vocabulary of tokenizer and model has {self.vocab_size:,} tokens; train "
-                    "with the tokenizer that made the file."
-                )
+                raise beyond_vocabulary(file.prefix, sidecar.largest_token, self.vocab_size)
         if self.ends is not None:
             check_document_ends(file, self.ends.eos_token_id)
         num_bytes = None if sidecar is None else sidecar.text_bytes

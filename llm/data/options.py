@@ -7,7 +7,7 @@ from llm.config.options import given, option
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.data_stage import DataStage, stage_problems
-from llm.data.sample_ranges import skipped_ranges
+from llm.data.skipped_samples import skipped_ranges
 from llm.errors import ConfigError
 
 DATA = "Data"
@@ -247,19 +247,13 @@ def training_paths(options: DataOptions) -> list[str]:
 def data_problems(options: DataOptions) -> list[str]:
     """Return what cannot work about the data, a sentence each."""
     problems = stage_problems(options.data_stage)
-    sources = [name for name in SOURCES if getattr(options, name)]
+    sources = [f"--{name}" for name in SOURCES if getattr(options, name)]
+    if options.dataset_name and options.validation_file:
+        sources.append("--validation_file")
     token_files = training_paths(options) or options.valid_data_path
     text = options.dataset_name or options.train_file or options.validation_file
     if len(sources) > 1:
-        problems.append(
-            f"{' and '.join(f'--{name}' for name in sources)} are "
-            f"{('two', 'three', 'four', 'five')[len(sources) - 2]} sources of data; give one of "
-            "them."
-        )
-    if options.dataset_name is not None and options.validation_file:
-        problems.append(
-            "--dataset_name and --validation_file are two sources of data; give one of them."
-        )
+        problems.append(f"{' and '.join(sources)} are different sources of data; give one of them.")
     if options.valid_data_path and (options.data_path or text):
         problems.append(
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
@@ -306,7 +300,7 @@ def batch_problems(options: BatchOptions) -> list[str]:
     if len(lengths) > 1:
         problems.append(f"{' and '.join(lengths)} exclude each other; give one length.")
     try:
-        parse_batch_schedule(1 if options.global_batch_size is None else options.global_batch_size)
+        parse_batch_schedule(options.global_batch_size or 1)
     except ConfigError as error:
         problems.append(str(error))
     if options.global_batch_size is not None and options.gradient_accumulation_steps != 1:

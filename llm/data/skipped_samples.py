@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+from llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Range = tuple[int, int]
 """The first number, and the one after the last."""
+
+Positions = TypeVar("Positions", int, "NDArray[np.int64]")
+
+_MOST_SAMPLES = 2**62  # beyond them, numbers would overflow
 
 
 @dataclass(frozen=True)
@@ -30,25 +36,15 @@ class SkippedSamples:
         """Return the ranges as `--skip_samples` takes them."""
         return ",".join(f"{first}:{stop}" for first, stop in self.ranges)
 
-    @cached_property
-    def _shifts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The positions at which ranges are passed over, and the samples skipped from there on."""
-        passed = [0, *accumulate(stop - first for first, stop in self.ranges)]
-        begins = [first - before for (first, _), before in zip(self.ranges, passed, strict=False)]
-        return np.array(begins, np.int64), np.array(passed, np.int64)
-
-    def numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sample number at each position, of any shape."""
-        if not self.ranges:
-            return positions
-        begins, passed = self._shifts
-        numbers: NDArray[np.int64] = positions + passed[np.searchsorted(begins, positions, "right")]
-        return numbers
+    def numbers(self, positions: Positions) -> Positions:
+        """Return the sample number at a position, or at each of an array of any shape."""
+        for first, stop in self.ranges:
+            positions = positions + (positions >= first) * (stop - first)
+        return positions
 
     def span(self, positions: Range) -> Range:
         """Return the range from the sample at the first position to the one at the last."""
-        first, last = self.numbers(np.array([positions[0], positions[1] - 1])).tolist()
-        return first, last + 1
+        return self.numbers(positions[0]), self.numbers(positions[1] - 1) + 1
 
     def skip(self, ranges: Iterable[Range]) -> "SkippedSamples":
         """Return these ranges and others, joined where they touch."""
@@ -71,11 +67,31 @@ class SkippedSamples:
             count: Returns how many of the first samples, by their number, come from each.
             position: Samples trained on.
         """
-        end = self.span((0, position))[1] if position else 0
-        totals = np.array(count(end))
+        end = self.numbers(position - 1) + 1
+        totals = count(end)
         for first, stop in self.before(end):
-            totals -= np.array(count(stop)) - np.array(count(first))
-        return list(totals.tolist())
+            skipped = zip(totals, count(first), count(stop), strict=True)
+            totals = [total + before - after for total, before, after in skipped]
+        return totals
 
 
 NONE_SKIPPED = SkippedSamples()
+
+
+def skipped_ranges(text: str | None) -> list[Range]:
+    """Return the ranges that `skip_samples` names.
+
+    Raises:
+        ConfigError: They are no ranges.
+    """
+    ranges = []
+    for item in text.split(",") if text else ():
+        first, colon, stop = item.strip().partition(":")
+        digits = first.isascii() and first.isdigit() and stop.isascii() and stop.isdigit()
+        if not (colon and digits and int(first) < int(stop) <= _MOST_SAMPLES):
+            raise ConfigError(
+                f"--skip_samples {text}: '{item.strip()}' is not FIRST:STOP, two growing numbers "
+                "of samples such as 6400:6480."
+            )
+        ranges.append((int(first), int(stop)))
+    return ranges

@@ -46,23 +46,17 @@ def parse_blend(
                     "prefix, or none at all."
                 )
             paths.append(Path(word))
-            continue
-        if weighted and not wants_weight:
+        elif not wants_weight:
             raise ConfigError(
                 f"{option} has the number {word:g} where a prefix belongs; give a weight before "
-                f"each prefix, and write a file of that name as ./{word:g}."
+                f"each prefix, or none at all, and write a file of that name as ./{word:g}."
             )
-        if not weighted:
-            raise ConfigError(
-                f"{option} has the weight {word:g} after prefixes without one; give a weight "
-                "before each prefix, or none at all, and write a file of that name as "
-                f"./{word:g}."
-            )
-        if not math.isfinite(word) or word < 0:
+        elif not math.isfinite(word) or word < 0:
             raise ConfigError(
                 f"{option} gives the weight {word:g}; weights must be finite and not negative."
             )
-        weights.append(float(word))
+        else:
+            weights.append(float(word))
     if isinstance(words[-1], int | float):
         raise ConfigError(f"{option} ends with the weight {words[-1]:g}; a prefix must follow it.")
     if weighted and not any(weights):

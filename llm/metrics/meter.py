@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+_COUNTS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+"""The numbers of a checkpoint besides the sums."""
+
 
 class Meter:
     """Sums of the current logging interval and counts of the run, kept on the device.
@@ -16,20 +19,22 @@ class Meter:
         device: Device of the sums.
         rank: Rank of this process.
         sources: Names of the sources of the data, if the losses are summed by source.
+        z_loss: Whether the run has a z-loss.
     """
 
-    _names = ("loss_sum", "z_loss_sum", "num_tokens", "skipped_steps", "nan_steps", "grad_norm")
-    """The numbers that a checkpoint holds."""
-
-    def __init__(self, device: torch.device, *, rank: int, sources: Sequence[str] = ()) -> None:
-        self._rank = rank
-        self._sources = sources
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rank: int,
+        sources: Sequence[str] = (),
+        z_loss: bool = False,
+    ) -> None:
+        self._rank, self._sources, self._z_loss = rank, sources, z_loss
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.loss_sum = torch.zeros((), dtype=dtype, device=device)
-        self.z_loss_sum = torch.zeros((), dtype=dtype, device=device)
+        # Sums of token losses and z-losses, then of the token losses and labels of each source.
+        self.sums = torch.zeros(2 + 2 * len(sources), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
-        # Token losses and labels of each source.
-        self.by_source = torch.zeros(2, len(sources), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
@@ -60,15 +65,14 @@ class Meter:
             skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
             z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
+        total = loss_sum[0].sum() if self._sources else loss_sum
+        sums = torch.stack([total, torch.zeros_like(total) if z_loss_sum is None else z_loss_sum])
         if self._sources:
-            self.by_source += torch.where(skipped > 0, 0.0, loss_sum.to(self.by_source.dtype))
-            loss_sum = loss_sum[0].sum()
-        self.loss_sum += torch.where(skipped > 0, 0.0, loss_sum.to(self.loss_sum.dtype))
-        if z_loss_sum is not None:
-            self.z_loss_sum += torch.where(skipped > 0, 0.0, z_loss_sum.to(self.loss_sum.dtype))
+            sums = torch.cat([sums, loss_sum.T.flatten()])
+        self.sums += torch.where(skipped > 0, 0.0, sums.to(self.sums.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._own.append((step, skipped, torch.isnan(grad_norm), loss_sum, num_tokens))
+        self._own.append((step, skipped, torch.isnan(grad_norm), total, num_tokens))
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
         """Return the all-reduced steps since the last call.
@@ -95,20 +99,15 @@ class Meter:
         Args:
             reduce_sum: Sums a tensor over all ranks.
         """
-        dtype = self.loss_sum.dtype
+        dtype = self.sums.dtype
         flags = [flag for _, skipped, nan, *_ in self._own for flag in (skipped, nan)]
-        losses = [self.loss_sum, self.z_loss_sum]
-        own = [torch.ones_like(self.loss_sum), *losses, self.num_tokens, self.grad_norm]
-        own += self.by_source.flatten()
+        own = [torch.ones_like(self.num_tokens), *self.sums, self.num_tokens, self.grad_norm]
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
-        ranks, loss_sum, z_loss_sum, num_tokens, grad_norm = total[:5]
-        by_source = total[5 : len(own)].view_as(self.by_source)
-        self.loss_sum = loss_sum if self._rank == 0 else torch.zeros_like(loss_sum)
-        self.z_loss_sum = z_loss_sum if self._rank == 0 else torch.zeros_like(z_loss_sum)
-        self.by_source = by_source if self._rank == 0 else torch.zeros_like(by_source)
-        self.num_tokens = num_tokens / ranks
-        self.grad_norm = (grad_norm / ranks).to(self.grad_norm.dtype)
-        of_steps = total[len(own) :].view(-1, 2) > 0
+        ranks, sums, means, of_steps = total.split([1, len(self.sums), 2, len(flags)])
+        self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
+        self.num_tokens, grad_norm = means / ranks
+        self.grad_norm = grad_norm.to(self.grad_norm.dtype)
+        of_steps = of_steps.view(-1, 2) > 0
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
         if self._own:
@@ -126,22 +125,14 @@ class Meter:
         Call it after `all_reduce`. The host waits for the device here, once for all numbers. The
         loss of a source that served no sample is left out.
         """
-        values = torch.stack(
-            [
-                (self.loss_sum / self.num_tokens).double(),
-                (self.z_loss_sum / self.num_tokens).double(),
-                self.grad_norm.double(),
-                self.skipped_steps.double(),
-                self.nan_steps.double(),
-                *self.by_source.double().T.flatten(),
-            ]
-        ).tolist()
-        self.loss_sum = torch.zeros_like(self.loss_sum)
-        self.z_loss_sum = torch.zeros_like(self.z_loss_sum)
+        numbers = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
+        values = torch.cat([self.sums[:2] / self.num_tokens, numbers, self.sums[2:]]).tolist()
+        self.sums = torch.zeros_like(self.sums)
         self.num_tokens = torch.zeros_like(self.num_tokens)
-        self.by_source = torch.zeros_like(self.by_source)
         names = ("loss", "z_loss", "grad_norm", "skipped_steps", "nan_steps")
-        result = dict(zip(names, values[:5], strict=True))
+        result = dict(zip(names, values, strict=False))
+        if not self._z_loss:
+            del result["z_loss"]
         for source, loss, labels in zip(self._sources, values[5::2], values[6::2], strict=True):
             if labels:
                 result[f"loss/{source}"] = loss / labels
@@ -149,22 +140,25 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain numbers, after `all_reduce`."""
-        state: dict[str, Any] = {name: float(getattr(self, name)) for name in self._names}
+        loss_sum, z_loss_sum, *by_source = self.sums.tolist()
+        state: dict[str, Any] = {"loss_sum": loss_sum, "z_loss_sum": z_loss_sum}
+        state |= {name: float(getattr(self, name)) for name in _COUNTS}
         if self._sources:
-            by_source = self.by_source.T.tolist()
-            state["by_source"] = dict(zip(self._sources, by_source, strict=True))
+            state["by_source"] = {
+                source: by_source[2 * number : 2 * number + 2]
+                for number, source in enumerate(self._sources)
+            }
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
-        for name in self._names:
+        for name in _COUNTS:
             getattr(self, name).fill_(state.get(name, 0.0))  # older checkpoints lack some
+        self.sums.zero_()
+        if self._rank != 0:
+            return  # else the next all-reduce would add rank 0's sums once for each rank
         # A start without the option, or with other sources, has not saved these.
         saved = state.get("by_source", {})
-        for number, source in enumerate(self._sources):
-            for sums, value in zip(self.by_source, saved.get(source, (0.0, 0.0)), strict=True):
-                sums[number] = value
-        if self._rank != 0:  # else the next all-reduce would add rank 0's loss once for each rank
-            self.loss_sum.zero_()
-            self.z_loss_sum.zero_()
-            self.by_source.zero_()
+        by_source = [value for name in self._sources for value in saved.get(name, (0.0, 0.0))]
+        sums = [state.get("loss_sum", 0.0), state.get("z_loss_sum", 0.0), *by_source]
+        self.sums.copy_(torch.tensor(sums, dtype=self.sums.dtype))

@@ -58,7 +58,7 @@ class StepProfiler:
         Args:
             step: Steps done.
         """
-        if step != self._start or self._profile is not None:  # a rewound run comes by again
+        if step != self._start or self._profile is not None:  # a rewind repeats steps
             return
         if self._on_gpu:
             torch.accelerator.synchronize()

@@ -110,7 +110,6 @@ class Tracker:
         loss_scale: float,
         global_batch_size: int,
         kfac: Mapping[str, torch.Tensor],
-        with_z_loss: bool = False,
     ) -> None:
         """Report the logging interval that ends with a step.
 
@@ -123,7 +122,6 @@ class Tracker:
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples of a step.
             kfac: K-FAC's metrics by name; empty without it.
-            with_z_loss: Whether the run has a z-loss.
         """
         if self._peak_flops is None:
             with self.paused():
@@ -152,7 +150,7 @@ class Tracker:
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
-        if with_z_loss:
+        if "z_loss" in values:
             record["z_loss"] = values["z_loss"]
         record |= {f"kfac_{name}": float(value) for name, value in kfac.items()}
         record |= {name: value for name, value in values.items() if name.startswith("loss/")}

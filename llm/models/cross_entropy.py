@@ -132,9 +132,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             offsets = None if bias is None else _padded(bias, width, dtype)
             grad_weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
-            grad_bias = None
-            if offsets is not None and wanted[2]:
-                grad_bias = torch.zeros_like(offsets, dtype=torch.float32)
+            grad_bias = matrix.new_zeros(width, dtype=torch.float32) if wanted[2] else None
             for start in range(0, len(labels), rows):
                 span = slice(start, start + rows)
                 chunk = hidden[span].to(dtype)

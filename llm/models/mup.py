@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 
 from llm.errors import ConfigError
 from llm.models.options import ModelOptions
-from llm.models.sizes import SHAPED
+from llm.models.sizes import SHAPED, head_width
 
 _IN_BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
 _BRANCH_OUTPUT = re.compile(r"\.(c_proj|o_proj|down_proj|dense|dense_4h_to_h)\.(weight|bias)$")
@@ -116,10 +116,9 @@ def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:
         raise ConfigError(
             f"--mup is for {', '.join(SHAPED)}, and this model is {kind}; leave it out."
         )
-    width, heads = text_config.hidden_size, text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or width // heads
+    width, head_dim = text_config.hidden_size, head_width(text_config)
     base_width, base_head_dim = options.mup_base_width, options.mup_base_head_dim or head_dim
-    if heads * head_dim == width and base_width % base_head_dim:
+    if text_config.num_attention_heads * head_dim == width and base_width % base_head_dim:
         raise ConfigError(
             f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; make "
             "it a multiple, or give the width of the base model's heads by --mup_base_head_dim."

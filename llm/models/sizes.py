@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.options import ModelOptions
@@ -193,6 +193,12 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         used = float(chosen) / float(experts) if experts and chosen and is_stack else 1.0
         weights += used * sum(p.numel() for p in matrices)
     heads = int(getattr(config, "num_attention_heads", None) or 0)
-    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    attention = 12.0 * int(config.num_hidden_layers) * heads * int(width) * block_size
+    width = heads * head_width(config) if heads else 0
+    attention = 12.0 * int(config.num_hidden_layers) * width * block_size
     return 6.0 * weights + attention
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Return the width of an attention head, from the text configuration of a model."""
+    width = getattr(config, "head_dim", None)
+    return int(width or config.hidden_size // config.num_attention_heads)

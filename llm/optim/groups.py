@@ -1,6 +1,6 @@
 """Which parameters decay, which have a rate of their own, which matrices are not inside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,14 +29,32 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
 
     A tied parameter is counted once; an empty group is left out.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {p for name, p in trained.items() if decays(name, p)}
+    group = {"params": [*trained.values()]}
+    return split_groups([group], decayed, {"weight_decay": weight_decay}, {"weight_decay": 0.0})
+
+
+def split_groups(
+    groups: Iterable[dict[str, Any]],
+    chosen: set[torch.nn.Parameter],
+    inside: dict[str, Any],
+    outside: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Split each group into the chosen parameters and the others; an empty group is left out.
+
+    Args:
+        groups: Parameter groups; not changed.
+        chosen: Parameters of any group.
+        inside: Settings of the chosen ones.
+        outside: Settings of the others.
+    """
+    split = [
+        group | {"params": [p for p in group["params"] if (p in chosen) is is_chosen]} | settings
+        for group in groups
+        for is_chosen, settings in ((True, inside), (False, outside))
     ]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[0 if decays(name, parameter) else 1]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+    return [group for group in split if group["params"]]
 
 
 def scale_learning_rates(
@@ -104,11 +122,5 @@ def matrix_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dic
     factor = adamw_rate_factor(options)
     if factor is None:
         return groups
-    inner = set(inner_matrices(model))
     own = {"lr": options.adamw_learning_rate, "rate_factor": factor}
-    divided = [
-        group | {"params": [p for p in group["params"] if (p in inner) is is_inner]} | extra
-        for group in groups
-        for is_inner, extra in ((True, {}), (False, own))
-    ]
-    return [group for group in divided if group["params"]]
+    return split_groups(groups, set(inner_matrices(model)), {}, own)

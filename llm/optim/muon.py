@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from llm.errors import ConfigError
 from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
 from llm.optim.fused import Fusion, fused_weights
-from llm.optim.groups import inner_matrices, matrix_groups
+from llm.optim.groups import inner_matrices, matrix_groups, split_groups
 from llm.optim.options import OptimizerOptions
-from llm.optim.whole import Unit, WholeMatrices, groups_of, whole_zeros
+from llm.optim.whole import Unit, WholeMatrices, groups_of
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -51,16 +51,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
         whole: WholeMatrices | None = None,
     ) -> None:
-        chosen = set(matrices)
-        divided = [
-            group
-            | {"params": [p for p in group["params"] if (p in chosen) is is_muon]}
-            | {"is_muon": is_muon}
-            for is_muon in (True, False)
-            for group in groups
-        ]
-        divided = [group for group in divided if group["params"]]
-        super().__init__(divided, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        split = split_groups(groups, set(matrices), {"is_muon": True}, {"is_muon": False})
+        super().__init__(split, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
         self.units = [
             Unit(parameters=[p], shapes=[p.shape], cost=p.numel(), fusion=(fusions or {}).get(p))
             for group in self.param_groups
@@ -71,11 +63,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._whole.assign(self.units)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
         for unit in self.units:
-            kept = self._whole.owns(unit)
             p = unit.weight
-            self.state[p] = {"momentum_buffer": whole_zeros(p)} if kept else {}
-        for group in self.param_groups:
-            self.state.update({p: adamw_state(p) for p in group["params"] if not group["is_muon"]})
+            self.state[p] = {}
+            if self._whole.owns(unit):  # of the whole shape, also where the weight is sharded
+                zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                self.state[p]["momentum_buffer"] = zeros
+        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors, which are made of gradients alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,8 @@ class SOAP(torch.optim.Optimizer):
 
     Args:
         groups: Parameter groups with their weight decay.
-        sides: For each parameter that is a matrix, which of its two sides have a basis: 0 for the
-            rows, 1 for the columns.
+        sides: For each parameter with a basis, which of its two sides have one: 0 for the rows, 1
+            for the columns.
         lr: Learning rate.
         betas: Decay of first and second moments; the second one also that of factors.
         eps: Added to the root of the second moment.
@@ -75,13 +75,11 @@ class SOAP(torch.optim.Optimizer):
         self._whole = whole or WholeMatrices()
         self._matrices: dict[Unit, list[_Matrix]] = {}
         for p, its in sides.items():
-            if its:
-                fusion = (fusions or {}).get(p)
-                shapes = {"": p.shape} if fusion is None else fusion.shapes(p.shape)
-                matrices = [_Matrix(name, shape, tuple(its)) for name, shape in shapes.items()]
-                cost = sum(matrix.num_elements() for matrix in matrices)
-                unit = Unit(parameters=[p], shapes=[p.shape], cost=cost, fusion=fusion)
-                self._matrices[unit] = matrices
+            fusion = (fusions or {}).get(p)
+            matrices = [_Matrix(name, shape, its) for name, shape in _shapes(p, fusion).items()]
+            cost = sum(matrix.num_elements() for matrix in matrices)
+            unit = Unit(parameters=[p], shapes=[p.shape], cost=cost, fusion=fusion)
+            self._matrices[unit] = matrices
         every = [matrix for matrices in self._matrices.values() for matrix in matrices]
         numbers, total = numbers or range(len(every)), total or len(every)
         # The step in the interval at which a matrix's bases are updated.
@@ -110,6 +108,7 @@ class SOAP(torch.optim.Optimizer):
             adamw_step(group, others, self.state, found_inf)
         if not self.units:
             return
+        # Known to the owners alone, and all ranks need it: weights decay from the first basis on.
         started = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
         keep = started if found_inf is None else started * (1.0 - found_inf)
         keep_of = dict(zip(self.units, keep, strict=True))
@@ -124,11 +123,9 @@ class SOAP(torch.optim.Optimizer):
 
     def _has_basis(self, unit: Unit) -> Tensor:
         """Return 1.0 if this rank owns a unit and its bases have begun, else 0.0."""
-        state = self.state[unit.weight]
         if not self._whole.owns(unit):
             return torch.zeros((), device=unit.weight.device)
-        has_basis: Tensor = state[self._matrices[unit][0].prefix + "has_basis"]
-        return has_basis
+        return self._matrices[unit][0].state_in(self.state[unit.weight])["has_basis"]
 
     def _update(
         self, unit: Unit, gradient: Tensor, group: dict[str, Any], found_inf: Tensor | None
@@ -184,7 +181,7 @@ class _Matrix:
 
     name: str
     shape: torch.Size
-    sides: tuple[int, ...]
+    sides: Sequence[int]
 
     @property
     def prefix(self) -> str:
@@ -267,17 +264,14 @@ def make_soap(
         order: What `basis_order` returns for the whole model; by default `model` is whole.
     """
     order = basis_order(options, model) if order is None else order
-    fusions, sides, numbers = fused_weights(options, model), {}, list[int]()
-    for name, p, its in _with_bases(options, model):
-        sides[p] = its
-        first = order.index(name)
-        numbers += range(first, first + (len(fusions[p].sizes) if p in fusions else 1))
+    found = list(_with_bases(options, model))
+    own = {name for name, *_ in found}
     return SOAP(
         matrix_groups(options, model),
-        sides,
+        {p: sides for _, p, sides in found},
         update_steps=options.soap_update_steps or UPDATE_STEPS,
-        fusions=fusions,
-        numbers=numbers,
+        fusions=fused_weights(options, model),
+        numbers=[number for number, name in enumerate(order) if name in own],
         total=len(order),
         whole=whole,
         **adamw_settings(options),
@@ -287,28 +281,28 @@ def make_soap(
 def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
     """Return the name of the parameter of each matrix with a basis, in the model's order."""
     fusions = fused_weights(options, model)
-    return [
-        name
-        for name, p, _ in _with_bases(options, model)
-        for _ in (fusions[p].sizes if p in fusions else [name])
-    ]
+    found = _with_bases(options, model)
+    return [name for name, p, _ in found for _ in _shapes(p, fusions.get(p))]
 
 
 def _with_bases(
     options: OptimizerOptions, model: nn.Module
-) -> list[tuple[str, nn.Parameter, list[int]]]:
-    """Return name, parameter and sides of all that has a basis.
+) -> Iterator[tuple[str, nn.Parameter, list[int]]]:
+    """Yield name, parameter and sides of all that has a basis.
 
     A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
     of an embedding or an output head of any size.
     """
     fusions, outside = fused_weights(options, model), embeddings_and_head(model)
-    found = []
     for name, p in model.named_parameters():
         if p.requires_grad and p.ndim == 2:
-            shapes = [*fusions[p].shapes(p.shape).values()] if p in fusions else [p.shape]
+            shapes = _shapes(p, fusions.get(p)).values()
             narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
             sides = [side for side in narrow if side == 1 or p not in outside]
             if sides:
-                found.append((name, p, sides))
-    return found
+                yield name, p, sides
+
+
+def _shapes(parameter: Tensor, fusion: Fusion | None) -> dict[str, torch.Size]:
+    """Return the shapes of the matrices in a parameter by name; a single one has none."""
+    return {"": parameter.shape} if fusion is None else fusion.shapes(parameter.shape)

@@ -41,23 +41,23 @@ Compute = Callable[[Unit, list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class FactorRanks:
-    """The ranks that share the factors of some layers, where weights are sharded.
+    """The ranks that share the factors of some layers.
 
     Attributes:
         rank: Number of this rank among them.
         size: Number of ranks.
-        group: Their process group; None for one rank.
+        is_first: Whether this is the first of the ranks that count the same failures.
+        group: Their process group; None for the default one, or one rank.
         num_replicas: Number of such groups that keep the same factors.
         replicas: This rank and those of the same number in these; None for one.
-        is_first: Whether this is the first of the ranks that count the same failures.
     """
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
-    num_replicas: int
-    replicas: dist.ProcessGroup | None
     is_first: bool
+    group: dist.ProcessGroup | None = None
+    num_replicas: int = 1
+    replicas: dist.ProcessGroup | None = None
 
 
 class WholeMatrices:
@@ -122,8 +122,3 @@ def gradients_of(unit: Unit) -> list[Tensor] | None:
     if unit.weight.grad is None:
         return None
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters]
-
-
-def whole_zeros(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's whole shape, on its device, also where it is sharded."""
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)

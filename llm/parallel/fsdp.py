@@ -159,8 +159,11 @@ class ShardedStrategy(AcceleratedStrategy):
                 moments = state[parameter].items()
                 optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
                 local_of[parameter] = local
+        # The number of the rank that keeps the whole state of a matrix, by the model's parameter.
+        self._state_owners: dict[Tensor, int | None] = {
+            p: unit.owner for unit in units_of(optimizer) for p in unit.parameters
+        }
         self.matrices.localize(local_of)
-        self._units = set(units_of(optimizer))
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
@@ -235,17 +238,14 @@ class ShardedStrategy(AcceleratedStrategy):
         return chosen.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {
-            parameter: {
-                # The owner of a matrix keeps whole moments of it.
-                key: as_dtensor(value, like=parameter)
-                if self._state_owner(parameter) is None
-                else value
-                for key, value in self.optimizer.state[local].items()
-            }
-            for parameter, local in zip(self.parameters, self.local_parameters, strict=True)
-            if self.optimizer.state.get(local)
-        }
+        states = {}
+        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
+            state = self.optimizer.state.get(local)
+            if state and self._state_owners.get(parameter) is None:  # else whole, at its owner
+                state = {key: as_dtensor(value, like=parameter) for key, value in state.items()}
+            if state:
+                states[parameter] = state
+        return states
 
     def owner_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks that hold a tensor of a checkpoint: one of them writes it."""
@@ -254,13 +254,8 @@ class ShardedStrategy(AcceleratedStrategy):
         if kind == "kfac/factors" and self.second_order is not None:
             owner = self.second_order.owner_of(name)
         elif kind == "strategy/optimizer":
-            owner = self._state_owner(self.model.get_parameter(name))
+            owner = self._state_owners.get(self.model.get_parameter(name))
         return ranks if owner is None else ranks[owner :: self.matrices.size]
-
-    def _state_owner(self, parameter: Tensor) -> int | None:
-        """Return the number of the rank that keeps a parameter's state, if one keeps it whole."""
-        unit = self.matrices.unit_of(parameter)
-        return unit.owner if unit in self._units and unit is not None else None
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of the stages to which a tensor of a checkpoint belongs."""
@@ -268,15 +263,12 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live shards."""
-        self._reshard()
-        return super().state_dict()
-
-    def _reshard(self) -> None:
         reshard(self.wrapped)
+        return super().state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
-        self._reshard()
+        reshard(self.wrapped)
         whole = {}
         for name, tensor in self.model.state_dict().items():
             gathered = full_tensor(tensor)  # on all ranks, since it is an all-gather

@@ -6,6 +6,7 @@ computes the update, and sends each rank its shard of that. The collectives of o
 matrices travel while the owners compute those of another.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -56,7 +57,6 @@ class ShardedMatrices(WholeMatrices):
             replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
             is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
-        self._unit_of: dict[Tensor, Unit] = {}
         self._dims: dict[Unit, list[dict[str, int]]] = {}
         self._locals: Mapping[Tensor, nn.Parameter] = {}
 
@@ -64,7 +64,6 @@ class ShardedMatrices(WholeMatrices):
         """Give each unit that has none an owner, the costliest first to the one with least."""
         loads = [0.0] * self.size
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            self._unit_of |= dict.fromkeys(unit.parameters, unit)
             self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
             if unit.owner is None:
                 unit.owner = loads.index(min(loads))
@@ -73,10 +72,6 @@ class ShardedMatrices(WholeMatrices):
     def owns(self, unit: Unit) -> bool:
         """Return whether this rank keeps the state of a unit."""
         return unit.owner == self.rank
-
-    def unit_of(self, parameter: Tensor) -> Unit | None:
-        """Return the unit of a parameter of the model, if it has one."""
-        return self._unit_of.get(parameter)
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
@@ -110,17 +105,19 @@ class ShardedMatrices(WholeMatrices):
             yield from super().updates(units, compute, dtype=dtype)
             return
         buckets = _buckets([unit for unit in units if unit.weight.grad is not None])
-        gathering = [self._gather(bucket) for bucket in buckets[:1]]
-        scattering: list[Callable[[], list[tuple[Unit, list[Tensor]]]]] = []
-        for number, bucket in enumerate(buckets):
-            gradients = gathering.pop()()
+        if not buckets:
+            return
+        gather = self._gather(buckets[0])
+        scatter: Callable[[], list[tuple[Unit, list[Tensor]]]] = list  # nothing was sent yet
+        for bucket, following in itertools.pairwise([*buckets, []]):
+            gradients = gather()
             # The next gradients and the last updates travel while this bucket is computed.
-            gathering += [self._gather(following) for following in buckets[number + 1 : number + 2]]
+            gather = self._gather(following) if following else dict
             updates = {unit: compute(unit, gradients.pop(unit)) for unit in list(gradients)}
-            scattering.append(self._scatter(bucket, updates, dtype))
-            if number:
-                yield from scattering.pop(0)()
-        yield from scattering.pop()() if buckets else ()
+            last, scatter = scatter, self._scatter(bucket, updates, dtype)
+            yield from last()
+            del last  # and the memory that it received into
+        yield from scatter()
 
     def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return what waits for those of this rank's units."""
@@ -173,12 +170,8 @@ class ShardedMatrices(WholeMatrices):
         """Send tensors to each rank; return what waits for those of the given shapes from each."""
         out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
-        flat = torch.cat(
-            [
-                torch.empty(0, dtype=dtype, device=device),
-                *(tensor.reshape(-1) for tensors in sent for tensor in tensors),
-            ]
-        )
+        nothing = torch.empty(0, dtype=dtype, device=device)  # `cat` needs a tensor
+        flat = torch.cat([nothing, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
         result = torch.empty(sum(in_sizes), dtype=dtype, device=device)
         work = dist.all_to_all_single(
             result, flat, in_sizes, out_sizes, group=self._group, async_op=True
@@ -186,15 +179,8 @@ class ShardedMatrices(WholeMatrices):
 
         def finish() -> list[list[Tensor]]:
             work.wait()
-            return [
-                [
-                    values.view(shape)
-                    for values, shape in zip(
-                        part.split([shape.numel() for shape in shapes]), shapes, strict=True
-                    )
-                ]
-                for part, shapes in zip(result.split(in_sizes), received, strict=True)
-            ]
+            parts = zip(result.split(in_sizes), received, strict=True)
+            return [_shaped(part, shapes) for part, shapes in parts]
 
         return finish
 
@@ -223,6 +209,12 @@ class ShardedMatrices(WholeMatrices):
                 start = min(places[axis] * step, length)
                 whole = whole.narrow(dim, start, min(step, length - start))
         return whole
+
+
+def _shaped(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of a flat tensor in some shapes, one after the other."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _sharded_dims(parameter: Tensor) -> dict[str, int]:

@@ -47,10 +47,10 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     from llm.plan.estimate import estimate, nearest, search
     from llm.plan.job import Job
 
-    if options.plot is not None:
-        render.check_plot(options.plot)
     if options.coordinate_check:
         return coordinate_check(options), True
+    if options.plot is not None:
+        render.check_plot(options.plot)
     if options.per_device_train_batch_size == "auto":
         options = largest_batch(options)
     job = Job(options)

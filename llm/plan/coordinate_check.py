@@ -20,7 +20,7 @@ from llm.models.build import build_model
 from llm.models.configuration import load_config, max_positions
 from llm.models.loss import LanguageModelLoss
 from llm.models.mup import scales_of
-from llm.models.sizes import find_blocks
+from llm.models.sizes import find_blocks, head_width
 from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.plan import render
@@ -62,7 +62,7 @@ def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
     text_config = load_config(options).get_text_config()
     heads = text_config.num_attention_heads
     if options.mup_base_head_dim is None:  # the number of heads grows, not their width
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        head_dim = head_width(text_config)
         heads, rest = divmod(width, head_dim)
         if rest or not heads:
             raise ConfigError(

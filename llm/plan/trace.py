@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm.data.options import device_batch_size
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
-from llm.models.sizes import find_blocks
+from llm.models.sizes import find_blocks, head_width
 from llm.plan.options import PlanOptions
 
 
@@ -205,10 +205,8 @@ def trace(
 
 def _key_width(config: PreTrainedConfig) -> int:
     """Return the width of a token's key and value together."""
-    heads: int = config.num_attention_heads
-    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    head_width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * key_heads * head_width
+    key_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * key_heads * head_width(config)
 
 
 class _Marks:

@@ -10,8 +10,9 @@ from markupsafe import Markup
 
 from llm import __version__
 from llm.report.charts import MARKS, Charts
+from llm.report.events import Event
 from llm.report.panels import COLOURS, MAX_POINTS, make_panels
-from llm.report.runs import Event, Run, X, best_evaluation
+from llm.report.runs import Run, X, best_evaluation
 
 _SILENT_SECONDS = 3600.0
 """A run that has written nothing for longer may be dead, which the page says."""

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llm.checkpoint.format import MEAN_FILE, Checkpoint, step_of
+from llm.checkpoint.format import MEAN_FILE, step_of
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import with_present_names
 from llm.errors import ConfigError
-from llm.report.borders import find_borders
+from llm.report.events import Event, logged_events, planned_events
 from llm.trainers.gpt.config import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
@@ -24,27 +24,6 @@ Row = dict[str, float]
 """The lines of a step in metrics.jsonl: numbers by name, NaN where a number was not finite."""
 
 _OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
-    """An event of a run, as the page shows it.
-
-    Attributes:
-        kind: `start`, `resume`, `branch`, `save`, `skip`, `spike`, `rewind`, `stop`, `finish`,
-            `best`, `stage`, `batch`, `cooldown` or `mean`.
-        step: Optimizer steps done; None if unknown.
-        text: A few words.
-        time: Local time; empty if unknown.
-        kept: Whether its steps are still those of the curves: False for an event after the
-            checkpoint from which a later start resumed.
-    """
-
-    kind: str
-    step: int | None
-    text: str
-    time: str = ""
-    kept: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,21 +119,30 @@ def _read_run(path: Path, name: str) -> Run:
     folder = RunFolder(path)
     rows, num_unread = _read_metrics(folder.metrics)
     lines = [line for line in _read_lines(folder.events) if line is not None]
-    status = path / "status.json"
     config = with_present_names(GPTConfig, _parsed(path / "config.toml", tomllib.loads))
     starts: list[dict[str, Any]] = [line for line in lines if line.get("event") == "start"]
     start = starts[-1] if starts else {}
     checkpoints = list_checkpoints(folder.checkpoints)
-    events = _events(lines, rows, saved={checkpoint.step for checkpoint in checkpoints})
     origin = _parent(config)
-    events += _planned(config, start, rows, origin, checkpoints)
+    first = origin.steps[0] if origin else 0
+    cooldown_from = None
+    if origin and config.get("cooldown_tokens"):
+        # The branch of a run in its cooldown continues that.
+        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
+        cooldown_from = branch.get("cooldown_from", first)
+    events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
+    if (best := best_evaluation(rows)) is not None:
+        text = f"lowest validation loss, {best[1]:.4f}"
+        events.append(Event(kind="best", step=best[0], text=text))
+    last = rows[-1]["step"] if rows else 0
+    events += planned_events(config, start, first=first, last=last, cooldown_from=cooldown_from)
     return Run(
         name=name,
         path=path,
         rows=rows,
         num_unread=num_unread,
         config=config,
-        status=_parsed(status, json.loads),
+        status=_parsed(path / "status.json", json.loads),
         events=events,
         start=start,
         origin=origin,
@@ -212,66 +200,6 @@ def _parent(config: dict[str, Any]) -> Origin | None:
     checkpoint = Path(config.get("branch_from") or "")
     step = step_of(checkpoint)
     return None if step is None else Origin(folder=checkpoint.parent.parent, steps=(step,))
-
-
-def _planned(
-    config: dict[str, Any],
-    start: dict[str, Any],
-    rows: list[Row],
-    origin: Origin | None,
-    checkpoints: list[Checkpoint],
-) -> list[Event]:
-    """Return the borders that the run has passed, those of its parent left out."""
-    first = origin.steps[0] if origin else 0
-    borders = [border for border in find_borders(config, start) if border[1] > first]
-    if origin and config.get("cooldown_tokens"):
-        # The branch of a run in its cooldown continues that.
-        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
-        text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
-        borders.append(("cooldown", branch.get("cooldown_from", first), text))
-    last = rows[-1]["step"] if rows else 0
-    return [
-        Event(kind=kind, step=step, text=text)
-        for kind, step, text in borders
-        if first <= step <= last
-    ]
-
-
-def _events(lines: list[dict[str, Any]], rows: list[Row], *, saved: set[int]) -> list[Event]:
-    """Return the events of events.jsonl, the checkpoints that it lacks, and the best evaluation."""
-    events: list[Event] = []
-    for line in lines:
-        kind, step = line.get("event"), line.get("step")
-        if kind in ("start", "rewind"):
-            events = [
-                dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
-                for event in events
-            ]
-        texts = {
-            "start": f"started on {line.get('ranks')} ranks",
-            "resume": "resumed",
-            "branch": f"branched from {line.get('checkpoint')}",
-            "save": "saved" if step in saved else "saved; removed since",
-            "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
-            f"{line.get('last_sample')})",
-            "spike": f"the loss {line.get('loss') or math.inf:.4g} is a spike "
-            f"(samples {line.get('first_sample')} to {line.get('last_sample')})",
-            "rewind": f"back to this step, without the samples {line.get('skip_samples')}",
-            "stop": f"{line.get('status')}: {line.get('reason') or 'all steps are done'}",
-        }
-        if kind in texts:
-            time = str(line.get("time", ""))[:19].replace("T", " ")
-            text = texts[kind]
-            if line.get("status") == "finished":
-                kind = "finish"
-            events.append(Event(kind=kind, step=step, text=text, time=time))
-    lacking = saved - {event.step for event in events if event.kind == "save"}
-    events += [Event(kind="save", step=step, text="saved") for step in sorted(lacking)]
-    best = best_evaluation(rows)
-    if best is not None:
-        text = f"lowest validation loss, {best[1]:.4f}"
-        events.append(Event(kind="best", step=best[0], text=text))
-    return events
 
 
 def _read_metrics(path: Path) -> tuple[list[Row], int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llm.errors import ConfigError
+from llm.errors import ConfigError, first_line
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
 
@@ -169,26 +169,25 @@ def load_tokenizer(
 
 
 def _explain(files: TokenizerFiles, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    name = files.name
+    reason, name = first_line(error), files.name
     if files.kind == "pair":
         return (
             f"--vocab_file {name} and --merges_file {files.merges_file} are not GPT-2's "
-            f"vocab.json and merges.txt: {reason}"
+            f"vocab.json and merges.txt: {reason}."
         )
     if files.kind == "file":
-        return f"--tokenizer_name {name} is not a tokenizer.json file: {reason}"
+        return f"--tokenizer_name {name} is not a tokenizer.json file: {reason}."
     if "trust_remote_code" in str(error):
         return (
             f"The tokenizer {name} brings its own Python code: pass --trust_remote_code "
             "if you trust its authors."
         )
     if Path(name).is_dir():
-        return f"The tokenizer in the folder {name} cannot be read: {reason}"
+        return f"The tokenizer in the folder {name} cannot be read: {reason}."
     return (
         f"The tokenizer {name} is no local folder, and the Hugging Face Hub does not hand it "
         f"out or cannot be reached: check the name and the network, or set --tokenizer_name "
-        f"to a local folder ({reason})"
+        f"to a local folder ({reason})."
     )
 
 

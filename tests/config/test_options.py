@@ -147,6 +147,7 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--learnin_rate", "1"], ["--learnin_rate", "did you mean learning_rate"]),
         (["--learning_rate", "fast"], ["--learning_rate", "a number", "'fast'"]),
         (["--learning_rate", "0"], ["--learning_rate", "greater than 0"]),
+        (["--learning_rate", "-1e-3"], ["--learning_rate", "greater than 0", "not -0.001"]),
         (["--num_steps", "0"], ["--num_steps", "at least 1", "not 0"]),
         (["--num_steps", "1.5"], ["--num_steps", "an integer", "'1.5'"]),
         (["--num_steps", "5@0,9@7"], ["not '5@0,9@7'. A schedule VALUE@STEP is no longer read"]),

@@ -54,8 +54,8 @@ def test_stages_that_make_no_sequence_are_refused_in_a_sentence(stages, sentence
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_path": ("a",)}, "--data_path and --data_stage are two sources of data"),
-        ({"train_file": "a.txt"}, "--train_file and --data_stage are two sources of data"),
+        ({"data_path": ("a",)}, "--data_path and --data_stage are different sources of data"),
+        ({"train_file": "a.txt"}, "--train_file and --data_stage are different sources of data"),
         ({"validation_file": "a.txt"}, "--validation_file is text and does not go with token"),
         ({"valid_data_path": ("v",), "split": "9,1"}, "--split cuts them; give one of the two"),
         ({"text_column": "text"}, "--text_column is for text"),

@@ -38,6 +38,7 @@ def test_a_training_file_is_split_by_its_lines(tmp_path):
 
     assert text(corpus.validation) == "a\nb\n"
     assert text(corpus.train) == "c\ndef\n<|endoftext|>"
+    assert corpus.train[0].name == "a"
     assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [6, 4]
 
 

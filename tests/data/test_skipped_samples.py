@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from llm.data.options import BatchOptions, batch_problems
-from llm.data.sample_ranges import skipped_ranges
-from llm.data.skipped_samples import NONE_SKIPPED
+from llm.data.skipped_samples import NONE_SKIPPED, skipped_ranges
 from llm.errors import ConfigError
 
 

@@ -40,7 +40,7 @@ def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
         tmp_path: "is no file; for a folder of files use --dataset_name",
         tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
-        tmp_path / "a.parquet.gz": r"one of the first four packed as \.gz, \.xz, \.bz2, \.zst",
+        tmp_path / "a.parquet.gz": r"all but the last also packed, as in \.jsonl\.gz \(\.gz",
         tmp_path / "empty.txt": r"empty\.txt is empty",
     }.items():
         with pytest.raises(DataError, match=message):

@@ -38,7 +38,7 @@ def test_prefixes_stand_alone_or_each_follows_its_weight():
         ([0.7], "ends with the weight 0.7"),
         ([0.7, "a", "b"], "gives b without a weight before it"),
         ([0.7, 7.0], r"has the number 7 where a prefix belongs.*as \./7"),
-        (["a", 0.3, "b"], "has the weight 0.3 after prefixes without one"),
+        (["a", 0.3, "b"], r"has the number 0\.3 where a prefix belongs; give a weight before each"),
         ([-1.0, "a", 2.0, "b"], "gives the weight -1; weights must be finite and not negative"),
         ([float("nan"), "a"], "gives the weight nan"),
         ([float("inf"), "a"], "gives the weight inf"),

@@ -94,7 +94,7 @@ def test_the_sources_of_an_open_interval_go_on_after_a_resume():
     after, other = meter_of(sources=("code", "new", "web")), meter_of(rank=1)
     after.load_state_dict(state)
     other.load_state_dict(state)
-    assert not other.by_source.any()
+    assert not other.sums.any()
     add(before, [0.2, 0.1], [3, 1])
     add(after, [0.1, 0.0, 0.2], [1, 0, 3])
     assert read(before) == read(after)

@@ -6,29 +6,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.models import export
-from llm.models.export import export_model, write_model_card
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from llm.models.export import write_model_card
+from tests.support.models import (
+    FAMILIES,
+    export_to,
+    moved_from_its_start,
+    tiny_config,
+    tiny_model,
+)
 from tests.support.tokenizers import tiny_tokenizer
-
-
-def export_to(folder: Path, model: PreTrainedModel) -> None:
-    export_model(
-        config=model.config,
-        state_dict=model.state_dict(),
-        folder=folder,
-        tokenizer=tiny_tokenizer(),
-    )
-
-
-def moved_from_its_start(model: PreTrainedModel) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 @pytest.mark.parametrize("multiple", [None, 128])
@@ -67,12 +56,7 @@ def test_a_full_disk_is_an_error_of_the_system_whichever_library_meets_it(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(OSError, match="File too large") as raised:
-            export_model(
-                config=model.config,
-                state_dict=model.state_dict(),
-                folder=tmp_path,
-                tokenizer=tokenizer,
-            )
+            export_to(tmp_path, model, tokenizer=tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert raised.value.errno == errno.EFBIG
@@ -99,13 +83,7 @@ def test_an_export_in_half_precision_is_the_rounded_model(
     name: export.ExportType, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = moved_from_its_start(tiny_model(tiny_config("gpt2"), pad_vocab_to_multiple_of=128))
-    export_model(
-        config=model.config,
-        state_dict=model.state_dict(),
-        folder=tmp_path,
-        tokenizer=tiny_tokenizer(),
-        dtype=name,
-    )
+    export_to(tmp_path, model, dtype=name)
     written = json.loads((tmp_path / "config.json").read_text())
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype="auto", output_loading_info=True

@@ -7,15 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.export import export_model
 from llm.models.mup import Scales, check_mup, scales_of
 from llm.models.options import ModelOptions
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
-from tests.support.models import FAMILIES, tiny_config, tiny_model
-from tests.support.tokenizers import tiny_tokenizer
+from tests.support.models import (
+    FAMILIES,
+    export_to,
+    moved_from_its_start,
+    tiny_config,
+    tiny_model,
+)
 
 # A model of 4 times the width and 4 times the layers of its base: initial deviation, AdamW's rate
 # and Muon's. GPT-2 starts its projections by depth itself: 0.25 instead of 0.125.
@@ -106,21 +110,12 @@ def test_initial_weights_are_the_librarys_times_their_factor(family):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", SHAPED)
 def test_an_export_has_the_logits_of_the_model_in_training(family, tied, tmp_path):
-    model = tiny_model(tiny_config(family, tie_word_embeddings=tied), **HALF).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model = tiny_model(tiny_config(family, tie_word_embeddings=tied), **HALF)
+    moved_from_its_start(model, by=0.3)
     ids = torch.arange(20).view(2, 10)
     logits = {}
     for factor in (0.5**0.5, 1.0):
-        export_model(
-            config=model.config,
-            state_dict=model.state_dict(),
-            folder=tmp_path,
-            tokenizer=tiny_tokenizer(),
-            attention_factor=factor,
-        )
+        export_to(tmp_path, model, attention_factor=factor)
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
         logits[factor] = loaded(ids).logits

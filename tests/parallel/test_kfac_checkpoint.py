@@ -7,9 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from llm.checkpoint.format import PLAIN, split_state
-from llm.checkpoint.load import load_state, newest_valid
-from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.save import Saver
+from llm.checkpoint.load import newest_valid
 from llm.checkpoint.snapshot import assign_writers
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
@@ -18,6 +16,7 @@ from llm.optim.options import OptimizerOptions
 from llm.parallel.base import AcceleratedStrategy
 from tests.support import layouts
 from tests.support.data_parallel import make_model, share
+from tests.support.matrix_runs import load, parts_of, save
 from tests.support.ranks import run_ranks, values
 
 ALL, HALF, ONE = ({"kfac_strategy": name} for name in ("comm-opt", "hybrid-opt", "mem-opt"))
@@ -38,10 +37,6 @@ def make_strategy(options):
     return strategy
 
 
-def parts_of(strategy):
-    return {"strategy": strategy, "kfac": strategy.second_order}
-
-
 def train(strategy, steps):
     for step in steps:
         micro_batches, num_tokens = share(step, strategy, 1)
@@ -49,20 +44,6 @@ def train(strategy, steps):
         strategy.second_order.precondition(learning_rate=1e-2)
         strategy.optimizer_step(1.0)
     return torch.cat([p.detach().flatten() for p in strategy.model.parameters()])
-
-
-def save(strategy, folder, step):
-    saver = Saver(
-        CheckpointOptions(),
-        folder,
-        parts=parts_of(strategy),
-        metadata={},
-        rank=strategy.rank,
-        world_size=strategy.world_size,
-        owner_ranks=strategy.owner_ranks,
-    )
-    saver.save(step=step, eval_loss=None)
-    saver.finish(last=True)
 
 
 def saved_and_trained_on(options, folder):
@@ -74,7 +55,7 @@ def saved_and_trained_on(options, folder):
 
 def loaded_and_saved(options, folder, copy):
     strategy = make_strategy(options)
-    load_state(newest_valid(folder), parts_of(strategy))
+    load(strategy, folder)
     save(strategy, copy, 6)
     return train(strategy, range(6, 9))
 

@@ -1,5 +1,6 @@
 """Tiny models of every family that the product promises to train: two layers, width 32."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.models.build import build_model
+from llm.models.export import export_model
 from llm.models.options import ModelOptions
+from tests.support.tokenizers import tiny_tokenizer
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 64
@@ -111,6 +114,25 @@ def tiny_model(
         seed=seed,
         device=device,
         vocab_size=vocab_size,
+    )
+
+
+def moved_from_its_start(model: PreTrainedModel, by: float = 0.01) -> PreTrainedModel:
+    """The model with other weights than initial ones, in the mode of evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def export_to(folder: Path, model: PreTrainedModel, **options: Any) -> None:
+    """Export a model with the tiny tokenizer."""
+    export_model(
+        config=model.config,
+        state_dict=model.state_dict(),
+        folder=folder,
+        **{"tokenizer": tiny_tokenizer(), **options},
     )
 
 

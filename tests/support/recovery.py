@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,30 @@ def check_same(run: Run, straight: Run) -> None:
     model = "model.safetensors"
     assert (run.folder / model).read_bytes() == (straight.folder / model).read_bytes()
     assert run.read_json("status.json")["status"] == "finished"
+
+
+def check_resume(bench: Bench, name: str, **options: Any) -> Run:
+    """Train, cut the run back to its last checkpoint but one, and expect the same of a resume.
+
+    Args:
+        bench: Where to run.
+        name: Tells these two runs from others.
+        options: Of the trainer; they give two checkpoints, the second at the end.
+
+    Returns:
+        The resumed run.
+    """
+    straight = bench.train_well(f"straight-{name}", **options)
+    cut = shutil.copytree(straight.folder, bench.folder / f"cut-{name}")
+    # As after a kill: the end of the run is missing, and so is what was written of it.
+    *_, kept, last = sorted((cut / "checkpoints").glob("step_*"))
+    shutil.rmtree(last)
+    (cut / "model.safetensors").unlink()
+    resumed = bench.train_well(cut.name, resume_from_checkpoint=True, **options)
+    assert f"at step {int(kept.name.removeprefix('step_'))}" in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+    return resumed
 
 
 def kill_and_go_on(

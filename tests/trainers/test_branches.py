@@ -106,9 +106,11 @@ def test_a_cooldown_ends_as_a_run_that_decays_there_from_the_start(bench, parent
 
 
 def test_a_branch_of_a_run_in_its_cooldown_continues_that(bench, cooled):
-    again = bench.train_well("again", branch_from=cooled.folder / "8", **NOTHING)
+    options = {**NOTHING, "max_train_steps": 20}  # as if the parent had been made longer since
+    again = bench.train_well("again", branch_from=cooled.folder / "8", **options)
     assert without_times(again) == after(cooled, 8)
     assert last_hash(again) == last_hash(cooled)
+    assert "--max_train_steps does not make the run longer" in again.output
 
 
 def test_a_branch_is_resumed_without_its_parent(bench, parent, cooled):

@@ -140,7 +140,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
     ("changes", "words"),
     [
         ({"dataset_name": None}, ["--dataset_name or --train_file"]),
-        ({"train_file": "a.txt"}, ["two sources of data"]),
+        ({"train_file": "a.txt"}, ["different sources of data"]),
         ({"dataset_name": None, "train_file": "a", "dataset_config_name": "b"}, ["--dataset_name"]),
         ({"model_name_or_path": None}, ["--model_name_or_path", "--tokenizer_name"]),
         ({"vocab_file": "vocab.json"}, ["--vocab_file needs --merges_file"]),
@@ -206,8 +206,11 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--kfac_max_dim is for --kfac_library native"],
         ),
         ({"model_type": "gpt2"}, ["--model_type starts from", "--model_name_or_path"]),
-        ({"data_path": ("a",)}, ["--dataset_name and --data_path are two sources of data"]),
-        ({**TOKENS, "train_data_path": ("a",)}, ["--data_path and --train_data_path are two"]),
+        ({"data_path": ("a",)}, ["--dataset_name and --data_path are different sources of data"]),
+        (
+            {**TOKENS, "train_data_path": ("a",)},
+            ["--data_path and --train_data_path are"],
+        ),
         ({**TOKENS, "valid_data_path": ("a",)}, ["--valid_data_path goes with --train_data_path"]),
         ({**TOKENS, "validation_file": "a.txt"}, ["--validation_file is text"]),
         ({**TOKENS, "text_column": "body"}, ["--text_column is for text"]),

@@ -1,6 +1,5 @@
 """Whole runs with --kfac: what they reach, what they say, and that they resume bit for bit."""
 
-import shutil
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from llm.optim.kfac.make_kfac import max_dim
 from llm.optim.options import KFACOptions
 from tests.support.faults import Fault
 from tests.support.models import tiny_config
-from tests.support.recovery import weights_hash, without_times
+from tests.support.recovery import check_resume
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
@@ -95,7 +94,7 @@ def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ra
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
-def assert_resume_is_exact(bench: Bench, name: str, **options) -> Run:
+def check_kfac_resume(bench: Bench, name: str, **options) -> Run:
     """Dropout is on, an interval of the log is open at the checkpoint, and bases are due after."""
     options = {
         "kfac": True,
@@ -107,33 +106,22 @@ def assert_resume_is_exact(bench: Bench, name: str, **options) -> Run:
         "logging_steps": 4,
         **options,
     }
-    straight = bench.train_well(f"straight-{name}", **options)
-    cut = bench.folder / f"cut-{name}"
-    shutil.copytree(straight.folder, cut)
-    shutil.rmtree(cut / "checkpoints" / "step_00000012")
-    (cut / "model.safetensors").unlink()
-
-    resumed = bench.train_well(cut.name, resume_from_checkpoint=True, **options)
-
-    assert "at step 6" in resumed.output
-    assert without_times(resumed) == without_times(straight)
-    assert weights_hash(cut) == weights_hash(straight.folder)
-    return straight
+    return check_resume(bench, name, **options)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
-    assert_resume_is_exact(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
+    check_kfac_resume(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
 
 
 def test_a_resumed_run_with_factors_spread_over_ranks_is_bit_identical(dropout):
-    assert_resume_is_exact(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
+    check_kfac_resume(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
 
 
 def test_a_resumed_run_with_sharded_weights_is_bit_identical(dropout):
     options = {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}
-    assert_resume_is_exact(dropout, "shards", ranks=2, **options)
+    check_kfac_resume(dropout, "shards", ranks=2, **options)
 
 
 @pytest.mark.parametrize("method", ["ekfac", "eigen"])
@@ -156,7 +144,7 @@ def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
 
 @pytest.mark.parametrize("options", PRECONDITIONERS)
 def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
-    assert_resume_is_exact(dropout, "-".join(map(str, options.values())), **options)
+    check_kfac_resume(dropout, "-".join(map(str, options.values())), **options)
 
 
 def test_the_decay_of_ekfac_per_step_does_not_depend_on_the_interval(plain):
@@ -219,9 +207,7 @@ def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, m
     ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
     theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
-    assert_resume_is_exact(
-        dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch"
-    )
+    check_kfac_resume(dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch")
 
 
 @pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")

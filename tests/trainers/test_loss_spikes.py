@@ -11,7 +11,7 @@ import torch
 from llm.checkpoint.format import TrainState
 from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
-from llm.data.corpus import CorpusSource, Samples, TokenStream
+from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.data.loader import TrainLoader
@@ -243,11 +243,12 @@ def test_another_mixture_of_the_data_is_no_spike(tmp_path):
         rank=0,
         device=torch.device("cpu"),
     )
+    corpus = Corpus(train=tuple(sources), validation=(), stages=tuple(stages))
     options, state = RunOptions(on_loss_spike="stop"), TrainState()
 
     def report(steps: range, loss: float) -> None:
         losses = [(step, False, loss) for step in steps]
-        report_steps(options, losses, state, loader, tuple(sources), run="runs/staged")
+        report_steps(options, losses, state, loader, corpus, run="runs/staged")
 
     report(range(40), 2.0)
     report(range(40, 80), 5.0)

@@ -256,7 +256,12 @@ def refusal(*files: Path, **sizes: int) -> str:
 def test_files_that_are_no_tasks_are_named(tmp_path):
     assert "--eval_tasks hellaswag is no file" in refusal(Path("hellaswag"))
     file = tmp_path / "file.yaml"
-    for text, word in (("- a", "YAML dict"), ("a: b", "a"), ("task: [\na", "parsing")):
+    for text, word in (
+        ("- a", "YAML dict"),
+        ("a: b", "a"),
+        ("task: [\na", "parsing"),
+        ("task: a", "a key that it needs is missing"),
+    ):
         file.write_text(text)
         said = refusal(file)
         assert str(file) in said

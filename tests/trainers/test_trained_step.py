@@ -103,6 +103,19 @@ def test_a_resume_on_other_ranks_shows_the_steps_of_each_start(bench):
     assert asked.samples.tolist() == [20, 21, 22, 23]
 
 
+def test_the_steps_before_a_branch_have_the_ranks_of_its_parent(bench):
+    options = {**blend(bench), "checkpointing_steps": 2, "global_batch_size": 8}
+    parent = bench.train_well("parent", ranks=2, max_train_steps=2, **options)
+    run = bench.train_well("branch", branch_from=parent.folder, max_train_steps=4, **options)
+
+    def ranks_of(step: int) -> int:
+        return read_step(run.folder, step, rank=0, data_ranks=None).data_ranks
+
+    assert [ranks_of(step) for step in (1, 2, 3, 4)] == [2, 2, 1, 1]
+    shutil.rmtree(parent.folder)
+    assert ranks_of(3) == 1
+
+
 def test_a_run_of_an_earlier_version_is_read_from_its_checkpoint(bench):
     options = {**blend(bench), "checkpointing_steps": 2, "max_train_steps": 2}
     bench.train_well("older", ranks=2, **options)

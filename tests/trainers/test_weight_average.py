@@ -7,14 +7,17 @@ from typing import cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.format import name_of, read_manifest
 from llm.checkpoints import main as checkpoints
 from llm.errors import ConfigError
+from llm.models.sampling import sample_text
 from llm.optim.options import OptimizerOptions
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.weight_average import WeightAverage
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.reporting import SAMPLE_TOKENS
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import load_trained, read_config
 from tests.support.recovery import last_counts, last_hash, weights_hash, without_times
@@ -93,6 +96,19 @@ def test_the_average_is_that_of_the_weights_on_any_layout(bench, layout):
     assert mean.keys() == third.keys()
     for key, tensor in mean.items():
         assert torch.equal(tensor, ((third[key].double() + fourth[key]) / 2).float())
+
+
+def test_the_exported_average_is_evaluated_and_writes_the_sample(bench):
+    options = {"max_train_steps": 3, "eval_steps": 1, "ema_decay": 0.5, "learning_rate": 1e-2}
+    run = bench.train_well("exported", export_ema=True, sample_prompt="The king", **options)
+
+    assert [record["step"] for record in run.metrics if "eval_ema_loss" in record] == [3]
+    loss = run.read_json("all_results.json")["eval_ema_loss"]
+    assert f"validation loss of the average {loss:.4f}, " in run.output
+    model = AutoModelForCausalLM.from_pretrained(run.folder)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder)
+    prompt = {"prompt": "The king", "max_new_tokens": SAMPLE_TOKENS, "seed": 1}
+    assert sample_text(model, tokenizer, **prompt) in run.output
 
 
 def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):

@@ -282,7 +282,7 @@ def check_tokenizer(
         ignore_mismatch: Warn, rather than refuse.
 
     Raises:
-        DataError: The fingerprints differ, without `force`.
+        DataError: The fingerprints differ, and that is not ignored.
     """
     if sidecar.tokenizer_fingerprint == fingerprint:
         return

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from llm.errors import ConfigError
+from llm.errors import ConfigError, first_line
 from llm.tokenizers.fast import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
@@ -286,5 +286,4 @@ def _refusal(error: BaseException, what: str) -> BaseException:
     """Return what to raise for an error of the library, whose panics are no `Exception`."""
     if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
         return error
-    message = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-    return OtherIds(f"{what} ({message})")
+    return OtherIds(f"{what} ({first_line(error)[:120]})")

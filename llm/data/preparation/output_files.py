@@ -139,7 +139,7 @@ def assemble(
         prefix: The path of both files without their suffix.
         dtype: Dtype of the ids.
     """
-    _join(stems, Path(f"{prefix}.bin"))
+    _join(stems, beside(prefix, ".bin"))
 
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
@@ -154,7 +154,7 @@ def assemble(
             sequences = stop
 
     write_index(
-        Path(f"{prefix}.idx"),
+        beside(prefix, ".idx"),
         dtype,
         num_sequences=sum(shard.texts for shard in stats),
         num_documents=sum(shard.documents for shard in stats),
@@ -178,7 +178,7 @@ def assemble_shuffled(
         seed: Seed of the order; the same documents and seed give the same order.
     """
     # One file, since there may be more shards than files that a process can have open.
-    joined = Path(f"{prefix}.joined")
+    joined = beside(prefix, ".joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
     count = sum(shard.texts for shard in stats)
@@ -194,14 +194,14 @@ def assemble_shuffled(
             index = np.arange(first, min(first + _SHUFFLED_DOCUMENTS, count))
             yield permute(index, size=count, key=seed)
 
-    with open(f"{prefix}.bin", "wb") as target:
+    with open(beside(prefix, ".bin"), "wb") as target:
         for documents in order():
             ends = starts[documents] + lengths[documents]
             texts = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(texts).tobytes())
         sync(target)
     write_index(
-        Path(f"{prefix}.idx"),
+        beside(prefix, ".idx"),
         dtype,
         num_sequences=count,
         num_documents=count,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.text.blocks import BadRecordPolicy
-from llm.data.text.readers import batched, choose_column, first_line, usable_texts
+from llm.data.text.readers import batched, choose_column, usable_texts
 from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
-from llm.errors import DataError
+from llm.errors import DataError, first_line
 
 _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.text.blocks import BadRecordPolicy, FileChunk
-from llm.errors import DataError
+from llm.errors import DataError, first_line
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_ROWS = 1 << 14
@@ -247,8 +247,3 @@ def num_row_groups(path: Path) -> int:
             return int(file.num_row_groups)
     except Exception:  # reading the texts reports what is wrong
         return 0
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, to end a sentence with."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

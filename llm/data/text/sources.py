@@ -113,8 +113,8 @@ def file_source(
         raise DataError(f"{option} {path} is no file; for a folder of files use --dataset_name.")
     if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
         raise DataError(
-            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, or one of "
-            f"the first four packed as {', '.join(COMPRESSIONS)}."
+            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, all but the "
+            f"last also packed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
         )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")

@@ -121,21 +121,29 @@ class Exchange:
     Attributes:
         rank: The same.
         column: Its column.
+        is_first: Whether this rank carries on a count that was saved as a sum over ranks.
     """
 
     def __init__(
         self, assignment: Assignment, *, rank: int, ranks: FactorRanks | None = None
     ) -> None:
-        self._assignment, self._ranks = assignment, ranks
+        self._assignment = assignment
+        self._is_alone = ranks is None and assignment.world_size == 1
+        self._ranks = ranks or FactorRanks(
+            rank=rank, size=assignment.world_size, is_first=rank == 0
+        )
         self.rank = rank
         self.column = rank % assignment.num_columns
-        if ranks is not None:
-            return
-        # Collective: every rank calls `new_group` for every group, in the same order.
-        columns = [assignment.column_ranks(c) for c in range(assignment.num_columns)]
-        self._columns = [_new_group(ranks) for ranks in columns]
-        rows = [assignment.row_ranks(r) for r in range(0, assignment.world_size, len(columns))]
-        self._row = [_new_group(ranks) for ranks in rows][rank // len(columns)]
+        self.is_first = self._ranks.is_first
+        self._column: dist.ProcessGroup | None = None
+        self._row: dist.ProcessGroup | None = None
+        if ranks is None:
+            # Collective: every rank calls `new_group` for every group, in the same order.
+            num_columns = assignment.num_columns
+            columns = [assignment.column_ranks(c) for c in range(num_columns)]
+            self._column = [_new_group(column) for column in columns][self.column]
+            rows = [assignment.row_ranks(r) for r in range(0, assignment.world_size, num_columns)]
+            self._row = [_new_group(row) for row in rows][rank // num_columns]
 
     def reduce(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
         """Sum over ranks what the factors have recorded, each at its owner.
@@ -143,38 +151,27 @@ class Exchange:
         Returns:
             Sums and number of tokens of the factors that this rank owns, by name.
         """
-        if self._is_alone:
+        ranks = self._ranks
+        if ranks.size == 1 and ranks.replicas is None:
             return {factor.name: factor.drain() for factor in factors}
         own = {}
         for owner, owned in self._by_owner(factors).items():
             flat = torch.cat([tensor for factor in owned for tensor in _pack(*factor.drain())])
-            if self._ranks is None:
-                dist.reduce(flat, dst=owner)
-            elif self._ranks.group is not None:
-                dist.reduce(flat, group=self._ranks.group, group_dst=owner)
-            if owner == self.rank and self._ranks is not None and self._ranks.replicas is not None:
-                dist.all_reduce(flat, group=self._ranks.replicas)
+            if ranks.size > 1:
+                dist.reduce(flat, group=ranks.group, group_dst=owner)
             if owner == self.rank:
+                if ranks.replicas is not None:
+                    dist.all_reduce(flat, group=ranks.replicas)
                 own = _unpack(flat, owned)
         return own
 
-    @property
-    def _is_alone(self) -> bool:
-        has_replicas = self._ranks is not None and self._ranks.replicas is not None
-        return self._assignment.world_size == 1 and not has_replicas
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether this rank carries on a count that was saved as a sum over ranks."""
-        return self.rank == 0 if self._ranks is None else self._ranks.is_first
-
     def all_reduce(self, count: Tensor) -> Tensor:
         """Return the sum over all ranks, replicas once: the tensor itself with one rank."""
-        if self._ranks is None and self._assignment.world_size == 1:
+        if self._is_alone:
             return count
         total = count.clone()
         dist.all_reduce(total)
-        return total if self._ranks is None else total / self._ranks.num_replicas
+        return total / self._ranks.num_replicas
 
     def broadcast_bases(self, factors: Sequence[Factor]) -> None:
         """Send bases and eigenvalues from their owners to all ranks of their columns.
@@ -182,10 +179,10 @@ class Exchange:
         Args:
             factors: Those with new ones at their owners; other ranks receive them in place.
         """
-        for owner, owned in self._by_owner(factors).items() if self._ranks is None else ():
+        for owner, owned in self._by_owner(factors).items():
             if owner % self._assignment.num_columns == self.column:
                 tensors = [tensor for f in owned for tensor in (*f.bases, *f.values)]
-                _broadcast(tensors, source=owner, group=self._columns[self.column])
+                _broadcast(tensors, source=owner, group=self._column)
 
     def broadcast_updates(self, updates: Mapping[int, Sequence[Tensor]]) -> None:
         """Send updates from each column to the others, in place.

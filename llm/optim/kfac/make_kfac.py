@@ -40,13 +40,13 @@ class KFAC:
         recorder: Records the tokens of a step.
         preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which
             is the optimizer itself.
-        description: What is covered, kept and done, in a few lines.
+        settings: The method and its intervals, in a line for the log.
     """
 
     optimizer: torch.optim.Optimizer
     recorder: Curvature | ExternalPreconditioner
     preconditioner: Preconditioner | ExternalPreconditioner | None
-    description: str
+    settings: str
 
     def capture_stats(
         self, *, token_weight: float, loss_scale: Tensor
@@ -66,7 +66,7 @@ class KFAC:
 
     def describe(self) -> str:
         """Return a few lines for the beginning of the log."""
-        return self.description
+        return f"{self.recorder.describe()}\n{self.settings}"
 
     def metrics(self) -> dict[str, Tensor]:
         """Return numbers for the log, on the device."""
@@ -122,7 +122,7 @@ def make_kfac(
             as the strategy asks, or a library is missing.
     """
     coverage = cover_model(options, model) if coverage is None else coverage.within(model)
-    method, settings = kfac_method(options), _settings(options)
+    method, settings, line = kfac_method(options), _settings(options), _describe_method(options)
     kl_clip = options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
         assert method != "ekfac"  # The library is one of the options that select eigen.
@@ -130,10 +130,7 @@ def make_kfac(
         external = ExternalPreconditioner(
             coverage, _parameters(adamw), method=method, kl_clip=kl_clip, **settings
         )
-        description = f"{external.describe()}\n{_describe_method(options)}"
-        return KFAC(
-            optimizer=adamw, recorder=external, preconditioner=external, description=description
-        )
+        return KFAC(optimizer=adamw, recorder=external, preconditioner=external, settings=line)
     curvature = Curvature(
         coverage,
         method=method,
@@ -144,13 +141,10 @@ def make_kfac(
         ranks=None if whole is None else whole.factor_ranks,
         **settings,
     )
-    description = f"{curvature.describe()}\n{_describe_method(options)}"
     if method == "ekfac":
         groups = matrix_groups(options, model)
         ekfac = EKFAC(groups, curvature, whole=whole, **adamw_settings(options))
-        return KFAC(
-            optimizer=ekfac, recorder=curvature, preconditioner=None, description=description
-        )
+        return KFAC(optimizer=ekfac, recorder=curvature, preconditioner=None, settings=line)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
         curvature,
@@ -160,12 +154,7 @@ def make_kfac(
         graft=not options.kfac_compat,
         whole=whole,
     )
-    return KFAC(
-        optimizer=adamw,
-        recorder=curvature,
-        preconditioner=preconditioner,
-        description=description,
-    )
+    return KFAC(optimizer=adamw, recorder=curvature, preconditioner=preconditioner, settings=line)
 
 
 def covers_stacks(options: KFACOptions) -> bool:

@@ -73,15 +73,11 @@ class Preconditioner:
         results = dict(self._covered.updates(self._results))
         if not results:
             return
-        changes = [
-            (parameter.grad, result)
-            for unit, its in results.items()
-            for parameter, result in zip(unit.parameters, its, strict=True)
-            if parameter.grad is not None
-        ]
         self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
-        for gradient, result in changes:
-            gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
+        for unit, its in results.items():
+            for parameter, result in zip(unit.parameters, its, strict=True):
+                if (gradient := parameter.grad) is not None:
+                    gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
         self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
         self._num_steps += 1
 

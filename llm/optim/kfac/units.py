@@ -24,7 +24,8 @@ class CoveredUnits:
     """
 
     def __init__(self, curvature: Curvature, whole: WholeMatrices | None = None) -> None:
-        self._curvature, self._whole = curvature, whole
+        self._curvature, self._is_sharded = curvature, whole is not None
+        self._whole = whole or WholeMatrices()
         by_weight: dict[Tensor, list[Layer]] = {}
         for layer in curvature.layers:
             by_weight.setdefault(layer.weight, []).append(layer)
@@ -36,11 +37,10 @@ class CoveredUnits:
                 shapes=[p.shape for p in parameters],
                 cost=sum(layer.rows * layer.columns for layer in layers),
                 fusion=layers[0].fusion,
-                owner=None if whole is None else curvature.column_of(layers[0]),
+                owner=curvature.column_of(layers[0]) if self._is_sharded else None,
             )
             self.layers[unit] = layers
-        if whole is not None:
-            whole.assign(list(self.layers))
+        self._whole.assign(list(self.layers))
 
     def works_on(self, unit: Unit) -> bool:
         """Return whether this rank keeps the bases of a unit and computes its update."""
@@ -52,7 +52,7 @@ class CoveredUnits:
         Args:
             compute: Called by the ranks that work on a unit.
         """
-        if self._whole is not None:
+        if self._is_sharded:
             yield from self._whole.updates(list(self.layers), compute)
             return
         found, columns = {}, dict[int, list[Tensor]]()
@@ -72,7 +72,7 @@ class CoveredUnits:
         Args:
             updates: As `updates` yields them; not empty.
         """
-        if self._whole is not None:
+        if self._is_sharded:  # of shards, which are no matrices of their own
             products = [
                 (update * gradient).sum()
                 for unit, its in updates.items()
@@ -88,9 +88,9 @@ class CoveredUnits:
 
     def all_finite(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return 1.0 if the gradients of parameters are finite on all ranks, else 0.0."""
-        local = parameters if self._whole is None else map(self._whole.local, parameters)
+        local = map(self._whole.local, parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
-        return torch.isfinite(norm if self._whole is None else self._whole.total(norm)).float()
+        return torch.isfinite(self._whole.total(norm)).float()
 
 
 def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from llm.parallel.dims import ParallelDims
-from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor
+from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor, reshard
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import Round
 from llm.parallel.options import DecentralizedOptions
@@ -61,12 +61,12 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     def averaged(self) -> Iterator[Tensor | None]:
         """Give the model the mean of all replicas' weights inside the context."""
         # Weights that are still gathered would not see their shards change, at either end.
-        self._reshard()
+        reshard(self.wrapped)
         try:
             with super().averaged() as distance:
                 yield distance
         finally:
-            self._reshard()
+            reshard(self.wrapped)
 
     def _common_state(self) -> dict[str, Any]:
         state = super()._common_state()

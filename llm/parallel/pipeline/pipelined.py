@@ -20,7 +20,7 @@ from llm.models.sizes import find_blocks
 from llm.models.source_losses import empty_sums
 from llm.parallel.base import MakeOptimizer
 from llm.parallel.dims import ParallelDims
-from llm.parallel.fsdp import ShardedStrategy, full_tensor
+from llm.parallel.fsdp import ShardedStrategy, full_tensor, reshard
 from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
@@ -269,7 +269,7 @@ class PipelineStrategy(ShardedStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
-        self._reshard()
+        reshard(self.wrapped)
         held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
         listed = self.gather_objects(held)
         sender: dict[str, int] = {}

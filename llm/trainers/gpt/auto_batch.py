@@ -28,7 +28,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.trial import trial_step
 from llm.runtime.world import World, ranks_per_node
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.inputs import read_training
+from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup
 
@@ -55,7 +55,7 @@ def find_batch_size(
         ConfigError: On all ranks, why the run cannot be planned.
     """
     if setup.branch_from is not None and config.global_batch_size is None:
-        # The parent's, of which the micro-batch has to be a divisor.
+        # A branch keeps its parent's global batch, which the micro-batch has to divide.
         batch = setup.plan.batch_schedule(setup.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
     answer: int | str | None = None
@@ -77,13 +77,14 @@ def find_batch_size(
         "resume keeps them."
     )
     config = dataclasses.replace(config, per_device_train_batch_size=size)
-    again = read_training(dataclasses.replace(config, in_memory=False), world)
-    return config, dataclasses.replace(setup, plan=again.plan, schedule=again.schedule)
+    plan, skipped, schedule = plan_training(config, setup, setup.samples, setup.branch)
+    return config, dataclasses.replace(setup, plan=plan, skipped=skipped, schedule=schedule)
 
 
 def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
     """Return whether a step with micro-batches of this size fits into this rank's memory."""
     together = size * setup.plan.world_size
+    # Gradients accumulate over two micro-batches if a step has several.
     several = setup.plan.global_batch_size > together or config.gradient_accumulation_steps > 1
     loader = TrainLoader(
         samples=setup.samples,

@@ -105,7 +105,7 @@ def branch_of(
     cooldown_from = None if config.cooldown_tokens is None else parent.step
     falls_from = recorded["cooldown_from"] if recorded else None
     if falls_from is not None and cooldown_from is not None:
-        # The branch of a run in its cooldown continues that.
+        # A branch of a run in its cooldown continues the same cooldown.
         if parent.metadata["fixed"]["cooldown_tokens"] != config.cooldown_tokens:
             raise CheckpointError(
                 f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "

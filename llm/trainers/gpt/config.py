@@ -149,7 +149,8 @@ class RunOptions:
     )
     export_ema: bool = option(
         False,
-        "Export the moving average of the weights at the end, in place of the last weights.",
+        "Export the moving average of the weights at the end, in place of the last weights, and "
+        "evaluate it then.",
         group=RUN,
         requires=("ema_decay", "ema_tokens"),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llm.data.loader import MicroBatch
+from llm.data.loader import IGNORED, MicroBatch
 from llm.errors import ConfigError
 from llm.parallel.base import AcceleratedStrategy
 
@@ -149,7 +149,7 @@ def _add_predictions(
     likeliest, _ = strategy.predict(batch)
     predictions = strategy.gather(likeliest)
     references = strategy.gather(batch.labels)
-    counted = references != -100
+    counted = references != IGNORED
     for metric in metrics.values():
         metric.add_batch(
             predictions=predictions[counted].cpu().numpy(),

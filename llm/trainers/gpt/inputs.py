@@ -16,7 +16,6 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
 from llm.data.corpus import Samples, digest_of, hold_corpus_in_memory
-from llm.data.epoch_limits import check_epochs
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import document_ends
@@ -39,7 +38,6 @@ from llm.trainers.gpt.resume import (
     check_same_data,
     choose_by_device,
     choose_seed,
-    choose_skipped,
     find_resume,
     find_start,
     keep_batch_size,
@@ -84,11 +82,7 @@ def read_training(
         seed=setup.seed,
     )
     branch = branch_of(config, resume_from, branch_from)
-    plan, schedule = plan_training(config, setup, samples, branch)
-    skipped = choose_skipped(config, setup.start, plan)
-    # Those that are left out are used up as well.
-    _, passed = skipped.span((0, plan.total_samples))
-    check_epochs(config, setup.corpus.train, samples, num_samples=passed)
+    plan, skipped, schedule = plan_training(config, setup, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
         hold_corpus_in_memory(setup.corpus, training=True)
     return TrainSetup(
@@ -197,7 +191,7 @@ def _load_tasks(
     if not config.eval_tasks:
         return None
     try:
-        from llm.trainers.gpt.tasks import Tasks  # the library is an extra, and loads for seconds
+        from llm.trainers.gpt.tasks import Tasks  # an extra, which takes seconds to import
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."

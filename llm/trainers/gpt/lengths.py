@@ -9,8 +9,11 @@ from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
-from llm.data.batch_plan import BatchPlan, batch_phases, plan_batches
+from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.batch_schedule import batch_phases
 from llm.data.corpus import Samples
+from llm.data.epoch_limits import check_epochs
+from llm.data.skipped_samples import SkippedSamples
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
@@ -18,6 +21,7 @@ from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.run_setup import RunSetup
 
 
@@ -39,37 +43,24 @@ def budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def plan_run(
-    config: GPTConfig,
-    *,
-    num_windows: int,
-    data_ranks: int,
-    block_size: int,
-    num_parameters: int | None,
-    resume_from: Checkpoint | None,
-) -> BatchPlan:
-    """Return the plan of a run, with the global batch of the checkpoint that it resumes from.
+def saved_batch(
+    config: GPTConfig, resume_from: Checkpoint | None, *, block_size: int
+) -> int | str | None:
+    """Return the global batch of the checkpoint that a run resumes from, if it keeps that.
+
+    The order of samples depends on it: on another number of ranks, accumulation changes.
 
     Raises:
-        CheckpointError: The checkpoint has another global batch than the options.
-        ConfigError: The global batch cannot be divided, or is more than the whole run.
+        CheckpointError: The options have another one.
     """
-    saved: int | str | None = None
-    if resume_from is not None and "global_batch_size" not in config.change_on_resume:
-        # The order of samples depends on it: on another number of ranks, accumulation changes.
-        saved = resume_from.metadata["global_batch_size"]
-        given = saved if config.global_batch_size is None else config.global_batch_size
-        phases = (batch_phases(batch, block_size=block_size) for batch in (saved, given))
-        if len({tuple(each) for each in phases}) > 1:
-            check_unchanged({"global_batch_size": saved}, {"global_batch_size": given}, allowed=())
-    return plan_batches(
-        config,
-        num_windows=num_windows,
-        world_size=data_ranks,
-        block_size=block_size,
-        num_parameters=num_parameters,
-        global_batch_size=saved,
-    )
+    if resume_from is None or "global_batch_size" in config.change_on_resume:
+        return None
+    saved: int | str = resume_from.metadata["global_batch_size"]
+    given = saved if config.global_batch_size is None else config.global_batch_size
+    phases = (batch_phases(batch, block_size=block_size) for batch in (saved, given))
+    if len({tuple(each) for each in phases}) > 1:
+        check_unchanged({"global_batch_size": saved}, {"global_batch_size": given}, allowed=())
+    return saved
 
 
 def plan_learning_rates(
@@ -147,17 +138,21 @@ def add_cooldown(
 
 def plan_training(
     config: GPTConfig, setup: RunSetup, samples: Samples, branch: Branch | None
-) -> tuple[BatchPlan, Schedule]:
-    """Return the batches and the learning rates, after the checks that need them."""
-    plan = plan_run(
+) -> tuple[BatchPlan, SkippedSamples, Schedule]:
+    """Return the batches, the samples to leave out and the learning rates.
+
+    Raises:
+        LLMError: The options make no such run of this data and this start.
+    """
+    plan = plan_batches(
         config,
         num_windows=samples.num_windows,
-        data_ranks=setup.layout.data_ranks,
+        world_size=setup.layout.data_ranks,
         block_size=setup.block_size,
         num_parameters=budget_parameters(
             config, setup.model_config, vocab_size=len(setup.tokenizer)
         ),
-        resume_from=setup.start,
+        global_batch_size=saved_batch(config, setup.start, block_size=setup.block_size),
     )
     plan, schedule = add_cooldown(config, branch, plan, block_size=setup.block_size)
     if setup.branch_from is not None and setup.branch_from.step >= plan.total_steps:
@@ -170,4 +165,7 @@ def plan_training(
         check_micro_batches(
             config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
         )
-    return plan, schedule
+    skipped = choose_skipped(config, setup.start, plan)
+    _, passed = skipped.span((0, plan.total_samples))  # what is left out is used up as well
+    check_epochs(config, setup.corpus.train, samples, num_samples=passed)
+    return plan, skipped, schedule

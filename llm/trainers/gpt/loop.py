@@ -69,14 +69,16 @@ class Trainer:
         self.plan, self.schedule = setup.plan, setup.schedule
         self.block_size = setup.block_size
         self.loader = _loader(config, setup, strategy)
-        self.sources, self.folder = setup.corpus.train, str(setup.run.path)
+        self.corpus, self.folder = setup.corpus, str(setup.run.path)
         self.health, self.tracker = health, tracker
         self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
         self.sample = sample
         self.average = WeightAverage(config, strategy) if averages_weights(config) else None
         self.state = TrainState()
-        names = [source.name for source in self.sources] if config.log_source_losses else []
-        self.meter = Meter(strategy.device, rank=strategy.rank, sources=names)
+        names = [source.name for source in self.corpus.train] if config.log_source_losses else []
+        self.meter = Meter(
+            strategy.device, rank=strategy.rank, sources=names, z_loss=config.z_loss > 0
+        )
         self.metadata = checkpoint_metadata(config, setup)
         self.saver = Saver(
             config,
@@ -129,7 +131,7 @@ class Trainer:
         if state.step:
             self.evaluate_on_resume()
         if self.config.z_loss:
-            self.strategy.pop_z_loss()  # of the pass in which DDP has ordered its buckets
+            self.strategy.pop_z_loss()  # forget the pass by which DDP has ordered its buckets
         waiting_since = time.perf_counter()
         # Closed also if a step raises, which ends the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
@@ -150,7 +152,7 @@ class Trainer:
 
     def evaluate_on_resume(self) -> None:
         """Make the evaluations of the checkpoint's step, if the stop that saved it left no time."""
-        self.report_steps()  # a run that gave up gives up again, whatever it is started with
+        self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
         due = self.is_due(self.eval_every, or_last=True)
         with self.tracker.paused():
@@ -264,7 +266,6 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
             kfac={} if second_order is None else second_order.metrics(),
-            with_z_loss=self.config.z_loss > 0,
         )
 
     def report_steps(self) -> None:
@@ -276,7 +277,7 @@ class Trainer:
         """
         steps = self.meter.pop_steps()
         try:
-            report_steps(self.config, steps, self.state, self.loader, self.sources, run=self.folder)
+            report_steps(self.config, steps, self.state, self.loader, self.corpus, run=self.folder)
         except DivergedError:
             self.saver.finish()  # a save under way is sound, and may be the one to resume from
             raise
@@ -311,7 +312,8 @@ class Trainer:
         """Return the results of an evaluation, and as `ema_NAME` those of the average."""
         assert self.evaluate is not None
         results = self.evaluate()
-        if self.average is not None and self.config.eval_ema:
+        exports = self.config.export_ema and self.state.step == self.plan.total_steps
+        if self.average is not None and (self.config.eval_ema or exports):
             results |= self.average.evaluated(self.evaluate)
         return results
 

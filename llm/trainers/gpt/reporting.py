@@ -48,15 +48,15 @@ def log_start(
         f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
         f"{counts['frozen']:,} frozen)"
     )
-    _log_data("training", setup.corpus.train, setup, last_is_partial=False)
-    _log_data("validation", setup.corpus.validation, setup, last_is_partial=True)
-    total_steps = None
+    _log_data("training", setup.corpus.train, setup)
+    _log_data("validation", setup.corpus.validation, setup)
+    total_steps, order = None, {}
     if isinstance(setup, TrainSetup):
-        total_steps = setup.plan.total_steps
+        total_steps, order = setup.plan.total_steps, _order(config, setup)
         _log_length(config, setup, model)
         if setup.skipped.ranges:
             logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
-        _log_stages(setup, setup.plan.total_samples)
+        _log_stages(setup)
         _log_sources(setup, setup.plan.total_samples, "will serve")
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
@@ -76,7 +76,7 @@ def log_start(
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=config.mixed_precision,
-            **_order(config, setup),
+            **order,
         ),
     )
     if strategy.device.type == "cuda":
@@ -117,10 +117,8 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
         )
 
 
-def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
+def _order(config: GPTConfig, setup: TrainSetup) -> dict[str, object]:
     """Return what decides which samples a rank has in each step."""
-    if not isinstance(setup, TrainSetup):
-        return {}
     return {
         "seed": setup.seed,
         "block_size": setup.block_size,
@@ -132,15 +130,13 @@ def _order(config: GPTConfig, setup: RunSetup) -> dict[str, object]:
     }
 
 
-def _log_data(
-    name: str, sources: Sequence[CorpusSource], setup: RunSetup, *, last_is_partial: bool
-) -> None:
+def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> None:
     for source in sources:
         if source.weight == 0:
             continue
         tokens = source.stream.num_tokens
         windows = tokens // setup.block_size
-        if last_is_partial:
+        if name == "validation":  # whose last window may be shorter
             windows = math.ceil((tokens - 1) / setup.block_size)
         which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
         if name == "training" and setup.corpus.stages:
@@ -153,9 +149,9 @@ def _log_data(
         )
 
 
-def _log_stages(setup: TrainSetup, num_samples: int) -> None:
+def _log_stages(setup: TrainSetup) -> None:
     """Log the border and the weights of each stage of the data."""
-    stages = setup.corpus.stages
+    stages, num_samples = setup.corpus.stages, setup.plan.total_samples
     starts = stage_starts(stages, block_size=setup.block_size)
     for number, (start, stage) in enumerate(zip(starts, stages, strict=False), start=1):
         weights = zip(setup.corpus.train, stage.weights, strict=True)
@@ -282,10 +278,12 @@ def log_end(
     """Log the last validation loss, where the files lie, and the commands that use them."""
     _log_sources(setup, state.samples, "served")
     folder = setup.run.path
-    loss = results.get("loss")
+    average, of_average = ("ema_", " of the average") if config.export_ema else ("", "")
+    loss = results.get(f"{average}loss")
     if loss is not None:
+        perplexity = results[f"{average}perplexity"]
         logger.info(
-            f"validation loss {loss:.4f}, perplexity {results['perplexity']:.2f} after "
+            f"validation loss{of_average} {loss:.4f}, perplexity {perplexity:.2f} after "
             f"{state.step:,} steps, {state.tokens:,} tokens, {state.seconds:.1f} s of training"
         )
         if not math.isfinite(loss):

@@ -15,9 +15,8 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
-from llm.data.options import LENGTHS
-from llm.data.sample_ranges import skipped_ranges
-from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
+from llm.data.options import LENGTHS, SOURCES
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import CheckpointError, ConfigError
 from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
@@ -26,7 +25,6 @@ from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import GPTConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
-DATA = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "split_projections")
 """Options whose default depends on the device, or on the version that began the run."""
 
@@ -126,7 +124,7 @@ def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: st
     if checkpoint is None:
         return
     before = checkpoint.metadata.get("data")
-    allowed = set(DATA) & set(config.change_on_resume)
+    allowed = set(SOURCES) & set(config.change_on_resume)
     if before is not None and before != digest and not allowed:
         raise CheckpointError(
             f"The training data are no longer those with which {checkpoint.path} was reached, "
@@ -259,6 +257,13 @@ def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> Non
     ]
     if changed:
         logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
+    names = lengthened(config, checkpoint)
+    longer = [name for name in names if getattr(config, name) > fixed[name]]
+    if longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
+        logger.warning(
+            f"--{longer[0]} does not make the run longer: its length is that of the cooldown, "
+            f"--cooldown_tokens {config.cooldown_tokens:,}."
+        )
 
 
 def choose_by_device(
@@ -308,7 +313,7 @@ def choose_skipped(
     saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata.get("skip_samples")))
     skipped = saved.skip(given)
     position, _ = plan.step_samples(resume_from.step)
-    reached = saved.span((0, position))[1] if position else 0
+    _, reached = saved.span((0, position))
     if skipped.before(reached) != saved.before(reached):
         raise ConfigError(
             f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "

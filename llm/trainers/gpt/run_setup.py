@@ -89,6 +89,20 @@ class TrainSetup(RunSetup):
     schedule: Schedule
 
 
+def resolve(config: GPTConfig, setup: TrainSetup) -> GPTConfig:
+    """Return the options as `config.toml` records them: with what the setup has chosen."""
+    return dataclasses.replace(
+        config,
+        seed=setup.seed,
+        output_dir=str(setup.run.path),
+        skip_samples=str(setup.skipped) or None,
+        # RUN alone would be a later checkpoint if the branch is started again before its first.
+        branch_from=setup.branch.parent if setup.branch else None,
+        per_device_train_batch_size=setup.plan.micro_batch_size,
+        **setup.by_device,
+    )
+
+
 def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
     """Return what every checkpoint records of the run."""
     return {

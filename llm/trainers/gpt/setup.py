@@ -284,7 +284,7 @@ def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
         )
     else:
         if trainer.strategy.rank == 0:
-            # Else the next resume would take a later checkpoint, from which this run has turned.
+            # Else the next resume would take a later checkpoint, which this run has abandoned.
             mark_superseded(setup.run.checkpoints, after=step)
         logger.info(
             f"Resumed from {setup.start.path} at step {step}.",

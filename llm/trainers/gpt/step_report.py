@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llm.checkpoint.format import TrainState
-from llm.data.corpus import CorpusSource
+from llm.data.corpus import Corpus
 from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, LossSpikeError
 from llm.metrics.spikes import Spike, find_spike, remember
@@ -22,7 +22,7 @@ def report_steps(
     steps: Iterable[tuple[int, bool, float]],
     state: TrainState,
     loader: TrainLoader,
-    sources: tuple[CorpusSource, ...],
+    corpus: Corpus,
     *,
     run: str,
 ) -> None:
@@ -35,7 +35,7 @@ def report_steps(
         steps: The result of `Meter.pop_steps`.
         state: Counters of the run.
         loader: What the steps were trained on.
-        sources: The sources of the training split.
+        corpus: Where their samples come from.
         run: Folder of the run, for the command that shows a step's text.
 
     Raises:
@@ -45,13 +45,13 @@ def report_steps(
     spikes = []
     for step, skipped, loss in steps:
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
-        if _enters_stage(loader, step):
+        if corpus.stages and _enters_stage(loader, step):
             state.losses = []  # those of another mixture tell nothing about this one
         spike = None if skipped else find_spike(loss, state.losses)
         if skipped:
             _report_skipped(step, loader, run)
         elif spike is not None:
-            _report_spike(step, loss, spike, loader, sources, run)
+            _report_spike(step, loss, spike, loader, corpus, run)
             spikes.append(step)
         if not skipped:
             state.losses = remember(loss, state.losses)
@@ -103,15 +103,16 @@ def _report_spike(
     loss: float,
     spike: Spike,
     loader: TrainLoader,
-    sources: tuple[CorpusSource, ...],
+    corpus: Corpus,
     run: str,
 ) -> None:
     first, stop = samples_of(loader, step, step + 1)
     numbers, _ = loader.samples.locate(
         loader.skipped.numbers(np.arange(*loader.plan.step_samples(step), dtype=np.int64))
     )
-    counts = np.bincount(numbers, minlength=len(sources)).tolist()
-    served = {source.name: count for source, count in zip(sources, counts, strict=True) if count}
+    counts = np.bincount(numbers, minlength=len(corpus.train)).tolist()
+    pairs = zip(corpus.train, counts, strict=True)
+    served = {source.name: count for source, count in pairs if count}
     command = inspect_command(run, step + 1)
     logger.info(
         f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "

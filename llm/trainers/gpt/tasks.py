@@ -158,8 +158,11 @@ def _load(file: str) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = TaskManager(include_defaults=False).load([file])
     except Exception as error:  # of YAML, lm-eval and datasets, of dozens of kinds
+        reason = one_line(error)
+        if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
+            reason = "a key that it needs is missing, or has a value of the wrong kind"
         raise ConfigError(
-            f"--eval_tasks {file} cannot be loaded as a task of lm-eval: {one_line(error)} "
+            f"--eval_tasks {file} cannot be loaded as a task of lm-eval: {reason} "
             "(a task without access to the Hub has dataset_path: json and its data_files)."
         ) from error
     finally:

@@ -1,7 +1,6 @@
 """The story of a training run."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.rewind import fit
-from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.run_setup import TrainSetup, resolve
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -63,16 +62,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
     searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
-    config = dataclasses.replace(
-        config,
-        seed=setup.seed,
-        output_dir=str(setup.run.path),
-        skip_samples=str(setup.skipped) or None,
-        # RUN alone would be a later checkpoint if the branch is started again before its first.
-        branch_from=setup.branch.parent if setup.branch else None,
-        per_device_train_batch_size=setup.plan.micro_batch_size,
-        **setup.by_device,
-    )
+    config = resolve(config, setup)
     model = make_model(config, setup, world)
     repository = None
     if world.is_main:
@@ -131,7 +121,7 @@ def watched(
     reported = False
 
     def report(failure: str) -> None:
-        # A rank that waits for its end may see rank 0, which fails with the same error, end first.
+        # A rank that waits to be ended may see rank 0 end first, with the same error.
         if strategy.rank == health.reporter and not reported:
             run.say("failed", reason=failure)
 
@@ -186,13 +176,13 @@ def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTra
     exported = trainer.average.swapped() if trainer.average and config.export_ema else None
     with exported or contextlib.nullcontext():
         write_results(config, setup, trainer, model)
-    if config.sample_prompt is not None and setup.layout.is_replicated:
-        trainer.sample(None)
-    elif config.sample_prompt is not None:
-        logger.info(
-            "No rank has the whole model, so --sample_prompt is left to "
-            + generate_command(setup.run)
-        )
+        if config.sample_prompt is not None and setup.layout.is_replicated:
+            trainer.sample(None)
+        elif config.sample_prompt is not None:
+            logger.info(
+                "No rank has the whole model, so --sample_prompt is left to "
+                + generate_command(setup.run)
+            )
     if trainer.strategy.rank == 0:
         log_end(config, setup, trainer.state, trainer.results)
         loss = trainer.results.get("loss", 0.0)

@@ -16,7 +16,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, digest_of
 from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
-from llm.errors import ConfigError, DataError
+from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.parallel.dims import parallel_dims
 from llm.tokenizers.load_tokenizer import load_tokenizer
@@ -153,27 +153,38 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
 def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, Any]:
     """Return what a run has recorded of the order of its samples.
 
-    It is what the last start that has come by the step has logged; runs of earlier versions have
-    logged less, and the newest checkpoint has the rest.
+    The last start that trained the step has logged it; runs of earlier versions have logged less,
+    and the newest checkpoint has the rest.
 
     Args:
         run: The run's folder.
         step: Number of the step, counted from 1.
         config: The run's configuration.
     """
-    order: dict[str, Any] = {}
-    total: dict[str, int] = {}  # of the last start, which may have made the run longer
-    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
-            record = json.loads(line)
-            if record["event"] == "start":
-                total = {name: record[name] for name in ("total_samples",) if name in record}
-                order = record if record["step"] < step else order
+    starts = _starts(run, config)
+    order: dict[str, Any] = next((each for each in starts[::-1] if each["step"] < step), {})
+    if starts and "total_samples" in starts[-1]:  # the last start may have made the run longer
+        order = order | {"total_samples": starts[-1]["total_samples"]}
     for checkpoint in list_checkpoints(run.checkpoints)[-1:]:
         names = ("data", "global_batch_size")
         order = {name: checkpoint.metadata.get(name) for name in names} | order
         order.setdefault("ranks", checkpoint.world_size)
     if "data_ranks" not in order:
         order["data_ranks"] = parallel_dims(config, order.get("ranks", 1)).data_ranks
-    return order | total
+    return order
+
+
+def _starts(run: RunFolder, config: GPTConfig) -> list[dict[str, Any]]:
+    """Return what the starts of a run have logged, a branch's after those of its parent."""
+    starts: list[dict[str, Any]] = []
+    if config.branch_from is not None:
+        parent = Path(config.branch_from).parents[1]  # of RUN/checkpoints/step_N
+        with suppress(CheckpointError):  # it may have gone
+            starts = _starts(RunFolder(parent), read_config(parent))
+    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
+            record = json.loads(line)
+            if record["event"] == "start":
+                starts.append(record)
+    return starts

@@ -1,0 +1,107 @@
+"""The events of a run: what it has logged, and where it changed as planned."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from llm.config.tokens import Tokens
+from llm.data.batch_schedule import batch_phases, steps_at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """An event of a run, as the page shows it.
+
+    Attributes:
+        kind: `start`, `resume`, `branch`, `save`, `skip`, `spike`, `rewind`, `stop`, `finish`,
+            `best`, `stage`, `batch`, `cooldown` or `mean`.
+        step: Optimizer steps done; None if unknown.
+        text: A few words.
+        time: Local time; empty if unknown.
+        kept: Whether its steps are still those of the curves: False for an event after the
+            checkpoint from which a later start resumed.
+    """
+
+    kind: str
+    step: int | None
+    text: str
+    time: str = ""
+    kept: bool = True
+
+
+def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event]:
+    """Return the events of events.jsonl, and the checkpoints that it lacks.
+
+    Args:
+        lines: The lines of the file.
+        saved: Steps of the checkpoints that are there.
+    """
+    events: list[Event] = []
+    for line in lines:
+        kind, step = line.get("event"), line.get("step")
+        if kind in ("start", "rewind"):
+            events = [
+                dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
+                for event in events
+            ]
+        texts = {
+            "start": f"started on {line.get('ranks')} ranks",
+            "resume": "resumed",
+            "branch": f"branched from {line.get('checkpoint')}",
+            "save": "saved" if step in saved else "saved; removed since",
+            "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
+            f"{line.get('last_sample')})",
+            "spike": f"the loss {line.get('loss') or math.inf:.4g} is a spike "
+            f"(samples {line.get('first_sample')} to {line.get('last_sample')})",
+            "rewind": f"back to this step, without the samples {line.get('skip_samples')}",
+            "stop": f"{line.get('status')}: {line.get('reason') or 'all steps are done'}",
+        }
+        if kind in texts:
+            time = str(line.get("time", ""))[:19].replace("T", " ")
+            text = texts[kind]
+            if line.get("status") == "finished":
+                kind = "finish"
+            events.append(Event(kind=kind, step=step, text=text, time=time))
+    lacking = saved - {event.step for event in events if event.kind == "save"}
+    return events + [Event(kind="save", step=step, text="saved") for step in sorted(lacking)]
+
+
+def planned_events(
+    config: dict[str, Any],
+    start: dict[str, Any],
+    *,
+    first: int,
+    last: float,
+    cooldown_from: int | None,
+) -> list[Event]:
+    """Return where stages of the data, larger batches and the cooldown have begun.
+
+    Args:
+        config: config.toml.
+        start: The last `start` event; earlier versions do not record the batch in it.
+        first: Steps that a branch takes over from its parent.
+        last: Steps done.
+        cooldown_from: Steps done before the cooldown; None without one.
+    """
+    borders = [border for border in _borders(config, start) if border[1] > first]
+    if cooldown_from is not None and cooldown_from >= first:
+        text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
+        borders.append(("cooldown", cooldown_from, text))
+    return [Event(kind=kind, step=step, text=text) for kind, step, text in borders if step <= last]
+
+
+def _borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
+    """Yield kind, step and text of the borders of batches and stages, those to come included."""
+    if "block_size" not in start or "global_batch_size" not in start:
+        return
+    phases = batch_phases(start["global_batch_size"], block_size=start["block_size"])
+    for step, _, size in phases[1:]:
+        yield "batch", step, f"the batch grows to {size:,} samples"
+    for number, (before, stage) in enumerate(pairwise(config.get("data_stage") or []), start=2):
+        samples = Fraction(Tokens(before["until"]), start["block_size"])
+        words = " ".join(Path(str(word)).name for word in stage["data_path"])
+        yield "stage", math.ceil(steps_at(phases, samples)), f"data stage {number}: {words}"
