@@ -47,7 +47,8 @@ def alone():
     ("ranks", "sizes"),
     [
         (2, {"shard": 2}),
-        (4, {"shard": 2, "pipeline": 2}),
+        (2, {"pipeline": 2}),
+        pytest.param(4, {"shard": 2, "pipeline": 2}, marks=MORE),
         pytest.param(4, {"shard": 2}, marks=MORE),
         pytest.param(4, {"shard": 4}, marks=MORE),
         pytest.param(4, {"pipeline": 2}, marks=MORE),
@@ -150,10 +151,10 @@ def contents(folders):
 @pytest.mark.parametrize(
     ("ranks", "sizes", "others"),
     [
-        (2, {"shard": 2}, [(1, {}), (4, {"shard": 2, "pipeline": 2})]),
-        (4, {"shard": 2, "pipeline": 2}, [(2, {"shard": 2}), (2, None)]),
+        (2, {"shard": 2}, [(1, {}), (2, {"pipeline": 2})]),
+        pytest.param(4, {"shard": 2, "pipeline": 2}, [(2, {"shard": 2}), (2, None)], marks=MORE),
         pytest.param(4, {"shard": 2, "tensor": 2}, [(2, {"tensor": 2}), (1, {})], marks=MORE),
-        pytest.param(4, {"shard": 2}, [(2, {"pipeline": 2}), (1, {})], marks=MORE),
+        pytest.param(4, {"shard": 2}, [(4, {"shard": 2, "pipeline": 2}), (1, {})], marks=MORE),
     ],
 )
 def test_runs_resume_bit_for_bit_and_load_under_other_layouts(ranks, sizes, others, tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,6 +107,31 @@ def kill_and_go_on(
         outcomes = started.outcomes(timeout=30)
         assert happened, f"{kill} did not happen\n{outcomes[0].output}"
     return bench.train_well(name, ranks=ranks, **options)
+
+
+def check_resume(bench: Bench, name: str, **options: Any) -> Run:
+    """Train twice, once without and once from the last checkpoint but one; compare the bits.
+
+    As after a kill, the end of the second run and what was written of it are missing.
+
+    Returns:
+        The run that was resumed, from its start to its end.
+    """
+    straight = bench.train_well(name, **options)
+    cut = bench.folder / f"{name}-cut"
+    shutil.copytree(straight.folder, cut)
+    newest = newest_valid(cut / "checkpoints")
+    assert newest is not None
+    shutil.rmtree(newest.path)
+    (cut / "model.safetensors").unlink()
+
+    resumed = bench.train_well(cut.name, resume_from_checkpoint=True, **options)
+
+    assert "Resumed from" in resumed.output
+    assert f" at step {options['checkpointing_steps']}." in resumed.output
+    assert without_times(resumed) == without_times(straight)
+    assert weights_hash(cut) == weights_hash(straight.folder)
+    return resumed
 
 
 def weights_hash(folder: Path) -> str:

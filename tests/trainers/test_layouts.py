@@ -1,12 +1,11 @@
 """Whole runs whose model is divided over ranks: the losses of one, checkpoints of any layout."""
 
 import math
-import shutil
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.recovery import weights_hash, without_times
+from tests.support.recovery import check_resume
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 SHARDED = {"data_parallel_shard_size": 2}
@@ -174,17 +173,7 @@ def test_a_sharded_run_resumes_bit_for_bit(tmp_path_factory, sizes, precision):
         "mixed_precision": precision,
         **sizes,
     }
-    straight = bench.train_well("straight", **options)
-    cut = bench.folder / "cut"
-    shutil.copytree(straight.folder, cut)
-    shutil.rmtree(cut / "checkpoints" / "step_00000020")
-    (cut / "model.safetensors").unlink()
-
-    resumed = bench.train_well("cut", resume_from_checkpoint=True, **options)
-
-    assert "at step 10" in resumed.output
-    assert without_times(resumed) == without_times(straight)
-    assert weights_hash(cut) == weights_hash(straight.folder)
+    check_resume(bench, "straight", **options)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_on_all_of_them(plain):

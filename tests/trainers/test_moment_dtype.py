@@ -1,12 +1,10 @@
 """Training runs with --moment_dtype bf16."""
 
-import shutil
-
 import pytest
 
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
-from tests.support.recovery import weights_hash, without_times
+from tests.support.recovery import check_resume
 from tests.support.training import NO_DROPOUT, Bench
 
 OPTIONS = {"moment_dtype": "bf16", "lr_scheduler_type": "cosine", "max_train_steps": 12}
@@ -17,22 +15,12 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("moments"), **NO_DROPOUT)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.layouts), True])
 def test_a_resumed_run_rounds_its_moments_to_the_same_bits(bench, sharded):
     options = {**OPTIONS, "ranks": 2, "checkpointing_steps": 6, "logging_steps": 4}
     if sharded:
         options["data_parallel_shard_size"] = 2
-    straight = bench.train_well(f"straight-{sharded}", **options)
-    cut = bench.folder / f"cut-{sharded}"
-    shutil.copytree(straight.folder, cut)
-    shutil.rmtree(cut / "checkpoints" / "step_00000012")
-    (cut / "model.safetensors").unlink()
-
-    resumed = bench.train_well(cut.name, resume_from_checkpoint=True, **options)
-
-    assert "at step 6" in resumed.output
-    assert without_times(resumed) == without_times(straight)
-    assert weights_hash(cut) == weights_hash(straight.folder)
+    check_resume(bench, f"resumed-{sharded}", **options)
 
 
 def test_the_losses_stay_near_those_of_float32_moments(bench):
