@@ -123,13 +123,13 @@ def saved_and_trained_on(sizes, folder):
     return weights
 
 
-def loaded_and_saved(sizes, folder, copy):
+def loaded_and_saved(sizes, folder, copy, stop):
     weights = {}
     for kind in [kind for kind in KINDS if (folder / kind).exists()]:
         strategy = make_strategy(kind, sizes)
         load(strategy, folder / kind)
         save(strategy, copy / kind, 5)
-        train(strategy, range(5, 9))
+        train(strategy, range(5, stop))
         weights[kind] = whole_weights(strategy)
     strategy.close()
     return weights
@@ -161,10 +161,10 @@ def test_runs_resume_bit_for_bit_and_load_under_other_layouts(ranks, sizes, othe
     folder = tmp_path / "run"
     straight = values(run_ranks(saved_and_trained_on, ranks, sizes, folder, timeout=300))[0]
 
-    resumed = run_ranks(loaded_and_saved, ranks, sizes, folder, tmp_path / "again", timeout=300)
+    resumed = run_ranks(loaded_and_saved, ranks, sizes, folder, tmp_path / "again", 9, timeout=300)
     for number, (other_ranks, other) in enumerate(others):
         copy = tmp_path / str(number)
-        values(run_ranks(loaded_and_saved, other_ranks, other, folder, copy, timeout=300))
+        values(run_ranks(loaded_and_saved, other_ranks, other, folder, copy, 5, timeout=300))
 
     for kind, weights in values(resumed)[0].items():
         for name, weight in straight[kind].items():
