@@ -18,7 +18,7 @@ OPTIONS = {
     "low_cpu_mem_usage": True,
     "sample_prompt": "The king",
 }
-RESUMED = ("gpt2", "llama", "mixtral", "mamba")
+RESUMED = ("mixtral", "mamba")
 """Those of the ordinary suite; `make test-layouts` resumes all."""
 
 
