@@ -1,9 +1,11 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from llm.config.toml import to_toml
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.trained_model import build_untrained
 from tests.support.checkpoints import Part, filled, save, saver_of
+from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, write_model_folder
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -251,6 +254,16 @@ def test_the_mean_of_checkpoints_is_an_ordinary_export(trained, tmp_path, capsys
     assert "step_00000004 has no moving average" in capsys.readouterr().err
 
 
+def peaks_of_averages(pairs: list[tuple[Path, Path]]) -> list[int]:
+    """Bytes in memory at most, after the mean of the checkpoints of each run."""
+    peaks = []
+    for run, output in pairs:
+        assert main(["average", str(run), "--last", "2", "--output", str(output)]) == 0
+        status = Path("/proc/self/status").read_text()
+        peaks.append(1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1]))
+    return peaks
+
+
 def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     """A model of 160 MB in two checkpoints, after a small one that has loaded all libraries."""
     run = tmp_path / "run"
@@ -265,21 +278,11 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     for step in (1, 2):
         saver.save(step=step, eval_loss=None)
     (run / "config.toml").write_text(to_toml(config))
-    code = (
-        "import re, pathlib\n"
-        "from llm.checkpoints import main\n"
-        "def peak(run, output):\n"
-        "    assert main(['average', run, '--last', '2', '--output', output]) == 0\n"
-        "    status = pathlib.Path('/proc/self/status').read_text()\n"
-        "    return 1024 * int(re.search('VmHWM:\\s*(\\d+)', status)[1])\n"
-        f"before = peak({str(trained)!r}, {str(tmp_path / 'small')!r})\n"
-        f"print(peak({str(run)!r}, {str(tmp_path / 'large')!r}) - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    pairs = [(trained, tmp_path / "small"), (run, tmp_path / "large")]
+    ((before, after),) = values(run_ranks(peaks_of_averages, 1, pairs))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert size > 1.5e8
-    assert 0.9 * size < int(done.stdout.splitlines()[-1]) < 1.2 * size
+    assert 0.9 * size < after - before < 1.2 * size
 
 
 def test_a_run_from_pretrained_weights_exports_their_generation_settings(trained, tmp_path):

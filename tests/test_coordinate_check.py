@@ -25,11 +25,18 @@ def powers(printed: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("model", [["--model_type", "gpt2"], ["--model_type", "llama"]])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("gpt2", "adamw"),
+        ("llama", "muon"),
+        pytest.param("gpt2", "muon", marks=pytest.mark.slow),
+        pytest.param("llama", "adamw", marks=pytest.mark.slow),
+    ],
+)
 def test_with_mup_no_activation_grows_with_the_width(model, optimizer, tmp_path, capsys):
     picture = tmp_path / "check.png"
-    arguments = [*SMALL, *model, "--optimizer", optimizer, "--coordinate_check"]
+    arguments = [*SMALL, "--model_type", model, "--optimizer", optimizer, "--coordinate_check"]
     assert main([*arguments, "--plot", str(picture)]) == 0
     found = powers(capsys.readouterr().out)
     assert found["without --mup"]["logits"] > 0.4

@@ -44,31 +44,18 @@ def before_the_norm(do: Callable[[AcceleratedStrategy], Any]) -> None:
     AcceleratedStrategy._gradient_norm = gradient_norm
 
 
-def send_from_the_host() -> None:
+def send_read_and_copy() -> None:
     before_the_norm(lambda strategy: dist.all_reduce(torch.ones(1)))
-
-
-def test_a_tensor_that_the_host_sends_in_a_step_is_noticed():
-    messages = notes_with(send_from_the_host, Case(4))["update"].host_messages
-    assert sum("norm = self._gradient_norm()" in message for message in messages) == 1
-
-
-def read_the_loss_scale() -> None:
     before_the_norm(lambda strategy: strategy.loss_scale().item())
-
-
-def test_a_value_that_the_host_reads_in_a_step_is_noticed():
-    [read] = notes_with(read_the_loss_scale, Case(1))["update"].reads
-    assert read.startswith("_local_scalar_dense at parallel/base.py")
-
-
-def copy_the_loss_scale() -> None:
     before_the_norm(lambda strategy: strategy.loss_scale().to("cpu", non_blocking=True))
 
 
-def test_a_copy_to_the_host_in_a_step_is_noticed():
-    [read] = notes_with(copy_the_loss_scale, Case(1))["update"].reads
-    assert read.startswith("_to_copy at parallel/base.py")
+def test_what_the_host_sends_reads_and_copies_in_a_step_is_noticed():
+    update = notes_with(send_read_and_copy, Case(4))["update"]
+    assert sum("norm = self._gradient_norm()" in line for line in update.host_messages) == 1
+    copied, read = update.reads  # the last defect comes first
+    assert copied.startswith("_to_copy at parallel/base.py")
+    assert read.startswith("_local_scalar_dense at parallel/base.py")
 
 
 def leave_experts_in_float32() -> None:

@@ -143,7 +143,15 @@ CASES = {
     ),
 }
 STEP = ("gradient", "update", "log", "evaluation", "save")
-every_case = pytest.mark.parametrize("name", CASES)
+# What other cases have, put together in another way.
+REPEATED = {
+    *("gossip alone", "FSDP and bf16 moments, 4 ranks", "SOAP, FSDP, 4 ranks"),
+    *("K-FAC, HSDP, 4 ranks", "DDP, 8 ranks", "SOAP, 8 ranks", "FSDP and tensor, 8 ranks"),
+    *("FSDP and pipeline, 8 ranks", "gossip of nodes, 8 ranks"),
+}
+every_case = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.layouts] * (n in REPEATED)) for n in CASES]
+)
 
 
 @functools.cache

@@ -1,7 +1,3 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +5,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from llm.models.init import materialize
 from tests.support.models import FAMILIES, tiny_config
+from tests.support.ranks import run_ranks, values
 
 CPU = torch.device("cpu")
 
@@ -82,18 +79,13 @@ def test_gpt2_scales_its_residual_projections_by_depth_and_nothing_else() -> Non
         torch.testing.assert_close(deep[name], ratio * weight)
 
 
-def test_another_process_starts_from_the_same_weights() -> None:
-    program = (
-        "from tests.models.test_init import keyed_model\n"
-        "print(sum(p.double().sum().item() for p in keyed_model('mamba').parameters()))"
-    )
-    root = Path(__file__).parents[2]
-    output = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
-    )
+def sum_of_weights() -> float:
+    return sum(p.double().sum().item() for p in keyed_model("mamba").parameters())
 
-    here = sum(p.double().sum().item() for p in keyed_model("mamba").parameters())
-    assert float(output.stdout) == here
+
+def test_another_process_starts_from_the_same_weights() -> None:
+    """One of the fork server, whose hashes of strings are others."""
+    assert values(run_ranks(sum_of_weights, 1)) == [sum_of_weights()]
 
 
 def test_another_seed_changes_every_drawn_weight() -> None:

@@ -68,7 +68,10 @@ def reference():
     return records, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"),
+    [(1, 1), (1, 4), (2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.layouts)],
+)
 def test_steps_equal_a_plain_loop_for_any_ranks_and_accumulation(ranks, accumulation):
     expected_records, expected_weights = reference()
     for records, weights in values(run_ranks(train, ranks, accumulation)):

@@ -69,7 +69,15 @@ def content(folder):
     return tensors, json.loads((path / PLAIN).read_text())
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, ONE), (4, ALL), (4, HALF), (4, EIGEN)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, ONE),
+        (4, HALF),
+        pytest.param(4, ALL, marks=pytest.mark.layouts),
+        pytest.param(4, EIGEN, marks=pytest.mark.layouts),
+    ],
+)
 def test_kfac_resumes_bit_for_bit_and_loads_on_other_ranks(ranks, options, tmp_path):
     folder = tmp_path / "run"
     straight = values(run_ranks(saved_and_trained_on, ranks, options, folder))

@@ -4,6 +4,7 @@ import linecache
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tests.support.in_flight import InFlight
 from tests.support.made_up_device import NAME
@@ -82,7 +83,7 @@ class Strict(TorchDispatchMode):
             return NotImplemented  # a DTensor, which calls the operations of its local tensor
         kwargs = kwargs or {}
         self._in_flight.check_operation(func, args, kwargs)
-        leaves = tree_leaves((args, kwargs))
+        leaves = [*_leaves(args), *_leaves(kwargs.values())]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -98,7 +99,8 @@ class Strict(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         # Given a tensor of the host only, FakeTensorMode would allocate memory on the device.
-        args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         result = func(*args, **kwargs)
         self._count(result)
         return result
@@ -108,7 +110,7 @@ class Strict(TorchDispatchMode):
 
     def _count(self, result: Any) -> None:
         """Add the storages that an operation has made to the memory in use."""
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in _leaves([result]) if isinstance(leaf, torch.Tensor)]
         own = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == NAME]
         new = [storage for storage in own if storage._cdata not in self._storages]
         for storage in new:
@@ -129,6 +131,15 @@ class Strict(TorchDispatchMode):
             self._notes.collectives[name] += 1
         elif any(NAME in _device_types(leaf) for leaf in leaves):
             self._notes.host_messages.append(f"{name} at {_where()}")
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Those of `tree_leaves` for the arguments of an operation, at a tenth of its time."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _device_types(leaf: Any) -> list[str]:

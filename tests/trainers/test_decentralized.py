@@ -81,6 +81,7 @@ def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, opti
         assert torch.equal(exported[name], tensor)
 
 
+@pytest.mark.layouts  # test_sharded_replicas.py has its nodes in the ordinary suite
 def test_each_node_may_be_a_replica(bench):
     run = bench.train_well(
         "nodes",
@@ -135,6 +136,7 @@ def test_a_killed_run_resumes_bit_for_bit_on_every_rank(bench, ranks, options):
     check_same(resumed, straight)
 
 
+@pytest.mark.faults
 def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
     options = {**RING, "ranks": 4, "per_device_train_batch_size": 2, "max_train_steps": 12}
     ask = Fault(at=FORWARD, what="SIGTERM", call=5, rank=2)
@@ -145,16 +147,20 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [RING, pytest.param(DILOCO, marks=pytest.mark.layouts)],
-    ids=["gossip", "diloco"],
+    ("options", "first"),
+    [
+        (RING, 2),
+        pytest.param(RING, 4, marks=pytest.mark.layouts),
+        pytest.param(DILOCO, 4, marks=pytest.mark.layouts),
+    ],
+    ids=["gossip", "gossip of 4", "diloco of 4"],
 )
-def test_a_run_resumes_under_another_world_size(bench, options):
-    name = f"grows-{options['data_parallel']}"
+def test_a_run_resumes_under_another_world_size(bench, options, first):
+    name = f"grows-{options['data_parallel']}-{first}"
     # The schedule has no end, and so a run may become longer.
     options = {**options, "global_batch_size": 8, "checkpointing_steps": 4}
     saved = {}
-    for steps, ranks in ((4, 4), (8, 2), (12, 1), (16, 2)):
+    for steps, ranks in ((4, 4), (8, 2), (12, 1), (16, 2))[first == 2 :]:
         run = bench.train_well(
             name,
             ranks=ranks,
@@ -165,7 +171,8 @@ def test_a_run_resumes_under_another_world_size(bench, options):
         )
         assert len(saved_replicas(run)[1]) == ranks
         saved[steps] = run.output
-    assert "holds 4 replicas of the model and this run has 2" in saved[8]
+    assert first == 2 or "holds 4 replicas of the model and this run has 2" in saved[8]
+    assert "holds 2 replicas of the model and this run has 1" in saved[12]
     assert "holds 1 replicas of the model and this run has 2" in saved[16]
     losses = run.losses
     assert len(losses) == 16

@@ -16,6 +16,7 @@ LOSS = "llm.models.loss:LanguageModelLoss.forward"
 # A and G of four layers in two blocks, where queries, keys and values have a G each; wider than two
 # models are both factors of the MLP's inner side.
 BLOCKS = "MiB of factors and bases on this rank, 4 of 20 factors in diagonal blocks."
+MORE = pytest.mark.layouts
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},
     {"kfac_method": "cholesky"},
@@ -94,34 +95,33 @@ def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ra
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
-def check_kfac_resume(bench: Bench, name: str, **options) -> Run:
-    """Dropout is on, an interval of the log is open at the checkpoint, and bases are due after."""
-    options = {
-        "kfac": True,
-        "kfac_factor_update_steps": 2,
-        "kfac_inv_update_steps": 4,
-        "max_train_steps": 12,
-        "checkpointing_steps": 6,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 4,
-        **options,
-    }
-    return check_resume(bench, name, **options)
+# Dropout is on, an interval of the log is open at the checkpoint, and bases are due after.
+OPEN = {
+    "kfac": True,
+    "kfac_factor_update_steps": 2,
+    "kfac_inv_update_steps": 4,
+    "max_train_steps": 12,
+    "checkpointing_steps": 6,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 4,
+}
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_is_bit_identical(dropout, ranks, precision):
-    check_kfac_resume(dropout, f"{ranks}-{precision}", ranks=ranks, mixed_precision=precision)
-
-
-def test_a_resumed_run_with_factors_spread_over_ranks_is_bit_identical(dropout):
-    check_kfac_resume(dropout, "parts", ranks=2, kfac_strategy="mem-opt")
-
-
-def test_a_resumed_run_with_sharded_weights_is_bit_identical(dropout):
-    options = {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}
-    check_kfac_resume(dropout, "shards", ranks=2, **options)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(1, {"mixed_precision": "fp16"}, marks=MORE),
+        pytest.param(2, {}, marks=MORE),
+        pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
+        (2, {"kfac_strategy": "mem-opt"}),
+        (2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}),
+        *((1, options) for options in PRECONDITIONERS),
+    ],
+)
+def test_a_resumed_run_is_bit_identical(dropout, ranks, options):
+    name = f"{ranks}-" + "-".join(map(str, options.values()))
+    check_resume(dropout, name, ranks=ranks, **{**OPEN, **options})
 
 
 @pytest.mark.parametrize("method", ["ekfac", "eigen"])
@@ -140,11 +140,6 @@ def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
     assert "step 5 was skipped" in run.output
     assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
     assert run.losses[-1] < run.losses[0]
-
-
-@pytest.mark.parametrize("options", PRECONDITIONERS)
-def test_a_resumed_run_is_bit_identical_with_a_preconditioner(dropout, options):
-    check_kfac_resume(dropout, "-".join(map(str, options.values())), **options)
 
 
 def test_the_decay_of_ekfac_per_step_does_not_depend_on_the_interval(plain):
@@ -172,20 +167,19 @@ def test_damping_selects_the_method_that_has_it_and_is_logged(plain):
     assert "method is eigen, which --kfac_damping selects" in run.output
 
 
-@pytest.mark.parametrize("options", [{}, {"kfac_method": "eigen"}])
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_step_that_overflows_is_skipped_and_training_continues(plain, options, precision):
+@pytest.mark.parametrize(("method", "precision"), [("ekfac", "fp16"), ("eigen", "no")])
+def test_a_step_that_overflows_is_skipped_and_training_continues(plain, method, precision):
     """Every step is recorded and decomposed, so that the overflow meets all of it."""
     fault = Fault(at=LOSS, what="nan", call=5)
     run = plain.train_well(
-        f"nan-{precision}-{len(options)}",
+        f"nan-{precision}-{method}",
         kfac=True,
+        kfac_method=method,
         kfac_factor_update_steps=1,
         kfac_inv_update_steps=1,
         mixed_precision=precision,
         max_train_steps=12,
         faults=[fault],
-        **options,
     )
     assert "step 5 was skipped" in run.output
     assert all(record["loss"] > 0 for record in run.metrics if record["step"] != 5)
@@ -207,7 +201,8 @@ def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, m
     ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
     theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
     assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
-    check_kfac_resume(dropout, f"library-{method}", kfac_method=method, kfac_library="kfac-pytorch")
+    options = {**OPEN, "kfac_method": method, "kfac_library": "kfac-pytorch"}
+    check_resume(dropout, f"library-{method}", **options)
 
 
 @pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")

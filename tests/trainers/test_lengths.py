@@ -12,6 +12,7 @@ STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 # With 32 tokens a sample the borders lie at samples 8 and 20: two steps of 4 samples, two of 8,
 # and the rest of 16.
 GROWING = {"global_batch_size": "4@0,8@256,16@640", "max_train_steps": 6}
+FAULTS = [pytest.mark.faults]
 STOPS = [4, 8, 16, 24, 40, 56]
 
 
@@ -123,7 +124,7 @@ def test_a_batch_that_would_grow_after_the_end_is_a_warning(plain):
     [
         (1, {"per_device_train_batch_size": 8}),
         (2, {"per_device_train_batch_size": 4}),
-        (4, {"per_device_train_batch_size": 4}),
+        pytest.param(4, {"per_device_train_batch_size": 4}, marks=pytest.mark.layouts),
         (2, {"per_device_train_batch_size": 2, "pipeline_parallel_size": 2}),
         (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
     ],
@@ -157,7 +158,7 @@ def test_the_rate_grows_with_the_square_root_of_the_batch_on_request(plain, alon
     assert rates[1] == pytest.approx([1e-3 * factor for factor in factors], rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=FAULTS * (n != 2)) for n in (1, 2, 4)])
 def test_a_kill_on_either_side_of_a_border_resumes_to_the_same_bits(bench, ranks):
     """With dropout; the starts die in the last step of 4 samples, the first of 8, the last of 8."""
     options = {

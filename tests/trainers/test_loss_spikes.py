@@ -148,7 +148,7 @@ def test_a_run_that_stops_says_what_to_do_and_keeps_its_checkpoints(once):
 TWO = {"ranks": 2, "per_device_train_batch_size": 2}
 KINDS = {
     "one rank": {"report_to": "tensorboard"},
-    "two ranks": TWO,
+    "two ranks": {**TWO, "report_to": "tensorboard"},
     "ekfac": {"kfac": True, "kfac_method": "ekfac"},
     "eigen": {"kfac": True, "kfac_method": "eigen"},
     "soap on shards, an average, a z-loss, losses by source": {
@@ -164,10 +164,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in ("one rank", "two ranks") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [kind if kind == "two ranks" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, capsys):
     options = {**once.data, **KINDS[kind]}

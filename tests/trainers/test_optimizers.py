@@ -9,6 +9,7 @@ from tests.support.recovery import check_resume
 from tests.support.training import NO_DROPOUT, Bench
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
+MORE = pytest.mark.layouts
 RATES = {"muon": 3e-3, "soap": 3e-3, "sgd": 0.1}
 
 
@@ -25,10 +26,10 @@ def dropout(tmp_path_factory) -> Bench:
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "precision", "momentum", "shards"),
     [
-        ("muon", 2, "fp16", None, None),
+        pytest.param("muon", 2, "fp16", None, None, marks=MORE),
         ("muon", 2, "fp16", None, 2),
         ("soap", 1, "no", None, None),
-        ("soap", 2, "fp16", None, None),
+        pytest.param("soap", 2, "fp16", None, None, marks=MORE),
         ("soap", 2, "fp16", None, 2),
         ("sgd", 2, "fp16", None, None),
         ("sgd", 1, "no", 0, None),  # no state at all

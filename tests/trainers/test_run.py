@@ -215,16 +215,22 @@ def test_the_losses_match_the_recorded_golden_curve(tmp_path):
     assert run.losses == pytest.approx(GOLDEN, rel=1e-4)
 
 
+LONG = {"max_train_steps": 40, "checkpointing_steps": 1000, "logging_steps": 20}
+
+
+@pytest.fixture(scope="module")
+def straight(bench) -> Run:
+    return bench.train_well("straight", **LONG)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, name):
-    options = {"max_train_steps": 40, "checkpointing_steps": 1000, "logging_steps": 20}
-    stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=25)], **options)
+def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, straight, name):
+    stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=25)], **LONG)
 
     assert stopped.codes == [75], stopped.output
     status = stopped.read_json("status.json")
     assert (status["status"], status["reason"]) == ("preempted", name)
-    resumed = bench.train_well(name, resume_from_checkpoint=True, **options)
-    straight = bench.train_well(f"{name}-straight", **options)
+    resumed = bench.train_well(name, resume_from_checkpoint=True, **LONG)
     assert resumed.losses == straight.losses
     assert resumed.read_json("status.json")["status"] == "finished"
     lines = (resumed.folder / "events.jsonl").read_text().splitlines()

@@ -81,6 +81,7 @@ def test_each_shard_is_saved_once(divided, whole):
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
 
 
+@pytest.mark.faults
 def test_a_killed_run_resumes_bit_for_bit(bench, divided):
     kill = Fault(at=FORWARD, what="SIGKILL", call=8, rank=3)
     check_same(kill_and_go_on(bench, "killed", [kill], together=True, **DIVIDED), divided)

@@ -31,12 +31,12 @@ def train_traced(argv):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {}),
         (1, {"sample_steps": 2}),
         (1, {"kfac": True}),
         (1, {"activation_checkpointing": "selective"}),
         (2, {"data_parallel_shard_size": 2, "activation_checkpointing": "full"}),
         (2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}),
+        pytest.param(1, {}, marks=MORE),
         pytest.param(1, {"activation_checkpointing": "full"}, marks=MORE),
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"data_parallel_shard_size": 2}, marks=MORE),

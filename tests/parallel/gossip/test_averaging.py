@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
+@pytest.mark.parametrize("ranks", [3, 4, pytest.param(8, marks=pytest.mark.layouts)])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_bytes):
     steps = 6
@@ -97,7 +97,9 @@ def mixed_nodes(topologies):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 3), (8, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(4, 2), (6, 3), pytest.param(8, 4, marks=pytest.mark.layouts)]
+)
 def test_ranks_of_a_node_exchange_a_shard_each_and_hold_equal_weights(ranks, nodes):
     topologies = ("exp", "complete") if nodes != 3 else ("complete",)
     of_ranks = values(run_ranks(mixed_nodes, ranks, topologies))

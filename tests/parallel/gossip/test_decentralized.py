@@ -84,7 +84,9 @@ def test_with_an_odd_number_of_ranks_another_is_idle_each_round():
         assert_equal(found, simulate(case, 3))
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.layouts)]
+)
 def test_gossip_between_nodes_is_gossip_of_as_many_ranks(ranks, nodes):
     cases = [
         Case(

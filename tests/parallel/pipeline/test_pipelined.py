@@ -215,7 +215,9 @@ def messages_of(precision):
     return all_reduces, in_step.sent_dtypes | in_evaluation.sent_dtypes
 
 
-@pytest.mark.parametrize(("ranks", "all_reduces"), [(2, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "all_reduces"), [(2, 3), pytest.param(4, 4, marks=pytest.mark.layouts)]
+)
 def test_a_step_all_reduces_the_gradients_of_each_group_at_once(ranks, all_reduces):
     # Those of the tied weight, and of replicas if there are any; the loss; the norm.
     assert {count for count, _ in values(run_ranks(messages_of, ranks, "no"))} == {all_reduces}
