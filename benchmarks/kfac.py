@@ -31,11 +31,16 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-Method = Literal["adamw", "ekfac", "soap", "soap-library", "muon", "eigen-compat"]
+Method = Literal[
+    *("adamw", "ekfac", "ekfac-soap", "eigen-compat", "muon"),
+    *("soap", "soap-nesterov", "soap-library"),
+]
 Part = Literal["convergence", "step"]
 ROWS = {
-    "soap-library": "soap, pytorch_optimizer",
+    "ekfac-soap": "ekfac, soap, Nesterov",
     "eigen-compat": "eigen, compat",
+    "soap-nesterov": "soap, Nesterov",
+    "soap-library": "soap of pytorch_optimizer",
 }
 ADAMW_BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999))
 BETAS = ((0.95, 0.95), (0.95, 0.98), (0.95, 0.995))
@@ -46,9 +51,10 @@ class KFACBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
     methods: tuple[Method, ...] = option(
-        ("adamw", "ekfac", "soap", "muon"),
-        "Optimizers, adamw among them; soap-library needs `pip install pytorch_optimizer`; "
-        "eigen-compat is kfac-pytorch's arithmetic by --kfac_compat.",
+        ("adamw", "ekfac", "ekfac-soap", "muon", "soap"),
+        "Optimizers, adamw among them; ekfac-soap has --optimizer soap and --nesterov beside "
+        "--kfac; eigen-compat is kfac-pytorch's arithmetic by --kfac_compat; soap-library needs "
+        "`pip install pytorch_optimizer`.",
         group="Methods",
     )
     learning_rates: tuple[float, ...] = option(

@@ -112,45 +112,51 @@ def text_of(settings: dict[str, Any], batch_size: int | None = None) -> Text:
     return Text(Path(settings["text"]), batch_size=size, block_size=settings["block_size"])
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "ekfac": {"kfac": True},
+    "ekfac-soap": {"kfac": True, "optimizer": "soap", "nesterov": True},
+    "eigen-compat": {"kfac": True, "kfac_compat": True},
+    "muon": {"optimizer": "muon"},
+    "soap": {"optimizer": "soap"},
+    "soap-nesterov": {"optimizer": "soap", "nesterov": True},
+}
+"""The options of the trainer by method; the SOAP of pytorch_optimizer besides."""
+
+
 class Stepper:
     """An optimizer, with K-FAC before or around it for some methods."""
 
-    def __init__(self, options: dict[str, Any], model: Any) -> None:
+    def __init__(self, settings: dict[str, Any], model: Any) -> None:
         self._kfac: KFAC | None = None
         self.optimizer: torch.optim.Optimizer
-        method, rate = options["method"], options["learning_rate"]
-        settings: dict[str, Any] = {
-            "learning_rate": rate,
-            "weight_decay": WEIGHT_DECAY,
-            "betas": tuple(options["betas"]),
-        }
-        if "adamw_factor" in options:
-            settings["adamw_learning_rate"] = rate * options["adamw_factor"]
-        if method in ("ekfac", "eigen-compat"):
-            is_ekfac = method == "ekfac"
-            kfac = OptimizerOptions(
-                **settings,
-                kfac=True,
-                kfac_compat=not is_ekfac,
-                kfac_factor_update_steps=options["factor_update_steps"],
-                kfac_inv_update_steps=options["inv_update_steps"],
-                kfac_max_dim=options["max_dim"] if is_ekfac else None,
-            )
-            self._kfac = make_kfac(kfac, model, torch_compile=False)
-            self.optimizer = self._kfac.optimizer
-        elif method == "soap-library":
+        method, rate = settings["method"], settings["learning_rate"]
+        betas = tuple(settings["betas"])
+        if method == "soap-library":
             from pytorch_optimizer import SOAP
 
             self.optimizer = SOAP(
                 parameter_groups(model, weight_decay=WEIGHT_DECAY),
                 lr=rate,
-                betas=settings["betas"],
-                precondition_frequency=options["soap_update_steps"],
+                betas=betas,
+                precondition_frequency=settings["soap_update_steps"],
             )
+            return
+        chosen = METHODS[method]
+        intervals: dict[str, Any] = {}
+        if "kfac" in chosen:
+            names = ("factor_update_steps", "inv_update_steps", "max_dim")
+            intervals = {f"kfac_{name}": settings[name] for name in names}
+        if chosen.get("optimizer") == "soap":
+            intervals["soap_update_steps"] = settings["soap_update_steps"]
+        options = OptimizerOptions(
+            learning_rate=rate, weight_decay=WEIGHT_DECAY, betas=betas, **chosen, **intervals
+        )
+        if options.kfac:
+            self._kfac = make_kfac(options, model, torch_compile=False)
+            self.optimizer = self._kfac.optimizer
         else:
-            if method == "soap":
-                settings["soap_update_steps"] = options["soap_update_steps"]
-            self.optimizer = make_optimizer(OptimizerOptions(**settings, optimizer=method), model)
+            self.optimizer = make_optimizer(options, model)
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for the passes of a step."""
@@ -164,7 +170,7 @@ class Stepper:
             self._kfac.precondition(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("rate_factor", 1.0)
+            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
 

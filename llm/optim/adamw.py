@@ -1,5 +1,6 @@
 """torch's fused AdamW, and its state and step for the optimizers that are variants of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,3 +80,41 @@ def adamw_step(
         eps=group["eps"],
         maximize=False,
     )
+
+
+def nesterov_step(
+    group: Mapping[str, Any],
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    found_inf: Tensor | None,
+) -> Tensor:
+    """Update AdamW's moments; return its step with Nesterov's momentum (Dozat 2016, NAdam).
+
+    The first moment is taken one gradient further than the one that is kept.
+
+    Args:
+        group: lr, betas and eps; weight decay is the caller's.
+        gradient: Of one tensor.
+        state: As `adamw_state` returns it.
+        found_inf: 1.0 where the step is skipped, and zeros are returned; read on the device.
+    """
+    beta1, beta2 = group["betas"]
+    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    keep = torch.ones_like(step)
+    if found_inf is not None:
+        keep = keep - found_inf
+        # Not multiplied by 0, since infinity times 0 is NaN.
+        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
+    step += keep
+    first.lerp_(gradient, (1 - beta1) * keep)
+    second.lerp_(gradient.square(), (1 - beta2) * keep)
+    ahead = first.lerp(gradient, 1 - beta1) / bias_correction(beta1, step + 1)
+    denominator = (second / bias_correction(beta2, step)).sqrt() + group["eps"]
+    update: Tensor = ahead / denominator * (-group["lr"] * keep)
+    return update
+
+
+def bias_correction(beta: float, step: Tensor) -> Tensor:
+    """Return 1 - beta^step, that of step 1 for step 0."""
+    # Accurate in fp32, also for a beta close to 1 in the first steps.
+    return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))

@@ -7,83 +7,13 @@ from typing import Literal
 from llm.config.options import given, option
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
+from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
 from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 OPTIMIZER = "Optimizer and learning rate"
-KFAC = "K-FAC"
 
-# What almost all options of a group have in common.
+# What almost all options have in common.
 _fixed_option = partial(option, group=OPTIMIZER, resume="fixed")
-_kfac_option = partial(option, group=KFAC, requires=("kfac",), resume="fixed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KFACOptions:
-    """K-FAC, a second-order method; see `llm.optim.kfac`."""
-
-    kfac: bool = option(
-        False,
-        "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
-        group=KFAC,
-        resume="fixed",
-    )
-    kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
-        None,
-        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
-        "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
-        "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
-    )
-    kfac_factor_update_steps: int | None = _kfac_option(
-        None,
-        "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
-        at_least=1,
-    )
-    kfac_inv_update_steps: int | None = _kfac_option(
-        None,
-        "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
-        "ekfac, else 10.",
-        at_least=1,
-    )
-    kfac_factor_decay: float | None = _kfac_option(
-        None,
-        "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
-        "since the last one for ekfac, else 0.95.",
-        above=0,
-        below=1,
-    )
-    kfac_damping: float | None = _kfac_option(
-        None,
-        "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
-        "kfac_compat and the library.",
-        above=0,
-    )
-    kfac_kl_clip: float | None = _kfac_option(
-        None,
-        "Bound on the update's length in the metric of the curvature; 0.001 if not given.",
-        above=0,
-    )
-    kfac_skip_layers: tuple[str, ...] = _kfac_option(
-        (), "Regular expressions; AdamW trains the layers whose name one of them matches."
-    )
-    kfac_max_dim: int | None = _kfac_option(
-        None,
-        "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
-        "model's width with ekfac and 8192 with the other methods.",
-        at_least=1,
-    )
-    kfac_strategy: Literal["comm-opt", "mem-opt", "hybrid-opt"] | None = _kfac_option(
-        None,
-        "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
-        resume="free",
-    )
-    kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
-        None, "Implementation: native if not given, or kfac-pytorch, which must be installed."
-    )
-    kfac_compat: bool = _kfac_option(
-        False,
-        "Use the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
-        "damping, all layers due at once.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +25,8 @@ class OptimizerOptions(KFACOptions):
         "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
         "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
         "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
-        "accumadamw for gossip, else adamw.",
+        "accumadamw for gossip, else adamw. With kfac's ekfac: adamw or soap, for what it does not "
+        "cover.",
         group=OPTIMIZER,
         resume="fixed",
     )
@@ -132,6 +63,12 @@ class OptimizerOptions(KFACOptions):
         requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
+    )
+    nesterov: bool = _fixed_option(
+        False,
+        "Nesterov's momentum in soap and ekfac: a step's first moment is one gradient ahead of the "
+        "one that is kept.",
+        requires=("optimizer=soap", "kfac"),
     )
     soap_update_steps: int | None = _fixed_option(
         None,
@@ -303,11 +240,13 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
             f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
             for name in preconditioner_options(options)
         ]
-    if options.adamw_learning_rate is not None and options.kfac and kfac_method(options) != "ekfac":
-        problems.append(
-            "--adamw_learning_rate is for --kfac_method ekfac; the others change the gradient of "
-            "one AdamW, so leave it out."
-        )
+    if options.kfac and kfac_method(options) != "ekfac":
+        problems += [
+            f"--{name} is for --kfac_method ekfac; the others change the gradient of one AdamW, so "
+            "leave it out."
+            for name in ("adamw_learning_rate", "nesterov")
+            if name in given(options)
+        ]
     if options.kfac_library == "kfac-pytorch":
         problems += [
             f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
@@ -321,18 +260,3 @@ def adamw_rate_factor(options: OptimizerOptions) -> float | None:
     """Return the multiple of the schedule's rate that adamw_learning_rate is, if it is given."""
     rate = options.adamw_learning_rate
     return None if rate is None else rate / options.learning_rate
-
-
-def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
-    """Return the method of K-FAC that is given, or that other options select."""
-    if options.kfac_method is not None:
-        return options.kfac_method
-    return "eigen" if preconditioner_options(options) else "ekfac"
-
-
-def preconditioner_options(options: KFACOptions) -> list[str]:
-    """Return the given options that only the methods eigen and cholesky use."""
-    names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
-    names += ["kfac_compat"] if options.kfac_compat else []
-    names += ["kfac_library kfac-pytorch"] if options.kfac_library == "kfac-pytorch" else []
-    return names

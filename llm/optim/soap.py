@@ -1,17 +1,16 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors, which are made of gradients alone."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
+from llm.optim.adamw import adamw_settings, adamw_state, adamw_step, bias_correction
 from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 from llm.optim.fused import Fusion, fused_weights
-from llm.optim.groups import embeddings_and_head, matrix_groups
+from llm.optim.groups import embeddings_and_head, matrix_groups, split_groups
 from llm.optim.options import OptimizerOptions
 from llm.optim.whole import Unit, WholeMatrices, groups_of
 
@@ -45,6 +44,8 @@ class SOAP(torch.optim.Optimizer):
         lr: Learning rate.
         betas: Decay of first and second moments; the second one also that of factors.
         eps: Added to the root of the second moment.
+        nesterov: Take the first moment of a step one gradient further than the one that is kept, as
+            NAdam does (Dozat 2016).
         update_steps: Steps between two updates of a basis.
         fusions: How fused weights divide into matrices.
         numbers: The number of each matrix among those of the whole model, which spreads the
@@ -64,13 +65,15 @@ class SOAP(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
+        nesterov: bool = False,
         update_steps: int = UPDATE_STEPS,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
         numbers: Sequence[int] = (),
         total: int = 0,
         whole: WholeMatrices | None = None,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(groups, defaults | {"nesterov": nesterov})
         self._update_steps = update_steps
         self._whole = whole or WholeMatrices()
         self._matrices: dict[Unit, list[_Matrix]] = {}
@@ -224,9 +227,11 @@ def _descend(
     step += keep
     first.lerp_(gradient, (1 - beta1) * keep)
     second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * keep)
-    direction = rotate(first, left, right) / (second.sqrt() + group["eps"])
+    ahead = first.lerp(gradient, 1 - beta1) if group["nesterov"] else first
+    direction = rotate(ahead, left, right) / (second.sqrt() + group["eps"])
     direction = rotate_back(direction, left, right)
-    corrected = _bias(beta2, step).sqrt() / _bias(beta1, step)
+    corrected = bias_correction(beta2, step).sqrt()
+    corrected = corrected / bias_correction(beta1, step + group["nesterov"])
     length: Tensor = group["lr"] * corrected * keep
     return direction * length
 
@@ -242,18 +247,13 @@ def _update_bases(matrix: _Matrix, state: dict[str, Tensor], keep: Tensor) -> No
         basis.copy_(torch.where(keep, solution.basis, basis))
 
 
-def _bias(beta: float, step: Tensor) -> Tensor:
-    """Return 1 - beta^step, that of step 1 for step 0."""
-    # Accurate in fp32, also for a beta close to 1 in the first steps.
-    return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
-
-
 def make_soap(
     options: OptimizerOptions,
     model: nn.Module,
     *,
     whole: WholeMatrices | None = None,
     order: Sequence[str] | None = None,
+    without: Collection[nn.Parameter] = (),
 ) -> SOAP:
     """Make SOAP for a model's matrices.
 
@@ -262,18 +262,21 @@ def make_soap(
         model: The model, or the stages of it that this rank has.
         whole: Who updates which matrix; by default every rank updates all.
         order: What `basis_order` returns for the whole model; by default `model` is whole.
+        without: Parameters that another optimizer trains.
     """
     order = basis_order(options, model) if order is None else order
-    found = list(_with_bases(options, model))
+    found = [each for each in _with_bases(options, model) if each[1] not in without]
     own = {name for name, *_ in found}
+    groups = split_groups(matrix_groups(options, model), set(without), {}, {})
     return SOAP(
-        matrix_groups(options, model),
+        [group for group in groups if group["params"][0] not in without],
         {p: sides for _, p, sides in found},
         update_steps=options.soap_update_steps or UPDATE_STEPS,
         fusions=fused_weights(options, model),
         numbers=[number for number, name in enumerate(order) if name in own],
         total=len(order),
         whole=whole,
+        nesterov=options.nesterov,
         **adamw_settings(options),
     )
 

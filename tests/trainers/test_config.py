@@ -14,7 +14,7 @@ from llm.config.tokens import Tokens
 from llm.config.toml import read_toml, to_toml
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import recomputation
-from llm.optim.options import kfac_method
+from llm.optim.kfac.options import kfac_method
 from llm.trainers.gpt import resume
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.main import parse_args

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm.optim.kfac.make_kfac import max_dim
-from llm.optim.options import KFACOptions
+from llm.optim.kfac.options import KFACOptions
 from tests.support.faults import Fault
 from tests.support.models import tiny_config
 from tests.support.recovery import check_resume

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm.optim.adamw import adamw_state, adamw_step
+from llm.optim.adamw import adamw_state, adamw_step, nesterov_step
 from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
 from llm.optim.kfac.units import CoveredUnits, as_stored
+from llm.optim.soap import SOAP
 from llm.optim.whole import Unit, WholeMatrices, groups_of
 
 NOISE = 3e-6
@@ -24,7 +25,7 @@ directions that the basis is there to find.
 
 
 class EKFAC(torch.optim.Optimizer):
-    """AdamW whose moments live in the K-FAC eigenbasis; ordinary AdamW outside covered layers.
+    """AdamW whose moments live in the K-FAC eigenbasis; AdamW or SOAP outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
     QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, and AdamW divides
@@ -45,17 +46,21 @@ class EKFAC(torch.optim.Optimizer):
     one: where it is 1, weights, moments, statistics and step counts stay as they are.
 
     Args:
-        groups: Parameter groups, or parameters; a covered weight may be in any of them.
+        groups: Parameter groups, or parameters; a covered weight may be in any of them. Without
+            those of `others`.
         curvature: The covered layers' factors; `capture_stats` must surround each forward and
             backward.
         lr: Learning rate.
         betas: Decay of first and second moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay of groups without a value of their own.
+        nesterov: Take the first moment of a step one gradient further than the one that is kept, as
+            NAdam does (Dozat 2016); in covered layers.
+        others: Trains the parameters outside of covered layers, which are in its groups only.
         whole: As for `CoveredUnits`.
 
     Attributes:
-        units: The weights of covered layers.
+        units: The weights of covered layers, and those with a basis of SOAP's.
     """
 
     def __init__(
@@ -67,13 +72,17 @@ class EKFAC(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        nesterov: bool = False,
+        others: SOAP | None = None,
         whole: WholeMatrices | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, defaults)
+        super().__init__([*groups, *(others.param_groups if others else ())], defaults)
         self.curvature = curvature
+        self._nesterov = nesterov
         self._covered = CoveredUnits(curvature, whole)
-        self.units = list(self._covered.layers)
+        self._others = others
+        self.units = [*self._covered.layers, *(others.units if others else ())]
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
         self._owner_of: dict[Tensor, int | None] = {}
         for unit, layers in self._covered.layers.items():
@@ -83,6 +92,7 @@ class EKFAC(torch.optim.Optimizer):
             if not curvature.is_replicated:
                 owner = curvature.owner_of(f"{layers[0].name}.G")
                 self._owner_of.update(dict.fromkeys(unit.parameters, owner))
+        self.state.update(others.state if others else {})
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     def owner_of(self, parameter: Tensor) -> int | None:
@@ -123,11 +133,25 @@ class EKFAC(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
                 parameter.add_(values)
-        covered = {p for unit in self.units for p in unit.parameters}
-        for group in self.param_groups:
-            others = [p for p in group["params"] if p not in covered]
-            adamw_step(group, others, self.state, found_inf)
+        self._step_others(found_inf)
         return loss
+
+    def _step_others(self, found_inf: Tensor | None) -> None:
+        """Update the parameters outside of covered layers."""
+        covered = {p for unit in self._covered.layers for p in unit.parameters}
+        if self._others is None:
+            for group in self.param_groups:
+                others = [p for p in group["params"] if p not in covered]
+                adamw_step(group, others, self.state, found_inf)
+            return
+        # Taken anew in each step: a strategy that shards weights has replaced both.
+        self._others.state = self.state
+        self._others.param_groups = [
+            group for group in self.param_groups if covered.isdisjoint(group["params"])
+        ]
+        if found_inf is not None:
+            self._others.found_inf = found_inf  # type: ignore[attr-defined]
+        self._others.step()
 
     def _rotate_moments(
         self,
@@ -160,6 +184,9 @@ class EKFAC(torch.optim.Optimizer):
         """Return what AdamW in the eigenbasis adds to a layer, apart from weight decay."""
         inputs, outputs = self.curvature.factors_of(layer)
         rotated = _without_noise(rotate(gradient, outputs.bases, inputs.bases))
+        if self._nesterov:
+            update = nesterov_step(group, rotated, state, found_inf)
+            return rotate_back(update, outputs.bases, inputs.bases)
         # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
         update = torch.zeros_like(rotated)
         update.grad = rotated

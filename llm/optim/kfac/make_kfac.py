@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from transformers import PreTrainedModel
 
 from llm.optim.adamw import adamw_settings, make_adamw
 from llm.optim.fused import fused_weights
-from llm.optim.groups import matrix_groups
+from llm.optim.groups import matrix_groups, split_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
 from llm.optim.kfac.layers import Coverage, find_layers
+from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
 from llm.optim.kfac.preconditioner import Preconditioner
-from llm.optim.options import KFACOptions, OptimizerOptions, kfac_method, preconditioner_options
+from llm.optim.options import OptimizerOptions
+from llm.optim.soap import make_soap
 from llm.optim.whole import WholeMatrices
 
 EKFAC_UPDATE_STEPS = 50
@@ -107,6 +110,7 @@ def make_kfac(
     torch_compile: bool,
     coverage: Coverage | None = None,
     whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
 ) -> KFAC:
     """Make K-FAC and its optimizer; process groups must exist.
 
@@ -116,6 +120,7 @@ def make_kfac(
         torch_compile: Whether the model is compiled; all factors are then due at the same steps.
         coverage: That of the model before it was divided over ranks; None where it is whole.
         whole: Who updates which matrix where weights are sharded; None where they are whole.
+        order: For SOAP beside ekfac, as for `make_soap`.
 
     Raises:
         ConfigError: No layer is covered, a pattern matches none, the ranks cannot be divided
@@ -142,8 +147,19 @@ def make_kfac(
         **settings,
     )
     if method == "ekfac":
-        groups = matrix_groups(options, model)
-        ekfac = EKFAC(groups, curvature, whole=whole, **adamw_settings(options))
+        groups, others = matrix_groups(options, model), None
+        if options.optimizer == "soap":
+            covered = {p for layer in curvature.layers for p in layer.parameters}
+            others = make_soap(options, model, whole=whole, order=order, without=covered)
+            groups = [g for g in split_groups(groups, covered, {}, {}) if g["params"][0] in covered]
+        ekfac = EKFAC(
+            groups,
+            curvature,
+            nesterov=options.nesterov,
+            others=others,
+            whole=whole,
+            **adamw_settings(options),
+        )
         return KFAC(optimizer=ekfac, recorder=curvature, preconditioner=None, settings=line)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(

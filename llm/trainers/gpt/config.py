@@ -14,7 +14,8 @@ from llm.config.tokens import Tokens
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
-from llm.optim.options import KFACOptions, OptimizerOptions
+from llm.optim.kfac.options import KFACOptions
+from llm.optim.options import OptimizerOptions
 from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 

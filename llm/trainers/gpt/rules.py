@@ -11,6 +11,7 @@ from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
+from llm.optim.kfac.options import kfac_method
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems
 from llm.tokenizers.options import tokenizer_problems
@@ -132,7 +133,8 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
         problems.append(
             "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it out."
         )
-    if config.kfac and kind not in (None, "adamw"):
+    beside_ekfac = kind == "soap" and kfac_method(config) == "ekfac"
+    if config.kfac and kind not in (None, "adamw") and not beside_ekfac:
         problems.append(
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
             "adamw; leave one of them out."

@@ -137,7 +137,12 @@ def make_strategy(
             compiled = bool(config.torch_compile)
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
                 kfac = make_kfac(
-                    config, model, torch_compile=compiled, coverage=coverage, whole=whole
+                    config,
+                    model,
+                    torch_compile=compiled,
+                    coverage=coverage,
+                    whole=whole,
+                    order=order,
                 )
             strategy.second_order = kfac
             return kfac.optimizer

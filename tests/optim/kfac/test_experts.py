@@ -11,8 +11,8 @@ from llm.optim.kfac.distribution import KFACStrategy
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.make_kfac import covers_stacks
+from llm.optim.kfac.options import KFACOptions
 from llm.optim.kfac.preconditioner import Preconditioner
-from llm.optim.options import KFACOptions
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 

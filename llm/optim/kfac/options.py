@@ -1,0 +1,96 @@
+"""Options of K-FAC."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from llm.config.options import option
+
+KFAC = "K-FAC"
+
+# What almost all options have in common.
+_kfac_option = partial(option, group=KFAC, requires=("kfac",), resume="fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACOptions:
+    """K-FAC, a second-order method; see `llm.optim.kfac`."""
+
+    kfac: bool = option(
+        False,
+        "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
+        group=KFAC,
+        resume="fixed",
+    )
+    kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
+        None,
+        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
+        "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
+        "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
+    )
+    kfac_factor_update_steps: int | None = _kfac_option(
+        None,
+        "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
+        at_least=1,
+    )
+    kfac_inv_update_steps: int | None = _kfac_option(
+        None,
+        "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
+        "ekfac, else 10.",
+        at_least=1,
+    )
+    kfac_factor_decay: float | None = _kfac_option(
+        None,
+        "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
+        "since the last one for ekfac, else 0.95.",
+        above=0,
+        below=1,
+    )
+    kfac_damping: float | None = _kfac_option(
+        None,
+        "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
+        "kfac_compat and the library.",
+        above=0,
+    )
+    kfac_kl_clip: float | None = _kfac_option(
+        None,
+        "Bound on the update's length in the metric of the curvature; 0.001 if not given.",
+        above=0,
+    )
+    kfac_skip_layers: tuple[str, ...] = _kfac_option(
+        (), "Regular expressions; AdamW trains the layers whose name one of them matches."
+    )
+    kfac_max_dim: int | None = _kfac_option(
+        None,
+        "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
+        "model's width with ekfac and 8192 with the other methods.",
+        at_least=1,
+    )
+    kfac_strategy: Literal["comm-opt", "mem-opt", "hybrid-opt"] | None = _kfac_option(
+        None,
+        "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
+        resume="free",
+    )
+    kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
+        None, "Implementation: native if not given, or kfac-pytorch, which must be installed."
+    )
+    kfac_compat: bool = _kfac_option(
+        False,
+        "Use the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
+        "damping, all layers due at once.",
+    )
+
+
+def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
+    """Return the method of K-FAC that is given, or that other options select."""
+    if options.kfac_method is not None:
+        return options.kfac_method
+    return "eigen" if preconditioner_options(options) else "ekfac"
+
+
+def preconditioner_options(options: KFACOptions) -> list[str]:
+    """Return the given options that only the methods eigen and cholesky use."""
+    names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
+    names += ["kfac_compat"] if options.kfac_compat else []
+    names += ["kfac_library kfac-pytorch"] if options.kfac_library == "kfac-pytorch" else []
+    return names
