@@ -57,17 +57,17 @@ class ShardedMatrices(WholeMatrices):
             replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
             is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
+        self._loads = [0.0] * self.size
         self._dims: dict[Unit, list[dict[str, int]]] = {}
         self._locals: Mapping[Tensor, nn.Parameter] = {}
 
     def assign(self, units: Sequence[Unit]) -> None:
         """Give each unit that has none an owner, the costliest first to the one with least."""
-        loads = [0.0] * self.size
         for unit in sorted(units, key=lambda unit: -unit.cost):
             self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
             if unit.owner is None:
-                unit.owner = loads.index(min(loads))
-            loads[unit.owner] += unit.cost
+                unit.owner = self._loads.index(min(self._loads))
+            self._loads[unit.owner] += unit.cost
 
     def owns(self, unit: Unit) -> bool:
         """Return whether this rank keeps the state of a unit."""

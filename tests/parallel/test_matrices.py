@@ -66,9 +66,10 @@ def test_twenty_steps_are_those_of_one_rank(alone, ranks, sizes):
             # A rate of 1e-3; where a gradient is rounding, so is its sign.
             torch.testing.assert_close(weight, weights[name], rtol=0, atol=3e-4)
         if sizes == {"shard": ranks}:
-            # Matrices are not divided: the embedding's state is a third of SOAP's.
+            # Matrices are not divided: the embedding's state is a third of SOAP's, and beside
+            # K-FAC, whose layers are divided evenly, it comes on top of a rank's.
             largest = max(of_rank[kind][2] for of_rank in found)
-            assert largest < (1 / ranks + 1 / 10) * num_bytes
+            assert largest < (1 / ranks + (1 / 4 if kind == "ekfac-soap" else 1 / 10)) * num_bytes
 
 
 def run_in_small_buckets(*args):

@@ -28,6 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "soap": {"optimizer": "soap", "soap_update_steps": 4},
     "ekfac": {"kfac": True, **_INTERVALS},
+    "ekfac-soap": {
+        **{"kfac": True, "optimizer": "soap", "soap_update_steps": 4, "nesterov": True},
+        **_INTERVALS,
+    },
     "eigen": {"kfac": True, "kfac_method": "eigen", **_INTERVALS},
     "cholesky": {"kfac": True, "kfac_method": "cholesky", **_INTERVALS},
 }
@@ -65,7 +69,7 @@ def make_strategy(
         if not options.kfac:
             return make_optimizer(options, model, whole=whole, order=order)
         strategy.second_order = make_kfac(
-            options, model, torch_compile=False, coverage=coverage, whole=whole
+            options, model, torch_compile=False, coverage=coverage, whole=whole, order=order
         )
         return strategy.second_order.optimizer
 

@@ -205,6 +205,11 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {"kfac": True, "kfac_library": "kfac-pytorch", "kfac_max_dim": 64},
             ["--kfac_max_dim is for --kfac_library native"],
         ),
+        (
+            {"kfac": True, "kfac_method": "eigen", "optimizer": "soap", "nesterov": True},
+            ["--optimizer soap does not go with --kfac", "--nesterov is for --kfac_method ekfac"],
+        ),
+        ({"nesterov": True}, ["--nesterov needs --optimizer soap or --kfac"]),
         ({"model_type": "gpt2"}, ["--model_type starts from", "--model_name_or_path"]),
         ({"data_path": ("a",)}, ["--dataset_name and --data_path are different sources of data"]),
         (

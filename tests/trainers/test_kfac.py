@@ -115,6 +115,7 @@ OPEN = {
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
         (2, {"kfac_strategy": "mem-opt"}),
+        (1, {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True}),
         (2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}),
         *((1, options) for options in PRECONDITIONERS),
     ],

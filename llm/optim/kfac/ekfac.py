@@ -46,8 +46,7 @@ class EKFAC(torch.optim.Optimizer):
     one: where it is 1, weights, moments, statistics and step counts stay as they are.
 
     Args:
-        groups: Parameter groups, or parameters; a covered weight may be in any of them. Without
-            those of `others`.
+        groups: Parameter groups, or parameters; a covered weight may be in any of them.
         curvature: The covered layers' factors; `capture_stats` must surround each forward and
             backward.
         lr: Learning rate.
@@ -56,7 +55,9 @@ class EKFAC(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay of groups without a value of their own.
         nesterov: Take the first moment of a step one gradient further than the one that is kept, as
             NAdam does (Dozat 2016); in covered layers.
-        others: Trains the parameters outside of covered layers, which are in its groups only.
+        others: Makes SOAP for the parameters outside of covered layers, which are in its groups
+            alone; AdamW trains them if not given. Called when the covered layers have their owners,
+            so that ranks which own less of them get more of SOAP's matrices.
         whole: As for `CoveredUnits`.
 
     Attributes:
@@ -73,16 +74,15 @@ class EKFAC(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        others: SOAP | None = None,
+        others: Callable[[], SOAP] | None = None,
         whole: WholeMatrices | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__([*groups, *(others.param_groups if others else ())], defaults)
+        super().__init__(groups, defaults)
         self.curvature = curvature
         self._nesterov = nesterov
         self._covered = CoveredUnits(curvature, whole)
-        self._others = others
-        self.units = [*self._covered.layers, *(others.units if others else ())]
+        self.units = list(self._covered.layers)
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
         self._owner_of: dict[Tensor, int | None] = {}
         for unit, layers in self._covered.layers.items():
@@ -92,7 +92,12 @@ class EKFAC(torch.optim.Optimizer):
             if not curvature.is_replicated:
                 owner = curvature.owner_of(f"{layers[0].name}.G")
                 self._owner_of.update(dict.fromkeys(unit.parameters, owner))
-        self.state.update(others.state if others else {})
+        self._others = others() if others else None
+        if self._others is not None:
+            for group in self._others.param_groups:
+                self.add_param_group(group)
+            self.state.update(self._others.state)
+            self.units += self._others.units
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     def owner_of(self, parameter: Tensor) -> int | None:

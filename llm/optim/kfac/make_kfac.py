@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def make_kfac(
         groups, others = matrix_groups(options, model), None
         if options.optimizer == "soap":
             covered = {p for layer in curvature.layers for p in layer.parameters}
-            others = make_soap(options, model, whole=whole, order=order, without=covered)
+            others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
             groups = [g for g in split_groups(groups, covered, {}, {}) if g["params"][0] in covered]
         ekfac = EKFAC(
             groups,

@@ -35,7 +35,7 @@ class CoveredUnits:
             unit = Unit(
                 parameters=parameters,
                 shapes=[p.shape for p in parameters],
-                cost=sum(layer.rows * layer.columns for layer in layers),
+                cost=sum(_num_elements(curvature, layer) for layer in layers),
                 fusion=layers[0].fusion,
                 owner=curvature.column_of(layers[0]) if self._is_sharded else None,
             )
@@ -91,6 +91,13 @@ class CoveredUnits:
         local = map(self._whole.local, parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
         return torch.isfinite(self._whole.total(norm)).float()
+
+
+def _num_elements(curvature: Curvature, layer: Layer) -> int:
+    """Return the elements of a layer's moments and factors; a shared A is the first layer's."""
+    inputs, outputs = curvature.factors_of(layer)
+    widths = outputs.widths + (inputs.widths if layer.input_name == layer.name else [])
+    return 2 * layer.rows * layer.columns + sum(2 * width**2 for width in widths)
 
 
 def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -5,10 +5,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from llm.optim.adamw import adamw_state, nesterov_step
 from llm.optim.eigenbases import rotate
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC, _without_noise
 from llm.optim.kfac.layers import find_layers
+from llm.optim.soap import SOAP
 from tests.optim.kfac.toy import forward_backward, loss_sum, toy_batch, toy_ekfac, toy_model
 
 
@@ -50,6 +52,75 @@ def test_without_statistics_it_is_adamw():
             its.step()
 
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_nesterovs_step_is_adamws_with_the_moment_one_gradient_ahead():
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+    state = {"step": torch.zeros(()), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    gradients = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    first = second = torch.zeros(3)
+    for step, gradient in enumerate(gradients, start=1):
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.99 * second + 0.01 * gradient**2
+        ahead = (0.9 * first + 0.1 * gradient) / (1 - 0.9 ** (step + 1))
+        expected = -0.1 * ahead / (second / (1 - 0.99**step)).sqrt()
+
+        torch.testing.assert_close(nesterov_step(group, gradient, state, None), expected)
+
+    before = {key: tensor.clone() for key, tensor in state.items()}
+    infinite = torch.tensor([torch.inf, 1.0, 1.0])
+    skipped = nesterov_step(group, infinite, state, torch.ones(()))
+    assert torch.equal(skipped, torch.zeros(3))
+    assert all(torch.equal(state[key], before[key]) for key in before)
+
+
+def test_without_statistics_it_takes_nesterovs_steps():
+    model, reference = toy_model(), toy_model()
+    curvature = Curvature(find_layers(model))
+    optimizer = EKFAC(model.parameters(), curvature, lr=0.01, betas=(0.9, 0.95), nesterov=True)
+    group = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    state = {p: adamw_state(p) for p in reference.parameters()}
+    for seed in range(5):
+        for one in (model, reference):
+            one.zero_grad()
+            loss_sum(one, *toy_batch(seed)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in reference.parameters():
+                p += nesterov_step(group, p.grad, state[p], None)
+
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_beside_soap_each_trains_its_own_weights_as_if_it_were_alone():
+    model, only_soap, only_ekfac = toy_model(), toy_model(), toy_model()
+    settings = {"lr": 0.01, "betas": (0.9, 0.95)}
+
+    def soap_of(model):
+        groups = [{"params": [model.second.weight], "weight_decay": 0.1}]
+        return SOAP(groups, {model.second.weight: (0, 1)}, **settings)
+
+    def ekfac_of(model, others=None):
+        curvature = Curvature(find_layers(model, skip_layers=("second",)))
+        groups = [{"params": list(model.first.parameters())}]
+        return EKFAC(groups, curvature, others=others, **settings)
+
+    both = ekfac_of(model, lambda: soap_of(model))
+    soap, ekfac = soap_of(only_soap), ekfac_of(only_ekfac)
+    for seed in range(4):
+        for one, its in ((model, both), (only_ekfac, ekfac)):
+            forward_backward(one, its.curvature, *toy_batch(seed))
+        only_soap.second.weight.grad = model.second.weight.grad.clone()
+        for optimizer in (both, soap, ekfac):
+            optimizer.step()
+        # So that the next inputs of the covered layer are the same.
+        with torch.no_grad():
+            only_ekfac.second.weight.copy_(model.second.weight)
+
+    assert torch.equal(model.second.weight, only_soap.second.weight)
+    assert torch.equal(model.first.weight, only_ekfac.first.weight)
+    assert not torch.equal(model.first.weight, toy_model().first.weight)
+    assert [unit.weight for unit in both.units] == [model.first.weight, model.second.weight]
 
 
 def test_the_first_step_is_the_sign_of_the_gradient_in_the_eigenbasis():
