@@ -215,7 +215,7 @@ def _settings(options: KFACOptions) -> dict[str, Any]:
     }
 
 
-def _describe_method(options: KFACOptions) -> str:
+def _describe_method(options: OptimizerOptions) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
     asked = [f"--{name}" for name in preconditioner_options(options)]
     chosen = options.kfac_method is None and asked
@@ -224,5 +224,6 @@ def _describe_method(options: KFACOptions) -> str:
     return (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
         f"factor_update_steps={settings['factor_update_steps']}, "
-        f"inv_update_steps={settings['inv_update_steps']}"
+        f"inv_update_steps={settings['inv_update_steps']}; {options.optimizer or 'adamw'} trains "
+        "what is not covered"
     )
