@@ -77,14 +77,14 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
         target: The loss.
 
     Returns:
-        Steps; infinity if the longest training ends above the loss, zero if the shortest one ends
-        below it.
+        Steps; infinity if all trainings end above the loss, and the shortest length, which is an
+        upper bound, if that one ends below it.
     """
     if min(losses.values()) > target:
         return math.inf
     shortest, longest = min(losses), max(losses)
     if losses[shortest] <= target:
-        return 0.0
+        return float(shortest)
     steps = np.geomspace(shortest, longest, 2001)
     fit = np.polyfit(np.log(list(losses)), list(losses.values()), min(2, len(losses) - 1))
     below = np.polyval(fit, np.log(steps)) <= target
@@ -158,7 +158,10 @@ def horizon_goals(found: Found, costs: Mapping[str, float]) -> list[Goal]:
     for other in ("soap", "muon"):
         if other not in found:
             continue
-        leads = [theirs - ours for theirs, ours in zip(shares(found, other), own, strict=True)]
+        theirs = shares(found, other)
+        if not all(map(math.isfinite, (*own, *theirs))):
+            continue  # The table says which never arrives.
+        leads = [its - ours for its, ours in zip(theirs, own, strict=True)]
         goals.append(
             Goal(
                 what=f"ekfac's lead over {other}: at least two standard errors",

@@ -47,8 +47,12 @@ class Trainings:
             say(f"{len(cases) - len(wanted)} of {len(cases)} trainings: kept")
 
         def train(process: _Process) -> None:
-            while wanted:
-                self._keep(key := wanted.popleft(), process.ask("train", json.loads(key)))
+            while True:
+                try:
+                    key = wanted.popleft()
+                except IndexError:  # also if another thread took the last one
+                    return
+                self._keep(key, process.ask("train", json.loads(key)))
 
         # Left in the other order: processes end before threads, so none waits for its training.
         with ThreadPoolExecutor(self._jobs) as pool, contextlib.ExitStack() as processes:

@@ -389,7 +389,7 @@ def test_steps_to_a_loss_are_read_from_losses_at_several_horizons():
     bent = {100: 9.0, 200: 4.0, 400: 1.0, 800: 0.0}  # (log2(800 / steps))^2
     assert steps_to(bent, 2.25) == pytest.approx(800 / 2**1.5, rel=0.01)
     assert steps_to(losses, 1.9) == math.inf
-    assert steps_to(losses, 5.5) == 0.0
+    assert steps_to(losses, 5.5) == 100.0  # an upper bound
 
 
 def test_methods_are_compared_by_steps_to_the_last_loss_of_adamw():
@@ -407,9 +407,8 @@ def test_methods_are_compared_by_steps_to_the_last_loss_of_adamw():
     met = {goal.what: goal.met for goal in horizon_goals(found, costs)}
     assert met["ekfac's steps to AdamW's last loss: at most 0.4 of AdamW's"] is False
     assert met["ekfac's lead over muon: at least two standard errors"] is True
-    assert met["ekfac's lead over soap: at least two standard errors"] is True  # it never arrives
+    assert not any("soap" in what for what in met)  # it never arrives, as the table says
     assert met["ekfac's step: at most 1 of muon's"] is False
-    assert met["ekfac's step: at most 1 of soap's"] is True
 
 
 def kfac_benchmark(*arguments: str, source: str = "") -> subprocess.CompletedProcess[str]:

@@ -230,7 +230,7 @@ def _parser(declared: list[Field]) -> _Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
     # By itself argparse takes -1e-3 for an option, and says that the one before it has no value.
-    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
+    parser._negative_number_matcher = re.compile(r"-(\.?\d|(inf|nan)$)")
     parser.add_argument(
         "--config",
         metavar="FILE",

@@ -79,7 +79,9 @@ def open_corpus(
     else:
         files = [() if prefix is None else (str(prefix),) for prefix in (train, validation)]
         corpus = opener.open_whole(*files)
-    name = Path(options.train_file or options.dataset_name or "").resolve().stem  # not the cache
+    # Not after the cache.
+    name = Path(options.train_file or options.dataset_name or "").resolve().name
+    name = name.partition(".")[0] if options.train_file else name
     return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
 
 

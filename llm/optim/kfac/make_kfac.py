@@ -134,7 +134,7 @@ def make_kfac(
         assert method != "ekfac"  # The library is one of the options that select eigen.
         adamw = make_adamw(options, model)
         external = ExternalPreconditioner(
-            coverage, _parameters(adamw), method=method, kl_clip=kl_clip, **settings
+            coverage, _parameters(adamw.param_groups), method=method, kl_clip=kl_clip, **settings
         )
         return KFAC(optimizer=adamw, recorder=external, preconditioner=external, settings=line)
     curvature = Curvature(
@@ -149,8 +149,8 @@ def make_kfac(
     )
     if method == "ekfac":
         groups, others = matrix_groups(options, model), None
-        if options.optimizer == "soap":
-            covered = {p for layer in curvature.layers for p in layer.parameters}
+        covered = {p for layer in curvature.layers for p in layer.parameters}
+        if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
             others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
             groups = [g for g in split_groups(groups, covered, {}, {}) if g["params"][0] in covered]
         ekfac = EKFAC(
@@ -165,7 +165,7 @@ def make_kfac(
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
         curvature,
-        _parameters(adamw),
+        _parameters(adamw.param_groups),
         damping=settings["damping"],
         kl_clip=kl_clip,
         graft=not options.kfac_compat,
@@ -196,8 +196,8 @@ def _sample_forward(model: torch.nn.Module) -> None:
         model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _parameters(groups: list[dict[str, Any]]) -> list[torch.nn.Parameter]:
+    return [p for group in groups for p in group["params"]]
 
 
 def _settings(options: KFACOptions) -> dict[str, Any]:
@@ -224,6 +224,6 @@ def _describe_method(options: OptimizerOptions) -> str:
     return (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
         f"factor_update_steps={settings['factor_update_steps']}, "
-        f"inv_update_steps={settings['inv_update_steps']}; {options.optimizer or 'adamw'} trains "
-        "what is not covered"
+        f"inv_update_steps={settings['inv_update_steps']}"
+        + (f"; {options.optimizer or 'adamw'} trains the rest" if not asked else "")
     )

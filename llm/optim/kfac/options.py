@@ -58,7 +58,7 @@ class KFACOptions:
         above=0,
     )
     kfac_skip_layers: tuple[str, ...] = _kfac_option(
-        (), "Regular expressions; AdamW trains the layers whose name one of them matches."
+        (), "Regular expressions; layers whose name one of them matches are not covered."
     )
     kfac_max_dim: int | None = _kfac_option(
         None,

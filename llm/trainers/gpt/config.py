@@ -151,7 +151,7 @@ class RunOptions:
     export_ema: bool = option(
         False,
         "Export the moving average of the weights at the end, in place of the last weights, and "
-        "evaluate it then.",
+        "compute its validation loss.",
         group=RUN,
         requires=("ema_decay", "ema_tokens"),
     )

@@ -137,7 +137,7 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     if config.kfac and kind not in (None, "adamw") and not beside_ekfac:
         problems.append(
             f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
-            "adamw; leave one of them out."
+            "adamw, and beside its method ekfac also soap; leave one of them out."
         )
     others = [] if kind in (None, "adamw") else [f"optimizer {kind}"]
     others += ["kfac"] if config.kfac else []

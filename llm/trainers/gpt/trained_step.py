@@ -179,7 +179,7 @@ def _starts(run: RunFolder, config: GPTConfig) -> list[dict[str, Any]]:
     starts: list[dict[str, Any]] = []
     if config.branch_from is not None:
         parent = Path(config.branch_from).parents[1]  # of RUN/checkpoints/step_N
-        with suppress(CheckpointError):  # it may have gone
+        with suppress(CheckpointError, ConfigError):  # it may have gone
             starts = _starts(RunFolder(parent), read_config(parent))
     lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
     for line in lines:
