@@ -36,7 +36,7 @@ class EKFAC(torch.optim.Optimizer):
     gradients, these are moving averages of the squared gradient of the batch. G and the moments
     are of the labels in the data (the empirical Fisher), and the power is -1/2 where a natural
     gradient step has -1. So it needs no damping, and its step has the length of AdamW's; its best
-    learning rate was twice AdamW's.
+    learning rate was two to four times AdamW's.
 
     Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
     the basis changes. The second moment is carried over as if entries were uncorrelated: by
