@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llm.optim.adamw import adamw_state, nesterov_step
@@ -10,8 +11,11 @@ from llm.optim.eigenbases import rotate
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC, _without_noise
 from llm.optim.kfac.layers import find_layers
+from llm.optim.kfac.make_kfac import make_kfac
+from llm.optim.options import OptimizerOptions
 from llm.optim.soap import SOAP
 from tests.optim.kfac.toy import forward_backward, loss_sum, toy_batch, toy_ekfac, toy_model
+from tests.support.models import tiny_config
 
 
 def train(model, optimizer, seeds, *, bad=()):
@@ -347,3 +351,18 @@ def test_it_learns_a_badly_scaled_problem_that_adamw_is_slow_on():
         losses[name] = (model(inputs) - labels).square().mean().item()
 
     assert losses["ekfac"] < 0.5 * losses["adamw"]
+
+
+def test_soap_beside_it_may_have_nothing_to_train():
+    """As on a middle stage of a pipeline whose norms have no weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("proj" in name)
+    options = OptimizerOptions(learning_rate=1e-3, kfac=True, optimizer="soap")
+
+    optimizer = make_kfac(options, model, torch_compile=False).optimizer
+
+    assert isinstance(optimizer, EKFAC)
+    covered = {p for unit in optimizer.units for p in unit.parameters}
+    assert covered == {p for p in model.parameters() if p.requires_grad}
