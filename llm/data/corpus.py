@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,57 +254,39 @@ class Samples:
         return self._mixture.served(num_samples)
 
 
-def hold_corpus_in_memory(corpus: Corpus, *, training: bool) -> None:
-    """Keep what a run reads of its token files in main memory.
+def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
+    """Read the bytes of sources once, from first to last, and pin their pages if that is allowed.
 
     All processes of a node map the same files and so use the same pages: one process reads and
-    pins them for all.
+    pins them for all, until it ends. The system may evict pages that are not pinned.
 
     Args:
-        corpus: The splits of the run.
-        training: Whether the training split is read, and not the validation split alone.
+        sources: Those of weight 0 are left out, since a run never reads them.
     """
-    for source in (*(corpus.train if training else ()), *corpus.validation):
-        if source.weight > 0:
-            hold_in_memory(source.stream)
+    for stream in (source.stream for source in sources if source.weight > 0):
+        num_bytes = stream.tokens.nbytes
+        _read(stream)
+        fault = _pin(stream.tokens.ctypes.data, num_bytes)
+        outcome = f"read ahead but not pinned ({fault}; see `ulimit -l`)" if fault else "pinned"
+        log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 
 
-def hold_in_memory(stream: TokenStream) -> bool:
-    """Read a stream's bytes once, from first to last, and pin their pages if that is allowed.
-
-    The pages stay pinned until the process ends.
-
-    Returns:
-        Whether the pages are pinned; if not, the system may evict them.
-    """
-    num_bytes = stream.tokens.nbytes
-    _read(stream, num_bytes)
-    fault = _pin(stream.tokens.ctypes.data, num_bytes)
-    outcome = "pinned" if fault is None else f"read ahead but not pinned ({fault}; see `ulimit -l`)"
-    log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
-    return fault is None
-
-
-def _read(stream: TokenStream, num_bytes: int) -> None:
-    """Bring bytes into the page cache."""
+def _read(stream: TokenStream) -> None:
+    """Bring the bytes of a stream into the page cache."""
     # Large sequential reads are faster than the page faults of a memory map.
-    buffer = bytearray(min(_READ_BYTES, num_bytes))
+    buffer = memoryview(bytearray(_READ_BYTES))
+    left = stream.tokens.nbytes
     with open(beside(stream.file.prefix, ".bin"), "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), stream.first_byte, num_bytes, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(file.fileno(), stream.first_byte, left, os.POSIX_FADV_SEQUENTIAL)
         file.seek(stream.first_byte)
-        left = num_bytes
-        while left > 0:
-            read = file.readinto(memoryview(buffer)[: min(len(buffer), left)])
-            if not read:
-                break  # cut short since it was mapped; the next access to the map raises
-            left -= read
+        # If the file was cut short since it was mapped, the next access to the map raises.
+        while left > 0 and (count := file.readinto(buffer[:left])):
+            left -= count
 
 
 def _pin(address: int, num_bytes: int) -> str | None:
     """Lock mapped pages; return the reason where that fails."""
-    if num_bytes == 0:
-        return None
     try:
         lock = ctypes.CDLL(None, use_errno=True).mlock
     except (OSError, AttributeError, TypeError):  # a system without it

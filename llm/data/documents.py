@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from llm.data.corpus import TokenStream
+from llm.data.formats.flat import FlatTokenFile
 from llm.errors import DataError
 
 
@@ -43,7 +44,7 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
         start %= stream.num_tokens  # the stream is a ring
         stop = min(start + length, stream.num_tokens)
         length -= stop - start
-        if file.num_documents == 0:
+        if isinstance(file, FlatTokenFile):
             yield Passage(None, origin + start, file.num_tokens, stream.tokens[start:stop])
             start = stop
             continue

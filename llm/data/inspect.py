@@ -191,14 +191,15 @@ def _tokenizer(
 ) -> tuple["PreTrainedTokenizerBase | None", str | None]:
     """Return the tokenizer that decodes the ids, if there is one, and a remark on it."""
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
-    if sidecar is None and not is_named:
+    if is_named:
+        named = TokenizerOptions(
+            tokenizer_name=options.tokenizer_name,
+            vocab_file=options.vocab_file,
+            merges_file=options.merges_file,
+        )
+    elif sidecar is None:
         return None, None
-    named = TokenizerOptions(
-        tokenizer_name=options.tokenizer_name,
-        vocab_file=options.vocab_file,
-        merges_file=options.merges_file,
-    )
-    if sidecar is not None and not is_named:
+    else:
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
         # "vocab.json, merges.txt" is how `prepare` names the two; a path may have a comma, too.
         if comma and not Path(sidecar.tokenizer).exists():
@@ -302,10 +303,14 @@ def _contents(
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[str]:
     """Describe the first documents, or the first tokens where documents are not known."""
-    ranges = [
-        (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
-        for number in range(min(options.documents, file.num_documents))
-    ]
+    from llm.data.formats.megatron import TokenFile
+
+    ranges: list[tuple[str, int, int]] = []
+    if isinstance(file, TokenFile):
+        ranges = [
+            (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
+            for number in range(min(options.documents, file.num_documents))
+        ]
     if options.documents and not file.num_documents:
         ranges = [("all documents", 0, file.num_tokens)]
     lines: list[str] = []

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, token_dtype
@@ -132,14 +130,7 @@ def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, So
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opens token files that fit a run.
-
-    Attributes:
-        options: Options of the data.
-        tokenizer_fingerprint: Fingerprint of the tokenizer that the run uses.
-        vocab_size: Vocabulary of the tokenizer or the model, whichever is larger.
-        ends: How to keep documents apart.
-    """
+    """Opens token files that fit a run; its attributes are as for `open_corpus`."""
 
     options: DataOptions
     tokenizer_fingerprint: str
@@ -269,9 +260,9 @@ def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> N
         DataError: None of the first documents ends with it; where the document ends are
             not known, none of the first million tokens is it.
     """
-    number = min(_DOCUMENTS_CHECKED, file.num_documents)
-    if number:
-        ends = np.array([file.document_start(document) for document in range(1, number + 1)])
+    if isinstance(file, TokenFile):
+        number = min(_DOCUMENTS_CHECKED, file.num_documents)
+        ends = file.document_starts(1, number + 1)
         tokens = file.tokens[ends[ends > 0] - 1]
         fault = f"none of its first {number} documents ends with the id {eos_token_id}"
     else:

@@ -211,6 +211,7 @@ def prepare(config: PrepareConfig) -> None:
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """Return the sources of each output."""
+    from llm.data.formats.megatron import beside
     from llm.data.preparation.output_files import Output
     from llm.data.text.sources import text_sources
 
@@ -250,12 +251,12 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     if config.format == "nanogpt":
         return [(files, output(prefix))]
     if not config.output_per_input:
-        return [(files, output(_suffixed(prefix, f"_{key}_document")))]
+        return [(files, output(beside(prefix, f"_{key}_document")))]
     outputs: list[tuple[list[Source], Output]] = []
     seen: dict[Path, str] = {}
     for file in files:
         stem = Path(file.name).name.partition(".")[0]
-        made = output(_suffixed(prefix, f"_{stem}_{key}_document"))
+        made = output(beside(prefix, f"_{stem}_{key}_document"))
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
@@ -264,10 +265,6 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
         seen[made.prefix] = file.name
         outputs.append(([file], made))
     return outputs
-
-
-def _suffixed(prefix: Path, suffix: str) -> Path:
-    return prefix.with_name(prefix.name + suffix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -112,9 +112,9 @@ def split_documents(
     Raises:
         DataError: A split that is asked for gets no document.
     """
-    by_tokens = file.num_documents == 0
-    units, unit = (file.num_tokens, "tokens") if by_tokens else (file.num_documents, "documents")
-    if by_tokens:
+    units, unit = file.num_documents, "documents"
+    if isinstance(file, FlatTokenFile):
+        units, unit = file.num_tokens, "tokens"
         log.info(f"{file.prefix} does not say where documents end: --split {text} cuts its tokens")
     bounds = [round(bound * float(units)) for bound in itertools.accumulate(split, initial=0.0)]
 
@@ -127,7 +127,7 @@ def split_documents(
                 f"--split {text} leaves no {unit} for {name} of {file.prefix}, which "
                 f"has {units:,} {unit}; change the split, or give more text."
             )
-        if by_tokens:
+        if isinstance(file, FlatTokenFile):
             return TokenStream(file, start=first, stop=stop, vocab_size=vocab_size)
         return TokenStream(
             file,

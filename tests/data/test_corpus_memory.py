@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from llm.data import corpus
-from llm.data.corpus import TokenStream
+from llm.data.corpus import CorpusSource, TokenStream
 from llm.data.formats.flat import open_token_file
 from tests.support.token_files import write_pair
 
@@ -14,6 +14,10 @@ from tests.support.token_files import write_pair
 def stream(tmp_path):
     file = open_token_file(write_pair(tmp_path / "text", [list(range(50_000))]))
     return TokenStream(file, start=10_000, stop=40_000, num_documents=1)
+
+
+def hold(stream, weight=1.0):
+    corpus.hold_in_memory([CorpusSource("text", weight, stream)])
 
 
 def locked_kilobytes(code: str) -> int:
@@ -27,7 +31,7 @@ def test_holding_in_memory_logs_the_size_and_keeps_the_tokens(stream, caplog):
     before = stream.tokens.tolist()
 
     with caplog.at_level("INFO", logger="llm.data"):
-        corpus.hold_in_memory(stream)
+        hold(stream)
 
     assert "in memory: 6e-05 GB of" in caplog.text
     assert stream.tokens.tolist() == before
@@ -40,10 +44,10 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1] * 300_000])
     code = f"""
 from pathlib import Path
-from llm.data.corpus import TokenStream, hold_in_memory
+from llm.data.corpus import CorpusSource, TokenStream, hold_in_memory
 from llm.data.formats.flat import open_token_file
 stream = TokenStream(open_token_file(Path({str(prefix)!r})))
-assert hold_in_memory(stream)
+hold_in_memory([CorpusSource("text", 1.0, stream)])
 """
     assert 580 <= locked_kilobytes(code) <= 600  # 300,000 ids of two bytes
 
@@ -52,7 +56,7 @@ def test_the_log_says_when_pinning_is_refused(stream, caplog, monkeypatch):
     monkeypatch.setattr(corpus, "_pin", lambda address, num_bytes: "Cannot allocate memory")
 
     with caplog.at_level("INFO", logger="llm.data"):
-        assert corpus.hold_in_memory(stream) is False
+        hold(stream)
 
     assert "read ahead but not pinned (Cannot allocate memory; see `ulimit -l`)" in caplog.text
 
@@ -87,7 +91,8 @@ def test_only_the_range_of_the_split_is_read_and_only_once(stream, monkeypatch):
             self.file.close()
 
     monkeypatch.setattr(corpus, "open", Counted, raising=False)
-    corpus.hold_in_memory(stream)
+    hold(stream)
+    hold(stream, weight=0.0)
 
     assert reads[0][0] == 20_000
     assert sum(size for _, size in reads) == 60_000

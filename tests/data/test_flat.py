@@ -38,9 +38,6 @@ def test_a_bin_without_an_index_is_a_flat_file_of_two_byte_ids(tmp_path):
     assert file.prefix == tmp_path / "train.v1"
     assert file.tokens.tolist() == [1, 50256, 65535]
     assert (file.num_tokens, file.num_documents) == (3, 0)
-    assert file.document_start(0) == 3
-    with pytest.raises(DataError, match="does not say where its documents begin"):
-        file.document_start(1)
     assert verify(tmp_path / "train.v1.bin") == []
 
 

@@ -86,12 +86,12 @@ def read_everything(path):
     assert file.tokens.nbytes == Path(f"{file.prefix}.bin").stat().st_size
     for start in range(num_tokens):
         assert len(file.tokens[start : start + 5].tolist()) == min(5, num_tokens - start)
-    places = [file.document_start]
+    places = []
     if isinstance(file, TokenFile):
         tables = (file.lengths, file.offsets, file.documents)
         header_and_tables = 34 + sum(table.nbytes for table in tables)
         assert header_and_tables <= Path(f"{file.prefix}.idx").stat().st_size
-        places.append(file.sequence_end)
+        places += [file.document_start, file.sequence_end]
     refused = False
     for place_of in places:
         for number in range(file.num_documents + 1):

@@ -1,19 +1,14 @@
 import logging
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
 
 from llm.data.preparation.encoder import Encoding, OtherIds, end_token, make_encoder
-from llm.data.preparation.shards import read_array, write_shard
+from llm.data.preparation.shards import read_array
 from llm.data.preparation.tokenize_shards import tokenize_shards
-from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
-from llm.tokenizers.fast import load_text_tokenizer
-from llm.tokenizers.options import TokenizerOptions
-from tests.support.corpora import ListSource, byte_tokenizer, write
-from tests.support.tokenizers import save_tiny_tokenizer
+from tests.support.corpora import ListSource, byte_tokenizer
 
 UINT16 = np.dtype("<u2")
 SPAWN = multiprocessing.get_context("spawn")
@@ -104,10 +99,10 @@ class WrongLater:
         self._real = real
         self._text = text
 
-    def encode(self, texts):
+    def encode(self, texts, **how):
         if self._text in texts:
             raise OtherIds("the fast one gives other ids for 'c'")
-        ids, counts = self._real.encode(texts)
+        ids, counts = self._real.encode(texts, **how)
         return np.where(ids == 0, 0, 7).astype(UINT16), counts  # wrong, and not yet noticed
 
 
@@ -196,29 +191,6 @@ def test_the_log_describes_the_encoder_only_if_it_is_slow(tmp_path, caplog):
 
     assert len(caplog.messages) == 1
     assert "slow one, in Python" in caplog.text
-
-
-def test_a_shard_can_be_written_by_any_process(tmp_path):
-    """Its arguments are pickled here, as another executor would send them."""
-    save_tiny_tokenizer(tmp_path / "tokenizer")
-    tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(tmp_path / "tokenizer")))
-    lines = '{"text": "the dog"}\n' * 40
-    source = file_source(write(tmp_path / "a.jsonl", lines), text_column=None)
-    parts = source.split(len(lines) // 2)
-    how = Encoding(tokenizer=tokenizer, end_token=0, dtype=UINT16)
-
-    with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
-        stems = [tmp_path / str(number) for number in range(len(parts))]
-        stats = list(pool.map(write_shard, parts, stems, [how] * len(parts)))
-
-    assert sum(shard.documents for shard in stats) == 40
-    _, here = tokenize_shards(parts, write_folder(tmp_path / "here"), encoding=how, workers=1)
-    assert stats == here
-
-
-def write_folder(path):
-    path.mkdir()
-    return path
 
 
 def test_an_end_token_that_the_tokenizer_lacks_is_refused():

@@ -54,19 +54,6 @@ class FlatTokenFile:
         self.tokens: NDArray[Any] = data.view("<u2")
         self.num_tokens = int(self.tokens.size)
 
-    def document_start(self, number: int) -> int:
-        """Return the end of the tokens for number 0, the number of documents that are known.
-
-        Raises:
-            DataError: For any other number.
-        """
-        if number != 0:
-            raise DataError(
-                f"The flat token file {self.path} does not say where its documents begin; use a "
-                "pair of .bin and .idx for that."
-            )
-        return self.num_tokens
-
 
 def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
     """Open token files of either kind; `locate` says how they may be named.

@@ -75,12 +75,9 @@ def map_file(path: Path) -> NDArray[np.uint8]:
             return np.empty(0, np.uint8)
         # A plain array: every slice of an np.memmap costs a call into Python.
         return np.asarray(np.memmap(path, np.uint8, "r"))
-    except OSError as error:
-        raise DataError(
-            f"The token file {path} cannot be read: {error.strerror or error}."
-        ) from error
-    except ValueError as error:  # a zero byte in the name, or the file was emptied just now
-        raise DataError(f"The token file {path} cannot be read: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or just emptied
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"The token file {path} cannot be read: {reason}.") from error
 
 
 def write_index(
@@ -146,40 +143,36 @@ class TokenFile:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = Path(prefix)
-        self._idx_path = beside(self.prefix, ".idx")
-        self._bin_path = beside(self.prefix, ".bin")
-        dtype = self._map_index(map_file(self._idx_path))
-        data = map_file(self._bin_path)
+        dtype = self._map_index(map_file(beside(self.prefix, ".idx")))
+        data = map_file(beside(self.prefix, ".bin"))
         if data.size % dtype.itemsize:
             raise self._broken(
-                self._bin_path, f"is {data.size} bytes long, which cuts a {dtype.name} in two"
+                f"is {data.size} bytes long, which cuts a {dtype.name} in two", suffix=".bin"
             )
         self.tokens: NDArray[Any] = data.view(dtype)
         self.num_tokens = int(self.tokens.size)
         self._check_ends(data.size)
         if faults := self.index_faults(sample=True):
-            raise self._broken(self._idx_path, ", and ".join(faults))
+            raise self._broken(", and ".join(faults))
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
         """Locate the tables in the bytes of the `.idx`; return the dtype of the tokens."""
         head = data[: _HEADER.size].tobytes()
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-            raise self._broken(self._idx_path, "does not start with a token file's header")
+            raise self._broken("does not start with a token file's header")
         _, version, code, num_sequences, num_starts = _HEADER.unpack(head)
         if version != _VERSION:
-            raise self._broken(self._idx_path, f"has version {version}, not {_VERSION}")
+            raise self._broken(f"has version {version}, not {_VERSION}")
         if code not in _DTYPES:
-            raise self._broken(self._idx_path, f"has the dtype code {code}, not that of integers")
+            raise self._broken(f"has the dtype code {code}, not that of integers")
         if num_starts < 1:
-            raise self._broken(self._idx_path, "has no document table")
+            raise self._broken("has no document table")
         # Python's integers: in 64 bits a damaged header could overflow to the right size.
         offsets = _HEADER.size + num_sequences * 4
         documents = offsets + num_sequences * 8
         end = documents + num_starts * 8
         if data.size not in (end, end + num_sequences):  # with the table of modes
-            raise self._broken(
-                self._idx_path, f"is {data.size} bytes long, not {end} as its header says"
-            )
+            raise self._broken(f"is {data.size} bytes long, not {end} as its header says")
         self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets].view("<i4")
         self.offsets: NDArray[np.int64] = data[offsets:documents].view("<i8")
         self.documents: NDArray[np.int64] = data[documents:end].view("<i8")
@@ -192,17 +185,16 @@ class TokenFile:
         end = 0
         if self.num_sequences:
             if self.offsets[0] != 0:
-                raise self._broken(self._idx_path, f"starts its sequences at {self.offsets[0]}")
+                raise self._broken(f"starts its sequences at {self.offsets[0]}")
             if self.lengths[-1] < 0:
-                raise self._broken(self._idx_path, f"ends with the length {self.lengths[-1]}")
+                raise self._broken(f"ends with the length {self.lengths[-1]}")
             end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.tokens.itemsize
         if end != bin_size:
             raise self._broken(
-                self._bin_path, f"is {bin_size} bytes long, not {end} as {self._idx_path} says"
+                f"is {bin_size} bytes long, not {end} as {self.prefix}.idx says", suffix=".bin"
             )
         if self.documents[0] != 0 or self.documents[-1] != self.num_sequences:
             raise self._broken(
-                self._idx_path,
                 f"has documents from sequence {self.documents[0]} to {self.documents[-1]}, "
                 f"not from 0 to {self.num_sequences}",
             )
@@ -251,8 +243,10 @@ class TokenFile:
                 faults.append(f"has {count:,} {what}; the first one is number {first:,}")
         return faults
 
-    def _broken(self, path: Path, fault: str) -> DataError:
-        return DataError(f"The token file {path} {fault}; it is damaged or of another kind.")
+    def _broken(self, fault: str, *, suffix: str = ".idx") -> DataError:
+        return DataError(
+            f"The token file {self.prefix}{suffix} {fault}; it is damaged or of another kind."
+        )
 
     def sequence_end(self, num_sequences: int) -> int:
         """Return the position in `tokens` after the first `num_sequences` sequences.
@@ -289,7 +283,7 @@ class TokenFile:
         inside = (sequences >= 0) & (sequences <= self.num_sequences)
         if not inside.all():
             number = first + int(inside.argmin())
-            raise self._broken(self._idx_path, f"has a wrong pointer at document {number}")
+            raise self._broken(f"has a wrong pointer at document {number}")
         return self._sequence_starts(sequences)
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -301,5 +295,5 @@ class TokenFile:
         inside = (rest == 0) & (positions >= 0) & (positions <= self.num_tokens)
         if not inside.all():
             sequence = int(sequences[inside.argmin()])
-            raise self._broken(self._idx_path, f"has a wrong pointer at sequence {sequence}")
+            raise self._broken(f"has a wrong pointer at sequence {sequence}")
         return positions

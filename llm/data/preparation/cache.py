@@ -32,7 +32,6 @@ from llm.data.text.sources import Source
 from llm.errors import DataError, LLMError
 from llm.runtime.files import sync_folder, try_lock, write_whole
 
-_LOG_SECONDS = 10.0
 _OPTION = "--data_cache_dir"
 
 log = logging.getLogger("llm.data")
@@ -150,7 +149,6 @@ class TokenCache:
                 [([source], _output(folder))],
                 encoding=self.encoding,
                 workers=self.workers,
-                log_seconds=_LOG_SECONDS,
                 fork=False,  # a trainer has started threads, which a fork would lose
             )
         except BaseException:

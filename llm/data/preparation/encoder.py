@@ -9,7 +9,8 @@ and on a sample of every batch.
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,6 +72,11 @@ class Encoding:
     allow_special_tokens: bool = False
     on_error: Literal["stop", "skip"] = "stop"
 
+    @property
+    def end(self) -> Ids:
+        """The end token as ids: one or none."""
+        return np.array([] if self.end_token is None else [self.end_token], self.dtype)
+
 
 def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
     """Return the token that ends each document, or None without `append_eos`.
@@ -86,27 +92,34 @@ def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
     return tokenizer.eos_token_id if append_eos else None
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn an error of the library, whose panics are no `Exception`, into `OtherIds`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise OtherIds(f"{what} ({first_line(error)[:120]})") from error
+
+
 class ReferenceEncoder:
     """The tokenizer itself.
 
     Args:
         encoding: How texts become ids.
-        one_document: Whether no end token follows a text.
         threads: Threads that it may use.
 
     Raises:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
     """
 
-    def __init__(self, encoding: Encoding, *, one_document: bool, threads: int) -> None:
-        end = encoding.end_token
-        self.dtype = encoding.dtype
-        self.end = np.array([] if end is None or one_document else [end], self.dtype)
-        self.allow_special_tokens = encoding.allow_special_tokens
+    def __init__(self, encoding: Encoding, *, threads: int) -> None:
+        self._dtype, self._end = encoding.dtype, encoding.end
         self._backend: Any = encoding.tokenizer.backend
         self._encode_slow = encoding.tokenizer.encode_slow
         if self._backend is None:
-            if self.allow_special_tokens:
+            if encoding.allow_special_tokens:
                 raise ConfigError(
                     "--allow_special_tokens needs a fast tokenizer, and this one is in Python; "
                     "leave it out, or name another tokenizer."
@@ -117,20 +130,21 @@ class ReferenceEncoder:
             )
             return
         # In the library's words, to encode special tokens is to encode their names as text.
-        self._backend.encode_special_tokens = not self.allow_special_tokens
+        self._backend.encode_special_tokens = not encoding.allow_special_tokens
         # The Rust libraries read both when they start their threads.
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+    def encode(self, texts: Sequence[str], *, ends: bool = True) -> tuple[Ids, Counts]:
         """Encode a batch.
 
         Args:
             texts: UTF-8 text without lone surrogates; of any length.
+            ends: Whether the end token, if there is one, follows each text that has any ids.
 
         Returns:
             The ids of all texts, one after the other [num_tokens], and how many belong to each
-            text [len(texts)]. The end token, if there is one, follows each text that has any.
+            text [len(texts)].
         """
         if self._backend is None:
             assert self._encode_slow is not None  # a tokenizer has one of the two
@@ -144,20 +158,16 @@ class ReferenceEncoder:
             lists = [encoding.ids for encoding in encodings]
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
         flat = itertools.chain.from_iterable(lists)
-        return _with_ends(np.fromiter(flat, self.dtype, int(counts.sum())), counts, self.end)
-
-    def special_tokens(self) -> list[str]:
-        """Return the names of tokens that are no text."""
-        added = self._backend.get_added_tokens_decoder()
-        return [token.content for token in added.values()]
+        ids = np.fromiter(flat, self._dtype, int(counts.sum()))
+        return _with_ends(ids, counts, self._end) if ends else (ids, counts)
 
 
 class FastEncoder:
     """gigatoken, whose ids are compared with the reference.
 
     Args:
+        encoding: How texts become ids.
         reference: The tokenizer itself.
-        tokenizer_json: The same tokenizer as the text of a tokenizer.json.
         threads: Threads that it may use.
 
     Raises:
@@ -165,101 +175,87 @@ class FastEncoder:
         OtherIds: It cannot read this tokenizer, or gives other ids.
     """
 
-    def __init__(self, reference: ReferenceEncoder, tokenizer_json: str, *, threads: int) -> None:
+    def __init__(self, encoding: Encoding, reference: ReferenceEncoder, *, threads: int) -> None:
         try:
             import gigatoken
         except ImportError as error:
             raise ImportError("gigatoken is not installed (pip install gigatoken)") from error
-        description = orjson.loads(tokenizer_json)
+        assert encoding.tokenizer.backend is not None  # as the caller has made sure
+        description = orjson.loads(encoding.tokenizer.backend.to_str())
         description["post_processor"] = None
-        if not reference.allow_special_tokens:
+        added = description["added_tokens"]
+        if not encoding.allow_special_tokens:
             # It encodes the name of a token that it does not know as text.
-            added = description["added_tokens"]
             description["added_tokens"] = [token for token in added if not token["special"]]
         self._reference = reference
-        self._dtype, self._end = reference.dtype, reference.end
+        self._dtype, self._end = encoding.dtype, encoding.end
         self._threads = threads
-        try:
+        with _explained("gigatoken cannot read this tokenizer"):
             self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
-        except BaseException as error:
-            raise _refusal(error, "gigatoken cannot read this tokenizer") from error
-        names = reference.special_tokens()
-        self._compare([*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])])
+        names = [token["content"] for token in added]
+        for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
+            self._compare(text, self._encode([text], ends=True)[0], ends=True)
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
-        """Encode a batch, as `ReferenceEncoder.encode` does.
+    def encode(self, texts: Sequence[str], *, ends: bool = True) -> tuple[Ids, Counts]:
+        """Encode a batch, as `ReferenceEncoder.encode` does, and compare a sample of it.
 
         Raises:
             OtherIds: gigatoken fails on this text, or gives other ids than the tokenizer.
         """
-        try:
-            ids, counts = self._encode(texts)
-        except BaseException as error:
-            raise _refusal(error, "gigatoken failed") from error
-        self._compare_sample(texts, ids, counts)
+        ids, counts = self._encode(texts, ends=ends)
+        if texts:
+            # One text, or a piece of it, chosen by hashing the size of the batch.
+            number = int(ids.size) * 7919 % len(texts)
+            text = texts[number]
+            if len(text) > _SAMPLE_CHARACTERS:
+                start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
+                text = text[start : start + _SAMPLE_CHARACTERS]
+                sample = self._encode([text], ends=ends)[0]
+            else:
+                stop = int(counts[: number + 1].sum())
+                sample = ids[stop - int(counts[number]) : stop]
+            self._compare(text, sample, ends=ends)
         return ids, counts
 
-    def _encode(self, texts: Sequence[str]) -> tuple[Ids, Counts]:
+    @_explained("gigatoken failed")
+    def _encode(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
+        end = self._end if ends else self._end[:0]
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
         # A text at a time needs no thread, and not the import of awkward of half a second.
         if len(texts) == 1 or (few and self._threads == 1):
             arrays = [self._fast.encode(text) for text in texts]
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
             # One copy that also narrows the dtype: at this speed a second copy would show.
-            arrays = [ids for array in arrays if array.size for ids in (array, self._end)]
-            ids = np.concatenate([self._end[:0], *arrays], dtype=self._dtype, casting="unsafe")
-            return ids, counts + (counts > 0) * self._end.size
+            arrays = [ids for array in arrays if array.size for ids in (array, end)]
+            ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
+            return ids, counts + (counts > 0) * end.size
         parallel = self._threads > 1 and _may_use_threads()
         batch = self._fast.encode_batch(list(texts), parallel=parallel)
         offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
-        return _with_ends(ids.astype(self._dtype), np.diff(offsets), self._end)
+        return _with_ends(ids.astype(self._dtype), np.diff(offsets), end)
 
-    def _compare_sample(self, texts: Sequence[str], ids: Ids, counts: Counts) -> None:
-        """Compare one text, or a piece of it, chosen by hashing the size of the batch."""
-        if not texts:
-            return
-        number = int(ids.size) * 7919 % len(texts)
-        text = texts[number]
-        if len(text) > _SAMPLE_CHARACTERS:
-            start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
-            self._compare([text[start : start + _SAMPLE_CHARACTERS]])
-            return
-        end = int(counts[: number + 1].sum())
-        sample = ids[end - int(counts[number]) : end]
-        if not np.array_equal(sample, self._reference.encode([text])[0]):
+    def _compare(self, text: str, ids: Ids, *, ends: bool) -> None:
+        if not np.array_equal(ids, self._reference.encode([text], ends=ends)[0]):
             raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
-
-    def _compare(self, texts: Sequence[str]) -> None:
-        for text in texts:
-            try:
-                ids = self._encode([text])[0]
-            except BaseException as error:
-                raise _refusal(error, "gigatoken failed") from error
-            if not np.array_equal(ids, self._reference.encode([text])[0]):
-                raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
 
 Encoder = ReferenceEncoder | FastEncoder
 
 
-def make_encoder(
-    encoding: Encoding, *, one_document: bool = False, threads: int = 1, fast: bool = True
-) -> Encoder:
+def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> Encoder:
     """Return the fastest encoder that can be trusted with a tokenizer.
 
     Args:
         encoding: How texts become ids.
-        one_document: Whether the texts are pieces of one document, so that no end token follows
-            them. Otherwise the end token follows each text.
         threads: Threads that it may use.
         fast: Whether to try gigatoken.
     """
-    reference = ReferenceEncoder(encoding, one_document=one_document, threads=threads)
+    reference = ReferenceEncoder(encoding, threads=threads)
     if not fast or encoding.tokenizer.backend is None:
         return reference
     try:
-        return FastEncoder(reference, encoding.tokenizer.backend.to_str(), threads=threads)
+        return FastEncoder(encoding, reference, threads=threads)
     except (ImportError, OtherIds) as error:
         log.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference
@@ -280,10 +276,3 @@ def _with_ends(ids: Ids, counts: Counts, end: Ids) -> tuple[Ids, Counts]:
         return ids, counts
     filled = counts > 0
     return np.insert(ids, np.cumsum(counts)[filled], end[0]), counts + filled
-
-
-def _refusal(error: BaseException, what: str) -> BaseException:
-    """Return what to raise for an error of the library, whose panics are no `Exception`."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-        return error
-    return OtherIds(f"{what} ({first_line(error)[:120]})")

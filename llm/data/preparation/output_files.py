@@ -54,7 +54,7 @@ class Output:
     @property
     def folder(self) -> Path:
         """The folder of the shards."""
-        return self.prefix.with_name(f"{self.prefix.name}.parts")
+        return beside(self.prefix, ".parts")
 
     @property
     def names(self) -> list[Path]:
@@ -166,16 +166,9 @@ def assemble(
 def assemble_shuffled(
     stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
 ) -> None:
-    """Join shards whose texts are documents, in an order keyed by the seed.
+    """Join shards whose texts are documents, as `assemble` does, in an order keyed by the seed.
 
     Memory grows by 12 bytes a document, and the disk holds all ids twice for a while.
-
-    Args:
-        stems: As for `assemble`.
-        stats: As for `assemble`.
-        prefix: As for `assemble`.
-        dtype: As for `assemble`.
-        seed: Seed of the order; the same documents and seed give the same order.
     """
     # One file, since there may be more shards than files that a process can have open.
     joined = beside(prefix, ".joined")

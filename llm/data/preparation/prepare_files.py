@@ -22,13 +22,7 @@ import xxhash
 from llm.data.formats.megatron import beside
 from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.output_files import (
-    SUFFIXES,
-    Output,
-    assemble_output,
-    damage,
-    publish,
-)
+from llm.data.preparation.output_files import SUFFIXES, Output, assemble_output, damage, publish
 from llm.data.preparation.shards import ShardStats
 from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
 from llm.data.text.sources import Source, check_unchanged
@@ -52,7 +46,7 @@ def prepare_files(
     *,
     encoding: Encoding,
     workers: int,
-    log_seconds: float,
+    log_seconds: float = 10.0,
     fork: bool = True,
 ) -> None:
     """Make the token files of several outputs, going on where an earlier run was stopped.
@@ -203,7 +197,7 @@ def _locked(output: Output) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock."""
     folder = output.folder
     # Beside the folder, which can then be removed while it is locked, on any file system.
-    lock = folder.with_name(f"{folder.name}.lock")
+    lock = beside(folder, ".lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -11,7 +11,7 @@ A text without tokens is dropped and counted.
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
+from llm.data.preparation.encoder import Encoder, Encoding
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
@@ -29,9 +29,9 @@ _FILES = (".ids", ".rows", ".bytes")
 _MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ShardStats:
-    """What a shard holds.
+    """What a shard holds, so far or when it is done.
 
     Attributes:
         one_document: Whether its texts are one document; otherwise each is one.
@@ -45,13 +45,13 @@ class ShardStats:
     """
 
     one_document: bool
-    texts: int
-    empty: int
-    skipped: int
-    tokens: int
-    text_bytes: int
-    largest_token: int
-    checksums: dict[str, str]
+    texts: int = 0
+    empty: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    largest_token: int = 0
+    checksums: dict[str, str] = field(default_factory=dict)
 
     @property
     def documents(self) -> int:
@@ -59,89 +59,65 @@ class ShardStats:
         return min(self.texts, 1) if self.one_document else self.texts
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far the work on a shard has come, counted from its beginning.
-
-    Attributes:
-        texts: Texts that have tokens.
-        tokens: Tokens.
-        text_bytes: UTF-8 bytes of the texts.
-        consumed: Bytes read from the disk, packed where the file is.
-    """
-
-    texts: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    consumed: int = 0
-
-
 def write_shard(
     source: Source,
     stem: Path,
     encoding: Encoding,
+    encoder: Encoder,
     *,
-    encoder: Encoder | None = None,
-    report: Callable[[Progress], None] = lambda _: None,
-) -> ShardStats:
+    report: Callable[[ShardStats], None],
+) -> None:
     """Encode a source and write it to the disk; an error leaves no shard.
-
-    All arguments can be pickled, so that it may run in any process that sees the same files.
 
     Args:
         source: The texts.
         stem: The path of the files without their suffix.
         encoding: How texts become ids.
-        encoder: An encoder for this encoding and kind of source; None makes one.
-        report: Called with the progress after every batch.
-
-    Returns:
-        What the shard holds.
+        encoder: An encoder for this encoding.
+        report: Called after every batch with what the shard holds so far.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.
         OtherIds: The encoder cannot be trusted.
         OSError: The file system refused a write.
     """
-    encoder = encoder or make_encoder(encoding, one_document=source.one_document)
     faults = BadRecordPolicy(encoding.on_error)
     try:
         writer = _ShardWriter(source, stem)
         try:
             for texts in source.batches(faults):
-                writer.add(texts, *encoder.encode(texts))
-                report(writer.progress)
-            if source.one_document and encoding.end_token is not None:
-                writer.end_document(np.array([encoding.end_token], encoding.dtype))
+                # Texts that are pieces of one document have one end token together.
+                writer.add(texts, *encoder.encode(texts, ends=not source.one_document))
+                report(writer.stats)
+            if source.one_document:
+                writer.end_document(encoding.end)
         finally:
             writer.close()
+        stats = dataclasses.replace(writer.stats, skipped=faults.skipped)
         # Not synced, for speed: a restart compares every byte with the checksums.
         temporary = stem.with_suffix(".json.tmp")
-        stats = writer.stats(skipped=faults.skipped)
         temporary.write_text(json.dumps(dataclasses.asdict(stats)), encoding="utf-8")
         temporary.replace(stem.with_suffix(".json"))
     except BaseException:
         remove_shard(stem)
         raise
-    return stats
 
 
 class _ShardWriter:
     """The three files of a shard, and what they hold so far."""
 
     def __init__(self, source: Source, stem: Path) -> None:
-        self.progress = Progress()
-        self._source = source
+        self.stats = ShardStats(one_document=source.one_document)
+        self._name = source.name
         self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _FILES}  # noqa: SIM115
         self._hashes = {suffix: xxhash.xxh3_128() for suffix in _FILES}
         # Written one batch late: the end token of a document is counted with its last text.
         self._last_rows = np.empty(0, "<i4")
-        self._empty = self._largest = 0
 
     def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
         if counts.size and counts.max() > _MOST_TOKENS:
             raise DataError(
-                f"{self._source.name} holds a text of {counts.max():,} tokens, and a token file "
+                f"{self._name} holds a text of {counts.max():,} tokens, and a token file "
                 f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
             )
         filled = counts > 0
@@ -152,19 +128,20 @@ class _ShardWriter:
         if sizes.size:
             self._write(".rows", self._last_rows)
             self._last_rows = counts[filled].astype("<i4")
-        self._largest = max(self._largest, int(ids.max(initial=0)))
-        self._empty += len(texts) - sizes.size
-        self.progress.texts += sizes.size
-        self.progress.tokens += int(ids.size)
-        self.progress.text_bytes += int(sizes.sum(dtype=np.int64))
-        self.progress.consumed = self._source.consumed
+        self.stats.empty += len(texts) - sizes.size
+        self.stats.texts += sizes.size
+        self.stats.text_bytes += int(sizes.sum(dtype=np.int64))
+        self._count(ids)
 
     def end_document(self, end: NDArray[Any]) -> None:
-        if self.progress.texts:
+        if self.stats.texts:
             self._write(".ids", end)
-            self._last_rows[-1] += 1
-            self.progress.tokens += 1
-            self._largest = max(self._largest, int(end[0]))
+            self._last_rows[-1] += end.size
+            self._count(end)
+
+    def _count(self, ids: NDArray[Any]) -> None:
+        self.stats.tokens += int(ids.size)
+        self.stats.largest_token = max(self.stats.largest_token, int(ids.max(initial=0)))
 
     def close(self) -> None:
         try:
@@ -172,18 +149,7 @@ class _ShardWriter:
         finally:
             for file in self._files.values():
                 file.close()
-
-    def stats(self, *, skipped: int) -> ShardStats:
-        return ShardStats(
-            one_document=self._source.one_document,
-            texts=self.progress.texts,
-            empty=self._empty,
-            skipped=skipped,
-            tokens=self.progress.tokens,
-            text_bytes=self.progress.text_bytes,
-            largest_token=self._largest,
-            checksums={suffix: str(state.hexdigest()) for suffix, state in self._hashes.items()},
-        )
+        self.stats.checksums = {suffix: h.hexdigest() for suffix, h in self._hashes.items()}
 
     def _write(self, suffix: str, array: NDArray[Any]) -> None:
         data = np.ascontiguousarray(array).view(np.uint8)

@@ -1,6 +1,5 @@
 """From sources to shards on the disk, on all cores; an interrupted run is resumed."""
 
-import dataclasses
 import logging
 import mmap
 import multiprocessing
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
-from llm.data.preparation.shards import Progress, ShardStats, read_shard, remove_shard, write_shard
+from llm.data.preparation.shards import ShardStats, read_shard, remove_shard, write_shard
 from llm.data.text.sources import Source
 from llm.errors import DataError
 
@@ -30,15 +29,23 @@ log = logging.getLogger("llm.data")
 
 
 @dataclass(slots=True, kw_only=True)
-class Totals(Progress):
+class Totals:
     """What this process has done so far, over all shards.
 
     Attributes:
+        texts: Texts that have tokens.
+        tokens: Tokens.
+        text_bytes: UTF-8 bytes of the texts.
+        consumed: Bytes read from the disk, packed where the file is.
         num_bytes: Bytes of all that is to be read; None where that is not known.
         shards_done: Finished shards, with those of an earlier run.
         num_shards: All shards.
     """
 
+    texts: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    consumed: int = 0
     num_bytes: int | None = None
     shards_done: int = 0
     num_shards: int = 0
@@ -74,20 +81,10 @@ def tokenize_shards(
         OSError: The file system refused a write.
     """
     stems = [folder / f"{number:06d}" for number in range(len(sources))]
+    shards = list(zip(sources, stems, strict=True))
     mark = folder / _NO_FAST_ENCODER
-
-    def encode(*, fast: bool) -> None:
-        missing = [
-            (source, stem)
-            for source, stem in zip(sources, stems, strict=True)
-            if read_shard(stem, verify=True) is None
-        ]
-        if missing:
-            done = len(sources) - len(missing)
-            _encode(missing, done, encoding, workers, report, fork=fork, fast=fast)
-
     try:
-        encode(fast=not mark.exists())
+        _encode(shards, encoding, workers, report, fork=fork, fast=not mark.exists())
     except OtherIds as error:
         log.warning(
             f"{error}; encoding everything anew with the tokenizers library, which is slower"
@@ -96,7 +93,7 @@ def tokenize_shards(
         for stem in stems:
             remove_shard(stem)
         mark.touch()
-        encode(fast=False)
+        _encode(shards, encoding, workers, report, fork=fork, fast=False)
     stats: list[ShardStats] = []
     for stem in stems:
         shard = read_shard(stem, verify=False)
@@ -107,8 +104,7 @@ def tokenize_shards(
 
 
 def _encode(
-    missing: list[tuple[Source, Path]],
-    shards_done: int,
+    shards: list[tuple[Source, Path]],
     encoding: Encoding,
     workers: int,
     report: Callable[[Totals], None],
@@ -116,14 +112,14 @@ def _encode(
     fork: bool,
     fast: bool,
 ) -> None:
-    """Write the missing shards, on forked processes or on threads of this one."""
+    """Write the shards that are missing, on forked processes or on threads of this one."""
+    missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
+    if not missing:
+        return
     processes = min(workers, len(missing)) if fork and workers > 1 else 0
     threads = workers // max(1, processes)
     # Made before the fork, so that all processes use one copy in memory.
-    encoders = {
-        one_document: make_encoder(encoding, one_document=one_document, threads=threads, fast=fast)
-        for one_document in {source.one_document for source, _ in missing}
-    }
+    encoder = make_encoder(encoding, threads=threads, fast=fast)
     sizes = [source.num_bytes for source, _ in missing]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     # Texts, tokens, bytes of text, bytes read and whether it is done, of each missing shard.
@@ -139,19 +135,20 @@ def _encode(
                 text_bytes=text_bytes,
                 consumed=consumed,
                 num_bytes=num_bytes,
-                shards_done=shards_done + done,
-                num_shards=shards_done + len(missing),
+                shards_done=len(shards) - len(missing) + done,
+                num_shards=len(shards),
             )
         )
 
     def work(number: int) -> None:
-        def note(progress: Progress) -> None:
-            counts[number, :4] = dataclasses.astuple(progress)
+        source, stem = missing[number]
+
+        def note(stats: ShardStats) -> None:
+            counts[number, :4] = stats.texts, stats.tokens, stats.text_bytes, source.consumed
             if not processes:
                 report_totals()
 
-        source, stem = missing[number]
-        write_shard(source, stem, encoding, encoder=encoders[source.one_document], report=note)
+        write_shard(source, stem, encoding, encoder, report=note)
         counts[number, 3:] = source.num_bytes or 0, 1
 
     if processes:

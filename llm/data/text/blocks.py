@@ -35,9 +35,6 @@ class BadRecordPolicy:
     Attributes:
         on_error: `stop` raises the first one; `skip` counts them and logs the first three.
         skipped: Number of records that were skipped.
-
-    Args:
-        on_error: As above.
     """
 
     def __init__(self, on_error: Literal["stop", "skip"] = "stop") -> None:
@@ -140,12 +137,8 @@ class FileChunk:
                 return lzma.LZMADecompressor(lzma.FORMAT_XZ)
             case ".bz2":
                 return bz2.BZ2Decompressor()
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                f"{self.path} is packed with zstd, which needs a package: pip install zstandard."
-            ) from error
+        import zstandard
+
         # The window of files packed with --long=31, as large corpora are.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 

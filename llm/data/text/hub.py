@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.text.blocks import BadRecordPolicy
-from llm.data.text.readers import batched, choose_column, usable_texts
+from llm.data.text.readers import choose_column, record_batches
 from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
 from llm.errors import DataError, first_line
 
@@ -208,12 +208,8 @@ class _DatasetSplit:
                 for batch in data.select_columns(column).iter(_BATCH_ROWS):
                     yield from batch[column]
 
-        yield from batched(
-            usable_texts(
-                values(),
-                lambda number: f"{where}, row {before + number}",
-                faults or BadRecordPolicy(),
-            )
+        yield from record_batches(
+            values(), lambda number: f"{where}, row {before + number}", faults or BadRecordPolicy()
         )
 
     def _data(self) -> Any:

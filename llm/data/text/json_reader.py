@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from llm.data.text.blocks import FileChunk
-from llm.data.text.readers import batched, check_text, choose_column, not_utf8, usable_texts
+from llm.data.text.readers import check_text, choose_column, not_utf8, record_batches
 from llm.errors import DataError
 
 _FIRST_RECORDS = 100
@@ -97,15 +97,7 @@ def _parse_line(raw: bytes) -> Any:
 
 
 def _parse_json(text: str, path: Path | None = None) -> Any:
-    """Parse JSON as Python does.
-
-    Args:
-        text: The whole document.
-        path: Name this file and the line in the message of an error.
-
-    Raises:
-        DataError: It is no JSON.
-    """
+    """Parse JSON as Python does; an error names the file and the line if it is given the path."""
     try:
         # NaN and numbers of any length, which orjson does not read, are read here. The values are
         # not used, and int() refuses more than 4,300 digits.
@@ -139,11 +131,9 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
             f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
         ) from error
     column = _column_of(records, path) if chunk.text_column is None else chunk.text_column
-    yield from batched(
-        usable_texts(
-            records,
-            lambda number: f"{path}, record {number}",
-            chunk.on_bad_record,
-            lambda record: _text_of(record, column),
-        )
+    yield from record_batches(
+        records,
+        lambda number: f"{path}, record {number}",
+        chunk.on_bad_record,
+        lambda record: _text_of(record, column),
     )

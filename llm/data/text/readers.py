@@ -41,29 +41,6 @@ def check_text(value: object) -> str:
     return value
 
 
-def usable_texts(
-    records: Iterable[Any],
-    where: Callable[[int], str],
-    on_bad_record: BadRecordPolicy,
-    text_of: Callable[[Any], str] = check_text,
-) -> Iterator[str]:
-    """Yield the texts of records.
-
-    Args:
-        records: The records.
-        where: Returns the place of a record, counted from 1, for messages.
-        on_bad_record: What to do with those that `text_of` refuses with a DataError.
-        text_of: Returns the text of a record.
-    """
-    for number, record in enumerate(records, 1):
-        try:
-            text = text_of(record)
-        except DataError as error:
-            on_bad_record(DataError(f"{where(number)}: {error}"))
-        else:
-            yield text
-
-
 def choose_column(
     columns: Sequence[str],
     wanted: str | None,
@@ -110,6 +87,33 @@ def batched(texts: Iterable[str]) -> Iterator[list[str]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def record_batches(
+    records: Iterable[Any],
+    where: Callable[[int], str],
+    on_bad_record: BadRecordPolicy,
+    text_of: Callable[[Any], str] = check_text,
+) -> Iterator[list[str]]:
+    """Yield the texts of records in batches of a few MiB.
+
+    Args:
+        records: The records.
+        where: Returns the place of a record, counted from 1, for messages.
+        on_bad_record: What to do with those that `text_of` refuses with a DataError.
+        text_of: Returns the text of a record.
+    """
+
+    def texts() -> Iterator[str]:
+        for number, record in enumerate(records, 1):
+            try:
+                text = text_of(record)
+            except DataError as error:
+                on_bad_record(DataError(f"{where(number)}: {error}"))
+            else:
+                yield text
+
+    return batched(texts())
 
 
 def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str]]:
@@ -227,12 +231,10 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 1000, row_groups=list(groups[chunk.start : chunk.stop]), columns=[column]
             )
             values = (value for batch in batches for value in batch.column(0).to_pylist())
-            yield from batched(
-                usable_texts(
-                    values,
-                    lambda number: f"{chunk.path}, row {before + number}",
-                    chunk.on_bad_record,
-                )
+            yield from record_batches(
+                values,
+                lambda number: f"{chunk.path}, row {before + number}",
+                chunk.on_bad_record,
             )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{chunk.path} cannot be read as Parquet: {first_line(error)}.") from error
