@@ -44,6 +44,8 @@ class AccumAdamW(torch.optim.Optimizer):
         accum_steps: K, the steps of a block.
     """
 
+    found_inf: Tensor | None = None
+
     def __init__(
         self,
         params: Any,
@@ -70,16 +72,15 @@ class AccumAdamW(torch.optim.Optimizer):
         Args:
             closure: Not supported.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             by_device_and_dtype: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     by_device_and_dtype.setdefault((p.device, p.dtype), []).append(p)
             for alike in by_device_and_dtype.values():
-                self._step(alike, group, found_inf)
+                self._step(alike, group)
 
-    def _step(self, params: list[Tensor], group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         steps, averages, squares, means = (
             [self.state[p][key] for p in params]
             for key in ("step", "exp_avg", "exp_avg_sq", "grad_mean")
@@ -92,8 +93,8 @@ class AccumAdamW(torch.optim.Optimizer):
         # 1 - beta^n loses digits in float32 for a beta close to 1; MPS has no float64.
         precise = torch.float32 if device.type == "mps" else torch.float64
         keep = torch.ones((), dtype=precise, device=device)
-        if found_inf is not None:
-            keep = keep - found_inf.to(keep)
+        if self.found_inf is not None:
+            keep = keep - self.found_inf.to(keep)
             skipping = keep == 0
             for grad in grads:
                 # Not multiplied by 0, since infinity times 0 is NaN.

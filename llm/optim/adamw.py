@@ -100,11 +100,7 @@ def nesterov_step(
     """
     beta1, beta2 = group["betas"]
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    keep = torch.ones_like(step)
-    if found_inf is not None:
-        keep = keep - found_inf
-        # Not multiplied by 0, since infinity times 0 is NaN.
-        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
+    gradient, keep = kept_gradient(gradient, found_inf)
     step += keep
     first.lerp_(gradient, (1 - beta1) * keep)
     second.lerp_(gradient.square(), (1 - beta2) * keep)
@@ -112,6 +108,16 @@ def nesterov_step(
     denominator = (second / bias_correction(beta2, step)).sqrt() + group["eps"]
     update: Tensor = ahead / denominator * (-group["lr"] * keep)
     return update
+
+
+def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient and 1.0, or zeros and 0.0 where the step is skipped."""
+    keep = torch.ones((), dtype=torch.float32, device=gradient.device)
+    if found_inf is not None:
+        keep = keep - found_inf
+        # Not multiplied by 0, since infinity times 0 is NaN.
+        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
+    return gradient, keep
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:

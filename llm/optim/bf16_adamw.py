@@ -49,6 +49,8 @@ class BF16AdamW(torch.optim.Optimizer):
         settings: lr, betas and eps, for all groups.
     """
 
+    found_inf: Tensor | None = None
+
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings)
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
@@ -65,17 +67,16 @@ class BF16AdamW(torch.optim.Optimizer):
         Args:
             closure: Not supported.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             in_float32 = []
             for p, key in zip(group["params"], group["keys"], strict=True):
                 if self.state[p]["exp_avg"].dtype == torch.float32:
                     in_float32.append(p)
                 elif p.grad is not None:
-                    self._update(p, key, group, found_inf)
-            adamw_step(group, in_float32, self.state, found_inf)
+                    self._update(p, key, group)
+            adamw_step(group, in_float32, self.state, self.found_inf)
 
-    def _update(self, p: Tensor, key: int, group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _update(self, p: Tensor, key: int, group: dict[str, Any]) -> None:
         assert p.grad is not None
         updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
         size = _CPU_SLICE if p.device.type == "cpu" else _SLICE
@@ -86,12 +87,12 @@ class BF16AdamW(torch.optim.Optimizer):
             rounded = [moment.view(-1)[span] for moment in moments]
             exp_avg, exp_avg_sq = (moment.float() for moment in rounded)
             state = {"step": updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-            adamw_step(group, [part], {part: state}, found_inf)
+            adamw_step(group, [part], {part: state}, self.found_inf)
             bits = random_bits(updates, key=key, first=first, size=len(part))
             # After a skipped step they are bf16 numbers already, which rounding leaves alone.
             rounded[0].copy_(round_stochastically(exp_avg, bits & 0xFFFF))
             rounded[1].copy_(round_stochastically(exp_avg_sq, (bits >> 16) & 0xFFFF))
-        updates += 1.0 if found_inf is None else 1.0 - found_inf
+        updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
 
 
 def random_bits(updates: Tensor, *, key: int, first: int, size: int) -> Tensor:

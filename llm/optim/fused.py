@@ -1,6 +1,6 @@
 """Weights that hold several matrices side by side, such as GPT-2's query, key and value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from llm.optim.options import OptimizerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """How the outputs of a fused weight divide into those of its matrices.
+    """How the outputs of a weight divide into those of its matrices.
 
     Attributes:
-        sizes: Outputs of each matrix in a group, by the matrix's name.
+        sizes: Outputs of each matrix in a group, by the matrix's name. A weight that is a single
+            matrix, or a stack of them, has one, without a name.
         groups: Number of groups, one after the other; each has a share of every matrix. 1 where
             each matrix is in one piece, the number of heads where heads have theirs side by side.
         dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D.
@@ -25,31 +26,59 @@ class Fusion:
     groups: int = 1
     dim: int = 0
 
-    def split(self, tensor: Tensor, dim: int | None = None) -> list[Tensor]:
-        """Return the matrices in a tensor with the fused outputs; views where there is one group.
+    def split(self, tensor: Tensor, dim: int | None = None) -> dict[str, Tensor]:
+        """Return the matrices in a tensor with the outputs; views where there is one group.
 
         Args:
             tensor: The weight or a tensor of its shape, or one with the outputs elsewhere.
             dim: The dimension of outputs, from 0; by default the weight's.
         """
+        if len(self.sizes) == 1:
+            return dict.fromkeys(self.sizes, tensor)
         dim = self.dim if dim is None else dim
-        grouped = tensor.unflatten(dim, (self.groups, -1))
-        return [
-            part.flatten(dim, dim + 1) for part in grouped.split([*self.sizes.values()], dim + 1)
-        ]
+        grouped = tensor.unflatten(dim, (self.groups, -1)).split([*self.sizes.values()], dim + 1)
+        parts = (part.flatten(dim, dim + 1) for part in grouped)
+        return dict(zip(self.sizes, parts, strict=True))
 
-    def join(self, parts: Sequence[Tensor], dim: int | None = None) -> Tensor:
+    def join(self, parts: Mapping[str, Tensor], dim: int | None = None) -> Tensor:
         """Undo `split`."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
         dim = self.dim if dim is None else dim
-        grouped = [part.unflatten(dim, (self.groups, -1)) for part in parts]
+        grouped = [parts[name].unflatten(dim, (self.groups, -1)) for name in self.sizes]
         return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
 
     def shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
-        """Return the shapes of the matrices of a fused weight, by name."""
+        """Return the shapes of the matrices of a weight, by name."""
         own = {name: list(shape) for name in self.sizes}
         for name, size in self.sizes.items():
             own[name][self.dim] = self.groups * size
         return {name: torch.Size(sides) for name, sides in own.items()}
+
+
+def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> Fusion:
+    """Return how a weight divides into matrices; one that is not fused is its only matrix."""
+    return fusions.get(weight, Fusion(sizes={"": weight.shape[0]}))
+
+
+def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return an optimizer's state of a weight: that of its matrices, their names before the keys.
+
+    Args:
+        states: By the name of the matrix.
+    """
+    return {
+        f"{name}.{key}" if name else key: tensor
+        for name, state in states.items()
+        for key, tensor in state.items()
+    }
+
+
+def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the state of a matrix out of that of its weight; undoes `joint_state`."""
+    prefix = f"{name}." if name else ""
+    own = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
 
 
 def fused_weights(options: OptimizerOptions, model: nn.Module) -> dict[nn.Parameter, Fusion]:

@@ -38,21 +38,22 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
 def split_groups(
     groups: Iterable[dict[str, Any]],
     chosen: set[torch.nn.Parameter],
-    inside: dict[str, Any],
-    outside: dict[str, Any],
+    inside: dict[str, Any] | None,
+    outside: dict[str, Any] | None,
 ) -> list[dict[str, Any]]:
     """Split each group into the chosen parameters and the others; an empty group is left out.
 
     Args:
         groups: Parameter groups; not changed.
         chosen: Parameters of any group.
-        inside: Settings of the chosen ones.
-        outside: Settings of the others.
+        inside: Settings of the chosen ones; None leaves them out.
+        outside: Settings of the others; None leaves them out.
     """
     split = [
         group | {"params": [p for p in group["params"] if (p in chosen) is is_chosen]} | settings
         for group in groups
         for is_chosen, settings in ((True, inside), (False, outside))
+        if settings is not None
     ]
     return [group for group in split if group["params"]]
 

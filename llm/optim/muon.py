@@ -8,22 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.optim.adamw import adamw_settings, adamw_state, adamw_step
-from llm.optim.fused import Fusion, fused_weights
+from llm.optim.adamw import adamw_settings
+from llm.optim.fused import Fusion, fused_weights, fusion_of
 from llm.optim.groups import inner_matrices, matrix_groups, split_groups
 from llm.optim.options import OptimizerOptions
-from llm.optim.whole import Unit, WholeMatrices, groups_of
+from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
+class MuonAndAdamW(MatrixOptimizer):
     """Muon (Jordan et al. 2024) for some matrices, torch's fused AdamW for the rest.
 
     A step of Muon is the gradient's momentum made orthogonal, with Nesterov's look-ahead, as that
     of torch's Muon. Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that it takes
     AdamW's learning rate and weight decay.
-
-    Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
-    one: where it is 1, weights and state stay as they are.
 
     Args:
         groups: Parameter groups with their weight decay.
@@ -34,9 +31,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
         eps: Added to the root of AdamW's second moment.
         fusions: How fused weights divide into matrices.
         whole: Who computes which update; by default every rank all of them.
-
-    Attributes:
-        units: The matrices that Muon trains.
     """
 
     def __init__(
@@ -54,7 +48,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         split = split_groups(groups, set(matrices), {"is_muon": True}, {"is_muon": False})
         super().__init__(split, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
         self.units = [
-            Unit(parameters=[p], shapes=[p.shape], cost=p.numel(), fusion=(fusions or {}).get(p))
+            Unit(
+                parameters=[p],
+                shapes=[p.shape],
+                fusion=fusion_of(p, fusions or {}),
+                cost=p.numel(),
+            )
             for group in self.param_groups
             for p in group["params"]
             if group["is_muon"]
@@ -68,7 +67,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if self._whole.owns(unit):  # of the whole shape, also where the weight is sharded
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
-        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
+        self._add_adamw_state()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -77,42 +76,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
         Args:
             closure: Not supported.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            if not group["is_muon"]:
-                adamw_step(group, group["params"], self.state, found_inf)
-
+        self._step_adamw()
         groups = groups_of(self)
 
         def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-            momentum = groups[unit.weight]["momentum"]
-            return [self._direction(unit, gradients[0], momentum, found_inf)]
+            return [self._direction(unit, gradients[0], groups[unit.weight]["momentum"])]
 
         for unit, (direction,) in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
             p, group = unit.weight, groups[unit.weight]
-            before = p if found_inf is None else p.clone()
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(direction, alpha=-group["lr"] * _length(unit.shapes[0], unit.fusion))
-            if found_inf is not None:
-                p.copy_(torch.where(found_inf > 0, before, p))
+            updated = p * (1 - group["lr"] * group["weight_decay"])
+            length, *_ = _lengths(unit).values()
+            self._overwrite(p, updated.add_(direction, alpha=-group["lr"] * length))
 
-    def _direction(
-        self, unit: Unit, gradient: Tensor, momentum: float, found_inf: Tensor | None
-    ) -> Tensor:
+    def _direction(self, unit: Unit, gradient: Tensor, momentum: float) -> Tensor:
         """Update the momentum of a unit; return what its step is a multiple of."""
         buffer = self.state[unit.weight]["momentum_buffer"]
         updated = torch.lerp(buffer, gradient, 1 - momentum)
-        ahead = gradient.lerp(updated, momentum)
-        if found_inf is not None:
-            updated = torch.where(found_inf > 0, buffer, updated)
-        buffer.copy_(updated)
-        if unit.fusion is None:
-            return orthogonalized(ahead)
-        length = _length(unit.shapes[0], unit.fusion)
-        parts = unit.fusion.split(ahead)
+        parts = unit.fusion.split(gradient.lerp(updated, momentum))
+        self._overwrite(buffer, updated)
+        lengths = _lengths(unit)
+        first, *_ = lengths.values()
         return unit.fusion.join(
-            [orthogonalized(part) * (_length(part.shape, None) / length) for part in parts]
+            {name: orthogonalized(part) * (lengths[name] / first) for name, part in parts.items()}
         )
+
+
+def _lengths(unit: Unit) -> dict[str, float]:
+    """Return the factors on orthogonal matrices, by the matrix's name, for AdamW's rate."""
+    shapes = unit.fusion.shapes(unit.shapes[0])
+    return {name: 0.2 * math.sqrt(max(shape)) for name, shape in shapes.items()}
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -132,12 +124,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
-
-
-def _length(shape: torch.Size, fusion: Fusion | None) -> float:
-    """Return the factor on an orthogonal matrix, or the first of a fused one, for AdamW's rate."""
-    first = shape if fusion is None else next(iter(fusion.shapes(shape).values()))
-    return 0.2 * math.sqrt(max(first))
 
 
 def make_muon(

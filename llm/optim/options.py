@@ -20,24 +20,20 @@ _fixed_option = partial(option, group=OPTIMIZER, resume="fixed")
 class OptimizerOptions(KFACOptions):
     """The optimizer, with or without K-FAC, and the learning rate of each step."""
 
-    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
+    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = _fixed_option(
         None,
         "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
         "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
         "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
         "accumadamw for gossip, else adamw. With kfac's ekfac: adamw or soap, for what it does not "
         "cover.",
-        group=OPTIMIZER,
-        resume="fixed",
     )
-    moment_update_steps: int | None = option(
+    moment_update_steps: int | None = _fixed_option(
         None,
         "Steps between two updates of accumadamw's moments; by default the number of models that "
         "are trained side by side, 8 at most.",
-        group=OPTIMIZER,
         renamed_from="accum_steps",
         at_least=1,
-        resume="fixed",
     )
     moment_dtype: Literal["fp32", "bf16"] = _fixed_option(
         "fp32",
@@ -46,8 +42,8 @@ class OptimizerOptions(KFACOptions):
     )
     adamw_learning_rate: float | None = _fixed_option(
         None,
-        "Peak learning rate of embeddings, output head and one-dimensional weights, which AdamW "
-        "trains beside muon, soap and ekfac; learning_rate if not given.",
+        "Peak learning rate, with muon, soap and ekfac, of embeddings, output head and "
+        "one-dimensional weights; learning_rate if not given.",
         requires=("optimizer=muon", "optimizer=soap", "kfac"),
         at_least=0,
     )
@@ -193,7 +189,10 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.adamw_learning_rate is not None and not options.learning_rate:
-        problems.append("--adamw_learning_rate needs a --learning_rate above 0.")
+        problems.append(
+            f"--adamw_learning_rate {options.adamw_learning_rate:g} follows the schedule of "
+            "--learning_rate, which must be above 0."
+        )
     if options.optimizer == "sgd":
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."

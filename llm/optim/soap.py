@@ -1,18 +1,17 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors, which are made of gradients alone."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llm.optim.adamw import adamw_settings, adamw_state, adamw_step, bias_correction
+from llm.optim.adamw import adamw_settings, adamw_state, bias_correction, kept_gradient
 from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
-from llm.optim.fused import Fusion, fused_weights
+from llm.optim.fused import Fusion, fused_weights, fusion_of, joint_state, matrix_state
 from llm.optim.groups import embeddings_and_head, matrix_groups, split_groups
 from llm.optim.options import OptimizerOptions
-from llm.optim.whole import Unit, WholeMatrices, groups_of
+from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
 
 MAX_DIM = 10_000
 """Width of the widest side that has a basis."""
@@ -20,7 +19,7 @@ UPDATE_STEPS = 10
 """Steps between two updates of a basis, unless the options say otherwise."""
 
 
-class SOAP(torch.optim.Optimizer):
+class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al. 2024, arXiv:2409.11321) for matrices, AdamW for all other parameters.
 
     With L and R the moving averages of g g^T and g^T g of a matrix's gradients g [rows, columns],
@@ -33,9 +32,7 @@ class SOAP(torch.optim.Optimizer):
     Differences: decay comes before the step, as in torch, and the updates of the matrices' bases
     are spread over the interval, so that no step has all the work.
 
-    Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
-    one: where it is 1, weights, moments, factors and bases stay as they are. Only the
-    decompositions, which are in the first steps, wait for the device.
+    Only the decompositions, which are in the first steps, wait for the device.
 
     Args:
         groups: Parameter groups with their weight decay.
@@ -48,13 +45,9 @@ class SOAP(torch.optim.Optimizer):
             NAdam does (Dozat 2016).
         update_steps: Steps between two updates of a basis.
         fusions: How fused weights divide into matrices.
-        numbers: The number of each matrix among those of the whole model, which spreads the
-            updates of bases; by default the model has no others.
-        total: Matrices of the whole model.
+        offsets: The step in the interval at which the bases of each matrix are updated; spread
+            over it by default.
         whole: Who computes which update; by default every rank all of them.
-
-    Attributes:
-        units: The parameters with a basis.
     """
 
     def __init__(
@@ -68,34 +61,29 @@ class SOAP(torch.optim.Optimizer):
         nesterov: bool = False,
         update_steps: int = UPDATE_STEPS,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
-        numbers: Sequence[int] = (),
-        total: int = 0,
+        offsets: Sequence[int] | None = None,
         whole: WholeMatrices | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(groups, defaults | {"nesterov": nesterov})
         self._update_steps = update_steps
         self._whole = whole or WholeMatrices()
-        self._matrices: dict[Unit, list[_Matrix]] = {}
+        self.units = []
         for p, its in sides.items():
-            fusion = (fusions or {}).get(p)
-            matrices = [_Matrix(name, shape, its) for name, shape in _shapes(p, fusion).items()]
-            cost = sum(matrix.num_elements() for matrix in matrices)
-            unit = Unit(parameters=[p], shapes=[p.shape], cost=cost, fusion=fusion)
-            self._matrices[unit] = matrices
-        every = [matrix for matrices in self._matrices.values() for matrix in matrices]
-        numbers, total = numbers or range(len(every)), total or len(every)
-        # The step in the interval at which a matrix's bases are updated.
-        steps = (number * update_steps // total for number in numbers)
-        self._offset = dict(zip(every, steps, strict=True))
-        self.units = list(self._matrices)
+            fusion = fusion_of(p, fusions or {})
+            squares = [s[side] ** 2 for s in fusion.shapes(p.shape).values() for side in its]
+            cost = 2 * p.numel() + 2 * sum(squares)
+            self.units.append(Unit(parameters=[p], shapes=[p.shape], fusion=fusion, cost=cost))
         self._whole.assign(self.units)
+        names = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
+        offsets = spread_offsets(len(names), update_steps) if offsets is None else offsets
+        self._offset_of = dict(zip(names, offsets, strict=True))
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
-        for unit, matrices in self._matrices.items():
-            kept = matrices if self._whole.owns(unit) else []
-            states = [matrix.new_state(unit.weight) for matrix in kept]
-            self.state[unit.weight] = {key: t for state in states for key, t in state.items()}
-        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
+        for unit in self.units:
+            p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
+            kept = shapes.items() if self._whole.owns(unit) else ()
+            self.state[p] = joint_state({k: _new_state(p, shape, sides[p]) for k, shape in kept})
+        self._add_adamw_state()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -104,20 +92,24 @@ class SOAP(torch.optim.Optimizer):
         Args:
             closure: Not supported.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        groups, matrices = groups_of(self), {unit.weight for unit in self.units}
-        for group in self.param_groups:
-            others = [p for p in group["params"] if p not in matrices]
-            adamw_step(group, others, self.state, found_inf)
+        self._step_adamw()
         if not self.units:
             return
         # Known to the owners alone, and all ranks need it: weights decay from the first basis on.
-        started = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
-        keep = started if found_inf is None else started * (1.0 - found_inf)
-        keep_of = dict(zip(self.units, keep, strict=True))
+        keep = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
+        if self.found_inf is not None:
+            keep = keep * (1.0 - self.found_inf)
+        keep_of, groups = dict(zip(self.units, keep, strict=True)), groups_of(self)
 
         def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-            return [self._update(unit, gradients[0], groups[unit.weight], found_inf)]
+            p, parts = unit.weight, unit.fusion.split(gradients[0])
+            updates = {
+                name: self._step_matrix(
+                    matrix_state(self.state[p], name), part, groups[p], self._offset_of[unit, name]
+                )
+                for name, part in parts.items()
+            }
+            return [unit.fusion.join(updates)]
 
         for unit, (update,) in self._whole.updates(self.units, compute):
             p, group = unit.weight, groups[unit.weight]
@@ -128,101 +120,66 @@ class SOAP(torch.optim.Optimizer):
         """Return 1.0 if this rank owns a unit and its bases have begun, else 0.0."""
         if not self._whole.owns(unit):
             return torch.zeros((), device=unit.weight.device)
-        return self._matrices[unit][0].state_in(self.state[unit.weight])["has_basis"]
-
-    def _update(
-        self, unit: Unit, gradient: Tensor, group: dict[str, Any], found_inf: Tensor | None
-    ) -> Tensor:
-        parts = [gradient] if unit.fusion is None else unit.fusion.split(gradient)
-        updates = [
-            self._step_matrix(matrix, self.state[unit.weight], part, group, found_inf)
-            for matrix, part in zip(self._matrices[unit], parts, strict=True)
-        ]
-        return updates[0] if unit.fusion is None else unit.fusion.join(updates)
+        return matrix_state(self.state[unit.weight], next(iter(unit.fusion.sizes)))["has_basis"]
 
     def _step_matrix(
-        self,
-        matrix: "_Matrix",
-        states: Mapping[str, Tensor],
-        gradient: Tensor,
-        group: dict[str, Any],
-        found_inf: Tensor | None,
+        self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], offset: int
     ) -> Tensor:
-        """Update a matrix's state; return what is subtracted from it."""
-        state, beta2 = matrix.state_in(states), group["betas"][1]
-        keep = torch.ones_like(state["step"])
-        if found_inf is not None:
-            keep = keep - found_inf
-            # Not multiplied by 0, since infinity times 0 is NaN.
-            gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
-        update = _descend(matrix, state, gradient, group, keep=keep * state["has_basis"])
-        for side in matrix.sides:
+        """Update a matrix's state; return what is subtracted from it.
+
+        Args:
+            state: As `_new_state` returns it.
+            gradient: Of the matrix.
+            group: The parameter's.
+            offset: The step in the interval at which the bases are updated.
+        """
+        gradient, keep = kept_gradient(gradient, self.found_inf)
+        update = _descend(state, gradient, group, keep=keep * state["has_basis"])
+        for side in _sides(state):
             square = gradient @ gradient.T if side == 0 else gradient.T @ gradient
-            state[f"factor.{side}"].lerp_(square, (1 - beta2) * keep)
+            state[f"factor.{side}"].lerp_(square, (1 - group["betas"][1]) * keep)
         state["calls"] += 1
         calls = int(state["calls"])  # On the host, so that nothing waits for the device.
         # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one succeeds.
         if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-            for side in matrix.sides:
+            for side in _sides(state):
                 factor = state[f"factor.{side}"]
                 state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
                 state["has_basis"].copy_(factor.trace() > 0)
-        elif (calls - 1 - self._offset[matrix]) % self._update_steps == 0 and calls > 1:
-            _update_bases(matrix, state, keep * state["has_basis"] > 0)
+        elif (calls - 1 - offset) % self._update_steps == 0 and calls > 1:
+            _update_bases(state, keep * state["has_basis"] > 0)
         return update
 
 
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """A matrix with bases: a parameter, or one of several in a fused one.
+def spread_offsets(total: int, update_steps: int) -> list[int]:
+    """Return the step in an interval at which the bases of each of some matrices are updated."""
+    return [number * update_steps // total for number in range(total)]
 
-    Attributes:
-        name: Its name in a fused parameter; empty for a whole one.
-        shape: Rows and columns.
-        sides: Those with a basis.
-    """
 
-    name: str
-    shape: torch.Size
-    sides: Sequence[int]
+def _new_state(parameter: Tensor, shape: torch.Size, sides: Sequence[int]) -> dict[str, Tensor]:
+    """Return the state of a matrix in a parameter before the first step."""
+    dtype, device = parameter.dtype, parameter.device
+    state = adamw_state(torch.empty(shape, dtype=dtype, device=device))
+    # `calls` stays on the host, `has_basis` is on the device.
+    state |= {"calls": torch.zeros(()), "has_basis": torch.zeros((), device=device)}
+    for side in sides:
+        square = torch.zeros(shape[side], shape[side], dtype=dtype, device=device)
+        state |= {f"factor.{side}": square, f"basis.{side}": square.clone()}
+    return state
 
-    @property
-    def prefix(self) -> str:
-        """Return what the keys of its state begin with."""
-        return f"{self.name}." if self.name else ""
 
-    def num_elements(self) -> int:
-        """Return the number of elements of its state."""
-        return 2 * self.shape.numel() + sum(2 * self.shape[side] ** 2 for side in self.sides)
-
-    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return its state before the first step, by key in that of the parameter."""
-        dtype, device = parameter.dtype, parameter.device
-        state = adamw_state(torch.empty(self.shape, dtype=dtype, device=device))
-        # `calls` stays on the host, `has_basis` is on the device.
-        state |= {"calls": torch.zeros(()), "has_basis": torch.zeros((), device=device)}
-        for side in self.sides:
-            square = torch.zeros(self.shape[side], self.shape[side], dtype=dtype, device=device)
-            state |= {f"factor.{side}": square, f"basis.{side}": square.clone()}
-        return {self.prefix + key: tensor for key, tensor in state.items()}
-
-    def state_in(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return its state, by key without the prefix, out of that of the parameter."""
-        own = {key: tensor for key, tensor in states.items() if key.startswith(self.prefix)}
-        return {key.removeprefix(self.prefix): tensor for key, tensor in own.items()}
+def _sides(state: Mapping[str, Tensor]) -> list[int]:
+    """Return the sides of a matrix that have a basis, from its state."""
+    return [side for side in (0, 1) if f"basis.{side}" in state]
 
 
 def _descend(
-    matrix: _Matrix,
-    state: dict[str, Tensor],
-    gradient: Tensor,
-    group: dict[str, Any],
-    *,
-    keep: Tensor,
+    state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], *, keep: Tensor
 ) -> Tensor:
     """Return AdamW's step in the basis where `keep` is 1, and zeros where it is 0."""
     beta1, beta2 = group["betas"]
-    left, right = ([state[f"basis.{side}"]] if side in matrix.sides else None for side in (0, 1))
+    bases = (state.get(f"basis.{side}") for side in (0, 1))
+    left, right = (None if basis is None else [basis] for basis in bases)
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
     step += keep
     first.lerp_(gradient, (1 - beta1) * keep)
@@ -236,9 +193,9 @@ def _descend(
     return direction * length
 
 
-def _update_bases(matrix: _Matrix, state: dict[str, Tensor], keep: Tensor) -> None:
+def _update_bases(state: dict[str, Tensor], keep: Tensor) -> None:
     """Let the bases follow the factors, and sort the second moment as their columns."""
-    for side in matrix.sides:
+    for side in _sides(state):
         basis, second = state[f"basis.{side}"], state["exp_avg_sq"]
         solution = power_iteration(state[f"factor.{side}"], basis)
         assert solution.order is not None
@@ -265,16 +222,16 @@ def make_soap(
         without: Parameters that another optimizer trains.
     """
     order = basis_order(options, model) if order is None else order
+    update_steps = options.soap_update_steps or UPDATE_STEPS
+    offsets = zip(order, spread_offsets(len(order), update_steps), strict=True)
     found = [each for each in _with_bases(options, model) if each[1] not in without]
     own = {name for name, *_ in found}
-    groups = split_groups(matrix_groups(options, model), set(without), {}, {})
     return SOAP(
-        [group for group in groups if group["params"][0] not in without],
+        split_groups(matrix_groups(options, model), set(without), None, {}),
         {p: sides for _, p, sides in found},
-        update_steps=options.soap_update_steps or UPDATE_STEPS,
+        update_steps=update_steps,
         fusions=fused_weights(options, model),
-        numbers=[number for number, name in enumerate(order) if name in own],
-        total=len(order),
+        offsets=[offset for name, offset in offsets if name in own],
         whole=whole,
         nesterov=options.nesterov,
         **adamw_settings(options),
@@ -285,7 +242,7 @@ def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
     """Return the name of the parameter of each matrix with a basis, in the model's order."""
     fusions = fused_weights(options, model)
     found = _with_bases(options, model)
-    return [name for name, p, _ in found for _ in _shapes(p, fusions.get(p))]
+    return [name for name, p, _ in found for _ in fusion_of(p, fusions).sizes]
 
 
 def _with_bases(
@@ -299,13 +256,8 @@ def _with_bases(
     fusions, outside = fused_weights(options, model), embeddings_and_head(model)
     for name, p in model.named_parameters():
         if p.requires_grad and p.ndim == 2:
-            shapes = _shapes(p, fusions.get(p)).values()
+            shapes = fusion_of(p, fusions).shapes(p.shape).values()
             narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
             sides = [side for side in narrow if side == 1 or p not in outside]
             if sides:
                 yield name, p, sides
-
-
-def _shapes(parameter: Tensor, fusion: Fusion | None) -> dict[str, torch.Size]:
-    """Return the shapes of the matrices in a parameter by name; a single one has none."""
-    return {"": parameter.shape} if fusion is None else fusion.shapes(parameter.shape)

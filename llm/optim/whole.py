@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llm.optim.adamw import adamw_state, adamw_step
 from llm.optim.fused import Fusion
 
 
@@ -18,15 +19,15 @@ class Unit:
     Attributes:
         parameters: The matrix first. Where weights are sharded, this rank's shards.
         shapes: Their whole shapes.
+        fusion: How the weight divides into matrices.
         cost: What owners are balanced by: elements of the state, with which the work grows.
-        fusion: How a fused weight divides into matrices; None for a single matrix.
         owner: The rank that keeps the state and computes the update; None if every rank does.
     """
 
     parameters: list[nn.Parameter]
     shapes: list[torch.Size]
+    fusion: Fusion
     cost: float
-    fusion: Fusion | None = None
     owner: int | None = None
 
     @property
@@ -101,15 +102,46 @@ class WholeMatrices:
             dtype: Type of the updates, where they are sent.
         """
         for unit in units:
-            gradients = gradients_of(unit)
+            gradients = gradients_of(unit.parameters)
             if gradients is not None:
                 yield unit, compute(unit, gradients)
 
 
+class MatrixOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates some matrices as a whole, and trains the rest by fused AdamW.
+
+    Like torch's fused optimizers it reads `found_inf` on the device, where it is set: where it is
+    1, weights and state stay as they are.
+
+    Attributes:
+        units: The matrices.
+        found_inf: 1.0 where the next step is skipped, else 0.0; None: no step is.
+    """
+
+    units: list[Unit]
+    found_inf: Tensor | None = None
+
+    def _add_adamw_state(self) -> None:
+        """Add the state of all parameters that have none."""
+        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
+
+    def _step_adamw(self) -> None:
+        """Update all parameters that are in no unit."""
+        matrices = {p for unit in self.units for p in unit.parameters}
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p not in matrices]
+            adamw_step(group, others, self.state, self.found_inf)
+
+    def _overwrite(self, tensor: Tensor, values: Tensor) -> None:
+        """Copy new values into a weight or a state, but where the step is skipped."""
+        if self.found_inf is not None:
+            values = torch.where(self.found_inf > 0, tensor, values)
+        tensor.copy_(values)
+
+
 def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:
     """Return the units whose state an optimizer keeps whole, at their owners; most have none."""
-    units: Sequence[Unit] = getattr(optimizer, "units", ())
-    return units
+    return optimizer.units if isinstance(optimizer, MatrixOptimizer) else ()
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
@@ -117,8 +149,12 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
     return {p: group for group in optimizer.param_groups for p in group["params"]}
 
 
-def gradients_of(unit: Unit) -> list[Tensor] | None:
-    """Return the gradients of a unit's parameters, zeros for a bias without; None without any."""
-    if unit.weight.grad is None:
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the gradients of a weight and its bias, zeros if the bias has none.
+
+    Returns:
+        None if the weight has no gradient.
+    """
+    if parameters[0].grad is None:
         return None
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters]
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

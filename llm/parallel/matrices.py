@@ -124,7 +124,7 @@ class ShardedMatrices(WholeMatrices):
         sent: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
-            sent[unit.owner] += gradients_of(unit) or ()
+            sent[unit.owner] += gradients_of(unit.parameters) or ()
         own = [unit for unit in bucket if self.owns(unit)]
         pieces = [self._shapes(own, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype

@@ -1,7 +1,7 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from llm.optim.adamw import adamw_state, adamw_step, nesterov_step
 from llm.optim.eigenbases import Blocks, rotate, rotate_back
+from llm.optim.fused import joint_state, matrix_state
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
-from llm.optim.kfac.units import CoveredUnits, as_stored
+from llm.optim.kfac.units import CoveredUnits
 from llm.optim.soap import SOAP
-from llm.optim.whole import Unit, WholeMatrices, groups_of
+from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
 
 NOISE = 3e-6
 """Entries of a rotated matrix below this fraction of its root mean square are set to zero.
@@ -24,7 +25,7 @@ directions that the basis is there to find.
 """
 
 
-class EKFAC(torch.optim.Optimizer):
+class EKFAC(MatrixOptimizer):
     """AdamW whose moments live in the K-FAC eigenbasis; AdamW or SOAP outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
@@ -41,9 +42,6 @@ class EKFAC(torch.optim.Optimizer):
     Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
     the basis changes. The second moment is carried over as if entries were uncorrelated: by
     the squares of the rotation.
-
-    Like torch's fused optimizers it reads an attribute `found_inf` on the device, if there is
-    one: where it is 1, weights, moments, statistics and step counts stay as they are.
 
     Args:
         groups: Parameter groups, or parameters; a covered weight may be in any of them.
@@ -98,7 +96,7 @@ class EKFAC(torch.optim.Optimizer):
                 self.add_param_group(group)
             self.state.update(self._others.state)
             self.units += self._others.units
-        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
+        self._add_adamw_state()
 
     def owner_of(self, parameter: Tensor) -> int | None:
         """Return the one rank that saves the moments of a parameter; None if any rank may.
@@ -115,87 +113,63 @@ class EKFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        rotations, groups = self.curvature.update(found_inf), groups_of(self)
+        rotations, groups = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered.layers.items():
             for layer in layers if self._covered.works_on(unit) else ():
-                state = _state_in(self.state[unit.weight], layer)
-                self._rotate_moments(layer, state, rotations, found_inf)
+                state = matrix_state(self.state[unit.weight], layer.part)
+                self._rotate_moments(layer, state, rotations)
 
-        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-            group, layers = groups[unit.weight], self._covered.layers[unit]
-            matrices = []
-            for layer in layers:
-                state = _state_in(self.state[unit.weight], layer)
-                matrix = layer.matrix(gradients)
-                matrices.append(self._update(layer, state, matrix, group, found_inf))
-            return as_stored(layers, matrices)
+        def update(unit: Unit, layer: Layer, gradient: Tensor) -> Tensor:
+            state = matrix_state(self.state[unit.weight], layer.part)
+            return self._update(layer, state, gradient, groups[unit.weight])
 
-        keep = 1.0 if found_inf is None else 1.0 - found_inf
-        for unit, updates in self._covered.updates(compute):
+        keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        for unit, updates in self._covered.updates(update):
             for parameter, values in zip(unit.parameters, updates, strict=True):
                 group = groups[parameter]
                 if group["weight_decay"]:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
                 parameter.add_(values)
-        self._step_others(found_inf)
+        if self._others is None:
+            self._step_adamw()
+        else:
+            self._step_others(self._others)
         return loss
 
-    def _step_others(self, found_inf: Tensor | None) -> None:
-        """Update the parameters outside of covered layers."""
+    def _step_others(self, soap: SOAP) -> None:
+        """Update the parameters outside of covered layers by SOAP."""
         covered = {p for unit in self._covered.layers for p in unit.parameters}
-        if self._others is None:
-            for group in self.param_groups:
-                others = [p for p in group["params"] if p not in covered]
-                adamw_step(group, others, self.state, found_inf)
-            return
         # Taken anew in each step: a strategy that shards weights has replaced both.
-        self._others.state = self.state
-        self._others.param_groups = [
-            group for group in self.param_groups if covered.isdisjoint(group["params"])
-        ]
-        if found_inf is not None:
-            self._others.found_inf = found_inf  # type: ignore[attr-defined]
-        self._others.step()
+        soap.state = self.state
+        soap.param_groups = [g for g in self.param_groups if covered.isdisjoint(g["params"])]
+        soap.found_inf = self.found_inf
+        soap.step()
 
     def _rotate_moments(
-        self,
-        layer: Layer,
-        state: Mapping[str, Tensor],
-        rotations: dict[str, list[Tensor]],
-        found_inf: Tensor | None,
+        self, layer: Layer, state: dict[str, Tensor], rotations: dict[str, list[Tensor]]
     ) -> None:
         """Express the moments in a basis that has just changed."""
         inputs, outputs = self.curvature.factors_of(layer)
         left, right = rotations.get(outputs.name), rotations.get(inputs.name)
         if left is None and right is None:
             return
-        first = _without_noise(rotate(state["exp_avg"], left, right))
-        second = rotate(state["exp_avg_sq"], _squares(left), _squares(right))
-        if found_inf is not None:
-            first = torch.where(found_inf > 0, state["exp_avg"], first)
-            second = torch.where(found_inf > 0, state["exp_avg_sq"], second)
-        state["exp_avg"].copy_(first)
-        state["exp_avg_sq"].copy_(second)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        self._overwrite(first, _without_noise(rotate(first, left, right)))
+        self._overwrite(second, rotate(second, _squares(left), _squares(right)))
 
     def _update(
-        self,
-        layer: Layer,
-        state: dict[str, Tensor],
-        gradient: Tensor,
-        group: dict[str, Any],
-        found_inf: Tensor | None,
+        self, layer: Layer, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]
     ) -> Tensor:
         """Return what AdamW in the eigenbasis adds to a layer, apart from weight decay."""
         inputs, outputs = self.curvature.factors_of(layer)
         rotated = _without_noise(rotate(gradient, outputs.bases, inputs.bases))
         if self._nesterov:
-            update = nesterov_step(group, rotated, state, found_inf)
+            update = nesterov_step(group, rotated, state, self.found_inf)
             return rotate_back(update, outputs.bases, inputs.bases)
         # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
         update = torch.zeros_like(rotated)
         update.grad = rotated
-        adamw_step(group | {"weight_decay": 0.0}, [update], {update: state}, found_inf)
+        adamw_step(group | {"weight_decay": 0.0}, [update], {update: state}, self.found_inf)
         return rotate_back(update, outputs.bases, inputs.bases)
 
 
@@ -220,24 +194,10 @@ def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
 
     A bias has the last column of the moments.
     """
-    weight = layers[0].weight
-    state: dict[str, Tensor] = {}
+    weight, states = layers[0].weight, {}
     for layer in layers:
         shape = (*weight.shape[:-2], layer.rows, layer.columns)
         dtype = weight.dtype if shape == weight.shape else torch.float32
-        own = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
-        state |= {_prefix(layer) + key: tensor for key, tensor in own.items()}
-    step = state[_prefix(layers[0]) + "step"]
+        states[layer.part] = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
+    state, step = joint_state(states), states[layers[0].part]["step"]
     return {p: state if p is weight else {"step": step} for p in layers[0].parameters}
-
-
-def _state_in(state: dict[str, Tensor], layer: Layer) -> dict[str, Tensor]:
-    """Return a layer's state out of that of its weight."""
-    prefix = _prefix(layer)
-    own = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
-
-
-def _prefix(layer: Layer) -> str:
-    """Return what the keys of a layer's state begin with, if its weight has several."""
-    return "" if layer.fusion is None else f"{[*layer.fusion.sizes][layer.part]}."

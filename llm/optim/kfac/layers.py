@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from llm.errors import ConfigError
 from llm.optim.fused import Fusion
 from llm.optim.groups import output_head
+from llm.optim.whole import gradients_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,8 +30,8 @@ class Layer:
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
         input_name: The layer whose input factor this one uses: the first of those that read the
             same tensor, such as the queries' of queries, keys and values.
-        fusion: How the weight divides into matrices; None unless this layer is one of them.
-        part: The number of the matrix in a fused weight.
+        fusion: How the weight divides into matrices, of which this layer is one.
+        part: The name of the matrix in the weight; empty for the only one.
     """
 
     name: str
@@ -38,8 +39,8 @@ class Layer:
     leaf: str
     transposed: bool
     input_name: str
-    fusion: Fusion | None = None
-    part: int = 0
+    fusion: Fusion
+    part: str = ""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -65,9 +66,7 @@ class Layer:
     @property
     def rows(self) -> int:
         """Return the width of the outputs, which is that of G."""
-        if self.fusion is not None:
-            return self.fusion.groups * [*self.fusion.sizes.values()][self.part]
-        return int(self.weight.shape[-1 if self.transposed else -2])
+        return self.fusion.groups * self.fusion.sizes[self.part]
 
     @property
     def columns(self) -> int:
@@ -77,7 +76,7 @@ class Layer:
 
     def own_outputs(self, outputs: Tensor) -> Tensor:
         """Return this matrix's columns of [tokens, outputs] of the module."""
-        return outputs if self.fusion is None else self.fusion.split(outputs, 1)[self.part]
+        return self.fusion.split(outputs, 1)[self.part]
 
     def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient in fp32, the bias' as the last column.
@@ -88,21 +87,17 @@ class Layer:
         Returns:
             [rows, columns], or [experts, rows, columns] for a stack; maybe a view.
         """
-        weight, *biases = gradients
-        if self.fusion is not None:
-            weight = self.fusion.split(weight)[self.part]
-            biases = [self.fusion.split(bias, 0)[self.part] for bias in biases]
+        weight = self.fusion.split(gradients[0])[self.part]
         weight = weight.T if self.transposed else weight
-        if not biases:
+        if len(gradients) == 1:
             return weight.float()
-        return torch.cat([weight, biases[0].unsqueeze(1)], dim=1).float()
+        bias = self.fusion.split(gradients[1], 0)[self.part]
+        return torch.cat([weight, bias.unsqueeze(1)], dim=1).float()
 
     def gradient(self) -> Tensor | None:
         """Return the `matrix` of the gradients that there are; None if the weight has none."""
-        if self.weight.grad is None:
-            return None
-        own = self.parameters
-        return self.matrix([torch.zeros_like(p) if p.grad is None else p.grad for p in own])
+        gradients = gradients_of(self.parameters)
+        return None if gradients is None else self.matrix(gradients)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """Return views of a matrix as weight and bias store it, in the order of `parameters`."""
@@ -207,10 +202,11 @@ def _parts(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
     fusion = fusions.get(layer.weight)
     if fusion is None:
         return [layer]
-    names = [f"{layer.name}.{part}" for part in fusion.sizes]
+    names = {part: f"{layer.name}.{part}" for part in fusion.sizes}
+    first, *_ = names.values()
     return [
-        dataclasses.replace(layer, name=name, input_name=names[0], fusion=fusion, part=part)
-        for part, name in enumerate(names)
+        dataclasses.replace(layer, name=name, input_name=first, fusion=fusion, part=part)
+        for part, name in names.items()
     ]
 
 
@@ -244,8 +240,16 @@ def _divide_modules(
             if why is not None:
                 skipped[full] = why
                 continue
+            outputs = getattr(module, leaf).shape[-1 if is_conv1d else -2]
             layers.append(
-                Layer(name=full, module=module, leaf=leaf, transposed=is_conv1d, input_name=full)
+                Layer(
+                    name=full,
+                    module=module,
+                    leaf=leaf,
+                    transposed=is_conv1d,
+                    input_name=full,
+                    fusion=Fusion(sizes={"": outputs}),
+                )
             )
     if unmatched:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,7 +128,8 @@ def make_kfac(
             as the strategy asks, or a library is missing.
     """
     coverage = cover_model(options, model) if coverage is None else coverage.within(model)
-    method, settings, line = kfac_method(options), _settings(options), _describe_method(options)
+    method, settings = kfac_method(options), _settings(options)
+    line = _describe_method(options, settings)
     kl_clip = options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
         assert method != "ekfac"  # The library is one of the options that select eigen.
@@ -152,7 +153,7 @@ def make_kfac(
         covered = {p for layer in curvature.layers for p in layer.parameters}
         if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
             others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
-            groups = [g for g in split_groups(groups, covered, {}, {}) if g["params"][0] in covered]
+            groups = split_groups(groups, covered, {}, None)
         ekfac = EKFAC(
             groups,
             curvature,
@@ -215,12 +216,11 @@ def _settings(options: KFACOptions) -> dict[str, Any]:
     }
 
 
-def _describe_method(options: OptimizerOptions) -> str:
+def _describe_method(options: OptimizerOptions, settings: Mapping[str, Any]) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
     asked = [f"--{name}" for name in preconditioner_options(options)]
     chosen = options.kfac_method is None and asked
     reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
-    settings = _settings(options)
     return (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
         f"factor_update_steps={settings['factor_update_steps']}, "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from llm.optim.eigenbases import rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
-from llm.optim.kfac.units import CoveredUnits, as_stored
+from llm.optim.kfac.units import CoveredUnits
 from llm.optim.whole import Unit, WholeMatrices
 
 
@@ -70,7 +70,7 @@ class Preconditioner:
         """
         skipped = 1.0 - self._covered.all_finite(self._parameters)
         self.curvature.update(skipped)
-        results = dict(self._covered.updates(self._results))
+        results = dict(self._covered.updates(self._result))
         if not results:
             return
         self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
@@ -81,12 +81,8 @@ class Preconditioner:
         self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
         self._num_steps += 1
 
-    def _results(self, unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-        """Return what the gradients of a unit are replaced by."""
-        layers = self._covered.layers[unit]
-        return as_stored(layers, [self._result(layer, layer.matrix(gradients)) for layer in layers])
-
-    def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
+    def _result(self, _: Unit, layer: Layer, gradient: Tensor) -> Tensor:
+        """Return what the gradient of a layer is replaced by."""
         inputs, outputs = self.curvature.factors_of(layer)
         result = rotate(gradient, outputs.bases, inputs.bases)
         # With cholesky the bases are damped inverses, and this was all.

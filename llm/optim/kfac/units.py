@@ -1,13 +1,16 @@
 """The weights of covered layers as units of whole matrices, and who computes their updates."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
-from llm.optim.whole import Compute, Unit, WholeMatrices, gradients_of
+from llm.optim.whole import Unit, WholeMatrices, gradients_of
+
+Update = Callable[[Unit, Layer, Tensor], Tensor]
+"""From the gradient of a layer of a unit, as `Layer.matrix` returns it, to the update."""
 
 
 class CoveredUnits:
@@ -46,18 +49,25 @@ class CoveredUnits:
         """Return whether this rank keeps the bases of a unit and computes its update."""
         return self._curvature.works_on(self.layers[unit][0])
 
-    def updates(self, compute: Compute) -> Iterator[tuple[Unit, list[Tensor]]]:
+    def updates(self, update: Update) -> Iterator[tuple[Unit, list[Tensor]]]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
-            compute: Called by the ranks that work on a unit.
+            update: Called for each layer by the ranks that work on its unit.
         """
+
+        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+            matrices = {
+                layer: update(unit, layer, layer.matrix(gradients)) for layer in self.layers[unit]
+            }
+            return _as_stored(unit, matrices)
+
         if self._is_sharded:
             yield from self._whole.updates(list(self.layers), compute)
             return
         found, columns = {}, dict[int, list[Tensor]]()
         for unit, layers in self.layers.items():
-            gradients = gradients_of(unit)
+            gradients = gradients_of(unit.parameters)
             if gradients is None:
                 continue
             works = self.works_on(unit)
@@ -76,11 +86,11 @@ class CoveredUnits:
             products = [
                 (update * gradient).sum()
                 for unit, its in updates.items()
-                for update, gradient in zip(its, gradients_of(unit) or (), strict=True)
+                for update, gradient in zip(its, gradients_of(unit.parameters) or (), strict=True)
             ]
             return self._whole.total(torch.stack(products).sum())
         products = [
-            (layer.matrix(its) * layer.matrix(gradients_of(unit) or ())).sum()
+            (layer.matrix(its) * layer.matrix(gradients_of(unit.parameters) or ())).sum()
             for unit, its in updates.items()
             for layer in self.layers[unit]
         ]
@@ -100,16 +110,12 @@ def _num_elements(curvature: Curvature, layer: Layer) -> int:
     return 2 * layer.rows * layer.columns + sum(2 * width**2 for width in widths)
 
 
-def as_stored(layers: Sequence[Layer], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return matrices as weight and bias store them: undo `matrix` of all layers of a weight.
-
-    Args:
-        layers: The one layer of a weight, or all of a fused one.
-        matrices: Of each.
-    """
-    stored = [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
-    fusion = layers[0].fusion
-    if fusion is None:
-        return stored[0]
-    dims = (fusion.dim, 0)  # of the outputs of a weight and of a bias
-    return [fusion.join(parts, dim) for dim, *parts in zip(dims, *stored, strict=False)]
+def _as_stored(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
+    """Return matrices as weight and bias store them: undo `matrix` of all layers of a unit."""
+    stored = [layer.split(matrix) for layer, matrix in matrices.items()]
+    dims = (unit.fusion.dim, 0)  # of the outputs of a weight and of a bias
+    names = [layer.part for layer in matrices]
+    return [
+        unit.fusion.join(dict(zip(names, parts, strict=True)), dim)
+        for dim, *parts in zip(dims, *stored, strict=False)
+    ]
