@@ -116,7 +116,8 @@ def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str,
             given |= vars(parser.parse_args([f"--{positional}", *bare]))
             unknown = [word for word in unknown if word not in bare]
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0], cls))
+        before = ["", *words][words.index(unknown[0])]
+        raise ConfigError(_unknown_option(unknown[0], cls, before=before))
     return given
 
 
@@ -291,13 +292,20 @@ def _converter(field: Field) -> Callable[[str], Any]:
                     continue
             if member is str and (not field.choices or text in field.choices):
                 return text
-        raise argparse.ArgumentTypeError(refusal(field, text))
+        hint = " Separate the items with blanks." if field.many and "," in text else ""
+        raise argparse.ArgumentTypeError(refusal(field, text) + hint)
 
     return convert
 
 
-def _unknown_option(word: str, cls: type) -> str:
+def _unknown_option(word: str, cls: type, *, before: str) -> str:
     if not word.startswith("-"):
+        for field in fields(cls):
+            if field.is_switch and before.removeprefix("--") in field.names:
+                return (
+                    f"{before} takes no value, and '{word}' follows it; leave that out, or turn "
+                    f"the option off with --{field.opposites[0]}."
+                )
         return f"'{word}' stands without an option before it. See --help."
     name = word.lstrip("-").partition("=")[0]
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]

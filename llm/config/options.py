@@ -291,7 +291,8 @@ def lacking(config: Any) -> list[str]:
         met = [name in values and value in ("", values[name]) for name, value in required]
         if field.name in values and required and not any(met):
             flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
-            problems.append(f"--{field.name} needs {flags}; give that too, or leave it out.")
+            it = "one of them" if len(required) > 1 else "that"
+            problems.append(f"--{field.name} needs {flags}; give {it} too, or leave it out.")
     return problems
 
 
@@ -343,8 +344,7 @@ def paths(config: Any) -> list[tuple[str, str]]:
 def is_too_long(path: str) -> bool:
     """Return whether a path, with files below it, or a name in it exceeds the system's limits."""
     encoded = os.fsencode(path)
-    longest = max(map(len, encoded.split(b"/")))
     return (
-        longest > os.pathconf("/", "PC_NAME_MAX")
+        max(map(len, encoded.split(b"/"))) > os.pathconf("/", "PC_NAME_MAX")
         or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
     )  # fmt: skip

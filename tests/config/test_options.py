@@ -237,7 +237,7 @@ def test_the_markdown_page_has_a_row_for_every_option():
 
 
 def test_an_option_without_the_option_it_requires_is_refused():
-    without = "--corners needs --shape square or --name; give that too, or leave it out."
+    without = "--corners needs --shape square or --name; give one of them too, or leave it out."
     assert lacking(Settings(corners=5)) == [without]
     assert lacking(Settings(corners=5, shape="square")) == []
     assert lacking(Settings(corners=5, name="star")) == []
@@ -264,3 +264,19 @@ def test_the_flag_of_the_positional_option_can_be_left_out():
     assert named("wiki") == named("--no_bias", "wiki") == named("--name", "wiki") == "wiki"
     with pytest.raises(ConfigError, match="'two' stands without an option before it"):
         named("--name", "one", "two")
+
+
+def test_a_value_after_a_switch_is_refused_with_the_flag_that_turns_it_off():
+    said = (
+        "--remove takes no value, and 'false' follows it; .* turn the option off with --no_remove"
+    )
+    with pytest.raises(ConfigError, match=said):
+        read("--remove", "false")
+
+
+def test_a_list_with_commas_is_refused_with_the_way_to_separate_items():
+    said = (
+        "--betas expects a list, each item a number, not '0.9,0.95'. Separate the items with blanks"
+    )
+    with pytest.raises(ConfigError, match=said):
+        read("--betas", "0.9,0.95")

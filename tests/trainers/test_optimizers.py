@@ -99,6 +99,23 @@ def test_gossip_resumes_under_another_world_size(plain, optimizer):
     assert run.losses[-1] < run.losses[0] - 0.3
 
 
+def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
+    saved = {"max_train_steps": 2, "checkpointing_steps": 2, "kfac": True}
+    run = plain.train_well("of-kfac", **saved)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    again = {**saved, "max_train_steps": 4, "resume_from_checkpoint": True}
+    for name, changed in {"kfac": {"kfac": False}, "kfac_max_dim": {"kfac_max_dim": 16}}.items():
+        names = ("max_train_steps", name)
+        refused = plain.train("of-kfac", change_on_resume=names, **{**again, **changed})
+        assert refused.codes == [2]
+        assert "cannot allow another state of the optimizer" in refused.output
+        assert f"({name} was " in refused.output
+        assert "start another run from its weights with --init_from" in refused.output
+    assert before == {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    names = ("max_train_steps", "optimizer")  # that of the default by its name is no other
+    plain.train_well("of-kfac", change_on_resume=names, optimizer="adamw", **again)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -114,7 +131,15 @@ def test_gossip_resumes_under_another_world_size(plain, optimizer):
         ({"optimizer": "muon", "kfac": True}, "--optimizer muon does not go with --kfac"),
         (
             {"optimizer": "soap", "kfac": True, "kfac_method": "eigen"},
-            "--optimizer soap does not go with --kfac, .* beside its method ekfac also soap",
+            "--optimizer soap does not go with --kfac by the method eigen; choose ekfac, or leave",
+        ),
+        (
+            {"optimizer": "soap", "kfac": True, "kfac_damping": 0.01, "kfac_compat": True},
+            r"the method eigen \(selected by --kfac_damping and --kfac_compat\); choose ekfac",
+        ),
+        (
+            {"optimizer": "muon", "learning_rate": 0, "adamw_learning_rate": 1e-3},
+            "--adamw_learning_rate 0.001 follows .* --learning_rate, which must be above 0",
         ),
         ({"optimizer": "sgd", "kfac": True}, "--optimizer sgd does not go with --kfac"),
         (

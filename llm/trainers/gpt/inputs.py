@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
-from llm.data.corpus import Samples, digest_of, hold_corpus_in_memory
+from llm.data.corpus import Samples, digest_of, hold_in_memory
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import document_ends
@@ -84,7 +84,7 @@ def read_training(
     branch = branch_of(config, resume_from, branch_from)
     plan, skipped, schedule = plan_training(config, setup, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
-        hold_corpus_in_memory(setup.corpus, training=True)
+        hold_in_memory((*setup.corpus.train, *setup.corpus.validation))
     return TrainSetup(
         **vars(setup),
         branch=branch,
@@ -114,7 +114,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     if not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("eval_only"))
     if config.in_memory and world.local_rank == 0:
-        hold_corpus_in_memory(setup.corpus, training=False)
+        hold_in_memory(setup.corpus.validation)
     return setup
 
 

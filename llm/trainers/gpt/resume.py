@@ -76,8 +76,24 @@ def find_resume(
         return checkpoint  # only its weights are loaded
     saved = saved_options(checkpoint, "fixed")
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
-    check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
+    fixed = fixed_options(config, like=saved)
+    check_unchanged(saved, fixed, allowed=allowed)
+    # What an older checkpoint does not name was no option yet, so it has not changed.
+    changed = differences(_state_options(fixed | saved), _state_options(fixed))
+    if changed:
+        raise CheckpointError(
+            "--change_on_resume cannot allow another state of the optimizer "
+            f"({'; '.join(changed)}) than {checkpoint.path} holds. Give the former value, or start "
+            "another run from its weights with --init_from."
+        )
     return checkpoint
+
+
+def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that say what an optimizer keeps, with the default optimizer's name."""
+    own = {name: fixed[name] for name in ("kfac", "kfac_max_dim") if name in fixed}
+    default = "accumadamw" if fixed.get("data_parallel") == "gossip" else "adamw"
+    return own | {"optimizer": fixed.get("optimizer") or default}
 
 
 def check_folder(

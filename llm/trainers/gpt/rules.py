@@ -11,7 +11,7 @@ from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
-from llm.optim.kfac.options import kfac_method
+from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems
 from llm.tokenizers.options import tokenizer_problems
@@ -133,11 +133,17 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
         problems.append(
             "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it out."
         )
-    beside_ekfac = kind == "soap" and kfac_method(config) == "ekfac"
-    if config.kfac and kind not in (None, "adamw") and not beside_ekfac:
+    if config.kfac and kind == "soap" and kfac_method(config) != "ekfac":
+        selecting = [f"--{name}" for name in preconditioner_options(config)]
+        source = f" (selected by {' and '.join(selecting)})" if not config.kfac_method else ""
         problems.append(
-            f"--optimizer {kind} does not go with --kfac, which has an optimizer of its own or "
-            "adamw, and beside its method ekfac also soap; leave one of them out."
+            f"--optimizer soap does not go with --kfac by the method {kfac_method(config)}{source};"
+            " choose ekfac, or leave --optimizer soap out."
+        )
+    elif config.kfac and kind not in (None, "adamw", "soap"):
+        problems.append(
+            f"--optimizer {kind} does not go with --kfac, beside which only adamw, or with its "
+            "method ekfac soap, trains the other weights; leave one of them out."
         )
     others = [] if kind in (None, "adamw") else [f"optimizer {kind}"]
     others += ["kfac"] if config.kfac else []
