@@ -1,10 +1,11 @@
-"""Compare K-FAC with other optimizers: steps and time to AdamW's validation loss, cost of a step.
+"""Compare K-FAC with other optimizers: steps and time to AdamW's loss, bases, cost of a step.
 
 python -m benchmarks.kfac --help. Every method gets the same trials of learning rate and decays of
 its moments, AdamW more; then all seeds train at each horizon, with a schedule that ends there. The
 cost of a step is measured separately, with all methods alternating, for the trained model and for
-wider ones. A benchmark that is stopped ends its trainings, and goes on from the finished ones when
-it is started again.
+wider ones. The bases in which they keep second moments are compared without training in them. A
+benchmark that is stopped ends its trainings, and goes on from the finished ones when it is started
+again.
 """
 
 import importlib.util
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 from benchmarks import kfac_report
 from benchmarks.corpus import make_tokens
+from benchmarks.kfac_bases import diagonal_shares
 from benchmarks.kfac_report import Found
 from benchmarks.kfac_trainings import Trainings
 from benchmarks.report import (
@@ -35,7 +37,7 @@ Method = Literal[
     *("adamw", "ekfac", "ekfac-soap", "eigen-compat", "muon"),
     *("soap", "soap-nesterov", "soap-library"),
 ]
-Part = Literal["convergence", "step"]
+Part = Literal["convergence", "bases", "step"]
 ROWS = {
     "ekfac-soap": "ekfac, soap, Nesterov",
     "eigen-compat": "eigen, compat",
@@ -43,6 +45,7 @@ ROWS = {
     "soap-library": "soap of pytorch_optimizer",
 }
 ADAMW_BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999))
+BASES_TRAINING = {"learning_rate": 0.004, "betas": (0.95, 0.95)}
 BETAS = ((0.95, 0.95), (0.95, 0.98), (0.95, 0.995))
 
 
@@ -78,7 +81,9 @@ class KFACBenchmarkOptions(ReportOptions):
         group="Methods",
         at_least=1,
     )
-    only: tuple[Part, ...] = option(("convergence", "step"), "Parts to measure.", group="Run")
+    only: tuple[Part, ...] = option(
+        ("convergence", "bases", "step"), "Parts to measure.", group="Run"
+    )
     text: str | None = option(
         None,
         "Folder of nanoGPT's train.bin and val.bin, or a text, which is read as characters; if not "
@@ -301,6 +306,22 @@ def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> 
     return Section(title="Convergence", lines=lines, goals=kfac_report.horizon_goals(found, costs))
 
 
+def bases_section(options: KFACBenchmarkOptions) -> Section:
+    """Measure how diagonal the second moment of gradients is in several bases."""
+    shares = diagonal_shares(_common(options) | {"seed": 0, **BASES_TRAINING})
+    bases = [*next(iter(shares.values()))]
+    lines = [
+        "The share of the second moment of gradients that is on its diagonal, in bases made of "
+        "other gradients; means over layers.",
+        "",
+        *table(
+            ["basis", *shares],
+            [[basis, *(f"{row[basis]:.3f}" for row in shares.values())] for basis in bases],
+        ),
+    ]
+    return Section(title="Bases", lines=lines)
+
+
 def report(options: KFACBenchmarkOptions, _: Path) -> str:
     """Measure all chosen parts and return the report."""
     check(options)
@@ -309,6 +330,8 @@ def report(options: KFACBenchmarkOptions, _: Path) -> str:
     sections: list[Section] = []
     if "convergence" in options.only:
         sections.append(convergence_section(options, trainings))
+    if "bases" in options.only:
+        sections.append(bases_section(options))
     if "step" in options.only:
         sections += step_sections(options, trainings)
     return render("K-FAC", machine(["torch", "transformers"]), sections)

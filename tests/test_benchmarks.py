@@ -493,6 +493,17 @@ def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
     assert [float(row[2]) > 1 for row in rows if row[0] == "| ekfac"] == [True]
 
 
+@pytest.mark.benchmarks
+def test_the_bases_of_kfac_and_soap_are_compared():
+    done = kfac_benchmark(*TOY_KFAC, "--only", "bases")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[0][1:3] == ["attention, 64 tokens a step", "attention, 256 tokens a step"]
+    shares = {row[0]: [float(share.rstrip(" |")) for share in row[1:]] for row in rows[1:]}
+    for soap, none in zip(shares["| SOAP"], shares["| none (AdamW)"], strict=True):
+        assert 0 < none < soap < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
