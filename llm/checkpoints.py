@@ -25,7 +25,8 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.config.command_line import parse
 from llm.config.options import lacking, option
-from llm.errors import CheckpointError, ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.trained_model import (
@@ -104,33 +105,26 @@ class Entry:
     problem: str | None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    averages = [*words[:1]] == ["average"]
-    try:
-        options = parse(
-            CheckpointsOptions,
-            words[1:] if averages else words,
-            prog="python -m llm.checkpoints [average]",
-            description="Show a run's checkpoints, verify them, export a model from one, or "
-            "average the weights of several.",
-            positional="run",
-        )
-        _check(options, averages=averages)
-        run, folder = _places(Path(options.run))
-        if options.output is not None:
-            lines, code = [_average(run, folder, options, options.output)], 0
-        elif options.export:
-            lines, code = [_export(run, folder, options)], 0
-        else:
-            lines, code = _show(folder, verify=options.verify)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
-        return 2
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    averages = [*argv[:1]] == ["average"]
+    options = parse(
+        CheckpointsOptions,
+        argv[1:] if averages else argv,
+        prog="python -m llm.checkpoints [average]",
+        description="Show a run's checkpoints, verify them, export a model from one, or "
+        "average the weights of several.",
+        positional="run",
+    )
+    _check(options, averages=averages)
+    run, folder = _places(Path(options.run))
+    if options.output is not None:
+        lines, code = [_average(run, folder, options, options.output)], 0
+    elif options.export:
+        lines, code = [_export(run, folder, options)], 0
+    else:
+        lines, code = _show(folder, verify=options.verify)
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 

@@ -17,7 +17,8 @@ from llm.checkpoint.format import MANIFEST
 from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, DivergedError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError, DivergedError
 from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
@@ -92,26 +93,20 @@ class GenerateOptions:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        GenerateOptions,
+        argv,
+        prog="python -m llm.generate",
+        description="Let a trained model continue a text.",
+        positional="run",
+    )
     try:
-        options = parse(
-            GenerateOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.generate",
-            description="Let a trained model continue a text.",
-            positional="run",
-        )
         _generate(options)
     except DivergedError as error:
-        sys.stderr.write(f"error: {error} {_remedy(options)}\n")
-        return 2
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
-        return 2
+        raise DivergedError(f"{error} {_remedy(options)}") from error
     return 0
 
 

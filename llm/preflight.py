@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from llm import __version__
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import LLMError, ParallelError
+from llm.config.program import program
+from llm.errors import ParallelError
 from llm.runtime.board import Board
 from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
@@ -53,21 +54,18 @@ class PreflightOptions:
     )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
-    try:
-        options = parse(
-            PreflightOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.preflight",
-            description="Ask every rank of a job for a sign of life, and time its network.",
-        )
-        adopt_launcher()
-        raise_file_limit()
-        return check(options, world_from_environment())
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        PreflightOptions,
+        argv,
+        prog="python -m llm.preflight",
+        description="Ask every rank of a job for a sign of life, and time its network.",
+    )
+    adopt_launcher()
+    raise_file_limit()
+    return check(options, world_from_environment())
 
 
 def check(options: PreflightOptions, world: World) -> int:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
 from llm.config.options import lacking, option
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -86,31 +87,28 @@ class InspectOptions:
     merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Contents", path=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    try:
-        options = parse(
-            InspectOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.data.inspect",
-            description="Show what is in token files, look for damage in them, or show the text "
-            "of a run's step.",
-            positional="path",
-        )
-        _check(options)
-        code = 0
-        if options.step is not None:
-            lines = _describe_step(options, options.step)
-        elif options.verify:
-            from llm.data.formats.sidecar import verify
+    options = parse(
+        InspectOptions,
+        argv,
+        prog="python -m llm.data.inspect",
+        description="Show what is in token files, look for damage in them, or show the text "
+        "of a run's step.",
+        positional="path",
+    )
+    _check(options)
+    code = 0
+    if options.step is not None:
+        lines = _describe_step(options, options.step)
+    elif options.verify:
+        from llm.data.formats.sidecar import verify
 
-            faults = verify(Path(options.path))
-            lines, code = (faults, 1) if faults else (["all checks passed"], 0)
-        else:
-            lines = _describe(options)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        faults = verify(Path(options.path))
+        lines, code = (faults, 1) if faults else (["all checks passed"], 0)
+    else:
+        lines = _describe(options)
     text = "\n".join(lines) + "\n"
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))

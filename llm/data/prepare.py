@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import lacking, option
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
@@ -267,24 +268,19 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     return outputs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     set_up_logging(rank=0)
+    config = parse(
+        PrepareConfig,
+        argv,
+        prog="python -m llm.data.prepare",
+        description="Turn text into token files, on all cores.",
+    )
+    check(config)
     try:
-        config = parse(
-            PrepareConfig,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.data.prepare",
-            description="Turn text into token files, on all cores.",
-        )
-        check(config)
         prepare(config)
-    except LLMError as error:
-        logger.error(f"error: {error}")
-        return 2
-    except OSError as error:
-        logger.error(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.")
-        return 2
     except KeyboardInterrupt:
         logger.error("Interrupted. What is done is kept: the same command goes on from there.")
         return 130

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option
+from llm.config.program import program
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.data.workers import bounded_workers, num_cores
-from llm.errors import ConfigError, LLMError
+from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
 from llm.tokenizers.fast import load_text_tokenizer
 from llm.tokenizers.options import TokenizerOptions
@@ -138,26 +138,17 @@ class TrainTokenizerOptions:
     seed: int = option(1234, "Decides what max_sentences draws.", group=_OUTPUT, at_least=0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return the exit code."""
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
     set_up_logging(rank=0)
-    try:
-        options = parse(
-            TrainTokenizerOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.data.train_tokenizer",
-            description="Train a tokenizer on text, for any model.",
-        )
-        train_tokenizer(options)
-    except LLMError as error:
-        log.error(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        log.error("Interrupted; nothing was written.")
-        return 130
-    except Exception:
-        log.exception("The tokenizer could not be trained.")
-        return 1
+    options = parse(
+        TrainTokenizerOptions,
+        argv,
+        prog="python -m llm.data.train_tokenizer",
+        description="Train a tokenizer on text, for any model.",
+    )
+    train_tokenizer(options)
     return 0
 
 

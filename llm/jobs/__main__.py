@@ -14,7 +14,8 @@ from pathlib import Path
 import jinja2
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES, choose_queue
 from llm.runtime.files import write_whole
@@ -33,26 +34,23 @@ _ENVIRONMENT_VARIABLES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
-    try:
-        options = parse(
-            JobOptions,
-            words[:cut],
-            prog="python -m llm.jobs",
-            description="Write a job script; the trainer's options follow after --.",
-            positional="scheduler",
-        )
-        text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
-        if options.output is None:
-            sys.stdout.write(text)
-        else:
-            _write(Path(options.output), text)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    options = parse(
+        JobOptions,
+        words[:cut],
+        prog="python -m llm.jobs",
+        description="Write a job script; the trainer's options follow after --.",
+        positional="scheduler",
+    )
+    text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        _write(Path(options.output), text)
     return 0
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.parallel.gossip.rounds import (
     Round,
     busiest_links,
@@ -68,22 +69,16 @@ class TopologyOptions:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
-    try:
-        options = parse(
-            TopologyOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.parallel.topology",
-            description="Show which ranks average, how fast they converge, and what links carry.",
-        )
-        lines = _report(options)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
-        return 2
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        TopologyOptions,
+        argv,
+        prog="python -m llm.parallel.topology",
+        description="Show which ranks average, how fast they converge, and what links carry.",
+    )
+    lines = _report(options)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

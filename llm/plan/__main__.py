@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from llm.config.command_line import parse
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.plan.options import PlanOptions, check
 
 _HELP = (
@@ -18,18 +19,15 @@ _HELP = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    words = list(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--config")
-    try:
-        options = parse(PlanOptions, words, prog="python -m llm.plan", description=_HELP)
-        check(options)
-        lines, fits = _plan(options)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    options = parse(PlanOptions, words, prog="python -m llm.plan", description=_HELP)
+    check(options)
+    lines, fits = _plan(options)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
 

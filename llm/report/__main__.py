@@ -11,7 +11,8 @@ from typing import Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option
-from llm.errors import ConfigError, LLMError
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.report.runs import X, read_runs
 from llm.runtime.files import write_whole
 
@@ -44,23 +45,17 @@ class ReportOptions:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return the exit code."""
-    try:
-        options = parse(
-            ReportOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="python -m llm.report",
-            description="Show the curves of runs, finished or under way, as a page for a browser.",
-            positional="runs",
-        )
-        written = write_report(options)
-    except LLMError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or 'A file'} cannot be used: {error.strerror}.\n")
-        return 2
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        ReportOptions,
+        argv,
+        prog="python -m llm.report",
+        description="Show the curves of runs, finished or under way, as a page for a browser.",
+        positional="runs",
+    )
+    written = write_report(options)
     sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 

@@ -1,0 +1,46 @@
+"""What the programs have in common: an error becomes a sentence and an exit code."""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from llm.errors import LLMError, first_line
+
+
+class Main(Protocol):
+    """A program as a function of its command line, by default that of the process."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
+
+
+def program(main: Callable[[Sequence[str]], int]) -> Main:
+    """Make a program of a function of the command line, which returns an exit code.
+
+    The exit code is 2 after an error that the user can mend, which stderr gets as a sentence, and
+    130 after Ctrl-C.
+    """
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            code = main(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails too
+            return 128 + signal.SIGPIPE
+        except LLMError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+        except OSError as error:
+            place = f"{error.filename} cannot be used: " if error.filename else ""
+            sys.stderr.write(f"error: {place}{error.strerror or first_line(error)}.\n")
+            return 2
+        except KeyboardInterrupt:
+            sys.stderr.write("Interrupted.\n")
+            return 130
+        return code
+
+    return run
