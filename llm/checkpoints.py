@@ -7,7 +7,6 @@ be read or written.
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -340,5 +339,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a traceback
     sys.exit(main())

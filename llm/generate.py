@@ -308,5 +308,4 @@ def _say(text: str) -> None:
 if __name__ == "__main__":
     # Ctrl-C, or a pipe into `head`, ends the program without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -9,7 +9,6 @@ or files that are missing or, without `--verify`, too damaged to be shown.
 
 import dataclasses
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -331,5 +330,4 @@ def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `inspect ... | head` prints no error
     sys.exit(main())

@@ -6,7 +6,6 @@ Exit codes: 0 on success; 2 for an option that cannot work, or a file that canno
 """
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -229,5 +228,4 @@ def _plot(rounds: list[Round], path: Path, *, title: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -4,7 +4,6 @@ Exit codes: 0 the run fits; 1 it does not fit; 2 an option cannot work.
 """
 
 import json
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -68,5 +67,4 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan ... | head` ends without a traceback
     sys.exit(main())
