@@ -177,7 +177,7 @@ def test_a_bad_record_stops_the_preparation_or_is_counted(tmp_path, monkeypatch,
     argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
 
     assert prepare(*argv) == 2
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    assert capsys.readouterr().err.splitlines()[-1] == (
         "error: a.jsonl, line 3: the record has no key 'text', only 'body'; mend the line, or "
         "prepare the file with another --text_column or with --on_error skip."
     )
@@ -210,7 +210,7 @@ def test_two_inputs_of_one_name_cannot_have_an_output_each(tmp_path, capsys):
     argv = ["--input", "a", "b", "--output_prefix", "wiki", "--output_per_input"]
 
     assert prepare(*argv) == 2
-    assert "would write a/x.jsonl and b/x.jsonl to the same wiki_x" in capsys.readouterr().out
+    assert "would write a/x.jsonl and b/x.jsonl to the same wiki_x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -284,7 +284,7 @@ def test_nanogpt_has_no_room_for_more_than_65536_ids(tmp_path, capsys, num_token
     assert prepare(*argv, tokenizer=tokenizer_of(num_tokens)) == code
 
     if code:
-        assert "holds ids below 65,536, and the tokenizer has 65,537" in capsys.readouterr().out
+        assert "holds ids below 65,536, and the tokenizer has 65,537" in capsys.readouterr().err
     else:
         assert FlatTokenFile(Path("wiki/train.bin")).tokens.tolist() == [65_535, 1]
 

@@ -52,7 +52,7 @@ def ids(tokenizer: TextTokenizer, text: str) -> list[int]:
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().out
+    return capsys.readouterr().err
 
 
 def test_byte_level_bpe_is_trained_by_default(corpus: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_there_are_no_more_threads_than_cores(
     assert train(corpus, tmp_path / "out", *threads) == 0
 
     most = max(16, num_cores())
-    assert f"taking {most} workers, not 100,000" in error_of(capsys)
+    assert f"taking {most} workers, not 100,000" in capsys.readouterr().out
     assert os.environ["RAYON_NUM_THREADS"] == str(most)
 
 
@@ -188,7 +188,7 @@ def test_the_summary_counts_documents_and_bytes(
     train(corpus, tmp_path / "out", "--vocab_size", "400")
 
     megabytes = sum(len(text.encode()) for text in DOCUMENTS) / 1e6
-    said = error_of(capsys)
+    said = capsys.readouterr().out
     assert f"{len(DOCUMENTS)} documents, {megabytes:.1f} MB of text | 400 tokens, " in said
     assert "bytes each on a sample" in said
 
@@ -230,7 +230,7 @@ def test_a_small_text_gives_a_smaller_vocabulary_with_a_note(
     assert train(tmp_path / "a.txt", tmp_path / "out", "--vocab_size", "1000") == 0
 
     # The token <|endoftext|>, 256 bytes, and what stands there twice: "to", " b" and " be".
-    said = error_of(capsys)
+    said = capsys.readouterr().out
     assert "The text fills only 260 of the 1,000 tokens of --vocab_size." in said
     assert "1 document, " in said
     assert load(tmp_path / "out").size == 260
@@ -379,7 +379,8 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr("llm.data.train_tokenizer._report", fail)
-    assert train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite") == 1
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite")
     assert load(tmp_path / "out").fingerprint == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]
 
