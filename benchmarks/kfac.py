@@ -96,7 +96,12 @@ class KFACBenchmarkOptions(ReportOptions):
         group="Training",
         at_least=20,
     )
-    trial_steps: int = option(1000, "Steps of a trial.", group="Training", at_least=10)
+    trial_steps: int = option(
+        1000,
+        "Steps of a trial; AdamW's trials have those of the longest horizon.",
+        group="Training",
+        at_least=10,
+    )
     batch_size: int = option(8, "Samples of a step.", group="Training", at_least=1)
     block_size: int = option(256, "Tokens of a sample.", group="Training", at_least=2)
     width: int = option(128, "Width of the model.", group="Training", at_least=32)
@@ -192,11 +197,14 @@ def choose(options: KFACBenchmarkOptions, trainings: Trainings) -> dict[str, Cho
     """Choose each method's settings by trials of one seed.
 
     First the rates with the first betas, then the neighbours of the best rate by a factor of
-    sqrt(2), then the other betas with the best one. AdamW, with whom all are compared, also tries
-    every betas with the best rate and its neighbours.
+    sqrt(2), then the other betas with the best one. AdamW, with which all are compared, also tries
+    every betas with the best rate and its neighbours, in trials as long as the longest training:
+    its best rate falls with the length, and a rate from short trials would flatter the others.
     """
     trials: dict[str, dict[tuple[float, tuple[float, float]], float]]
     trials = {method: {} for method in options.methods}
+    longest = max(options.horizons)
+    steps = {m: longest if m == "adamw" else options.trial_steps for m in options.methods}
 
     def best(method: str) -> tuple[float, tuple[float, float]]:
         return min(trials[method], key=trials[method].__getitem__)
@@ -210,7 +218,7 @@ def choose(options: KFACBenchmarkOptions, trainings: Trainings) -> dict[str, Cho
         ]
         losses = trainings.run(
             [
-                {"method": method, "seed": 1000, "steps": options.trial_steps}
+                {"method": method, "seed": 1000, "steps": steps[method]}
                 | {"learning_rate": rate, "betas": list(betas)}
                 for method, (rate, betas) in cases
             ]
@@ -299,7 +307,8 @@ def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> 
         "",
         *kfac_report.horizon_lines(found, costs, ROWS),
         "",
-        f"The trials, of {options.trial_steps:,} steps and another seed, best first:",
+        f"The trials with another seed, of {options.trial_steps:,} steps, AdamW's of "
+        f"{max(options.horizons):,}, best first:",
         "",
         *table(["method", "rate", "betas", "validation loss"], trials),
     ]
