@@ -1,18 +1,19 @@
 """Compare K-FAC with other optimizers: steps and time to AdamW's loss, bases, cost of a step.
 
-python -m benchmarks.kfac --help. Every method gets the same trials of learning rate and decays of
-its moments, AdamW more; then all seeds train at each horizon, with a schedule that ends there. The
-cost of a step is measured separately, with all methods alternating, for the trained model and for
-wider ones. The bases in which they keep second moments are compared without training in them. A
-benchmark that is stopped ends its trainings, and goes on from the finished ones when it is started
-again.
+python -m benchmarks.kfac --help. Every method gets the same trials of learning rate, rate of the
+embeddings and decays of its moments, AdamW longer ones; then all seeds train at each horizon, with
+a schedule that ends there. The cost of a step is measured separately, with all methods alternating,
+for the trained model and for wider ones. The bases in which they keep second moments are compared
+without training in them. A benchmark that is stopped ends its trainings, and goes on from the
+finished ones when it is started again.
 """
 
+import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,8 +46,9 @@ ROWS = {
     "soap-library": "soap of pytorch_optimizer",
 }
 ADAMW_BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999))
-BASES_TRAINING = {"learning_rate": 0.004, "betas": (0.95, 0.95)}
 BETAS = ((0.95, 0.95), (0.95, 0.98), (0.95, 0.995))
+FIRST_EMBEDDING_FACTOR = 4.0
+BASES_TRAINING = {"learning_rate": 0.004, "betas": (0.95, 0.95)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,12 @@ class KFACBenchmarkOptions(ReportOptions):
     learning_rates: tuple[float, ...] = option(
         (1e-3, 2e-3, 4e-3, 8e-3),
         "Peak rates to begin with; the neighbours of the best one, by a factor of sqrt(2), follow.",
+        group="Methods",
+        above=0,
+    )
+    embedding_factors: tuple[float, ...] = option(
+        (1.0, 2.0, 4.0, 8.0, 16.0),
+        "Rates of the embeddings to try, as multiples of the best rate.",
         group="Methods",
         above=0,
     )
@@ -167,7 +175,11 @@ def _common(options: KFACBenchmarkOptions) -> dict[str, Any]:
     names = ("batch_size", "block_size", "width", "layers", "max_dim", "mixed_precision")
     intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
     common = {name: getattr(options, name) for name in (*names, *intervals)}
-    return common | {"text": str(_text(options).resolve())}
+    text = _text(options).resolve()
+    # Other machines have other source code under the same name: its results are not kept ones.
+    with open(text / "train.bin" if text.is_dir() else text, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return common | {"text": str(text), "text_digest": digest}
 
 
 def _text(options: KFACBenchmarkOptions) -> Path:
@@ -181,76 +193,92 @@ def _text(options: KFACBenchmarkOptions) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The settings of a method, and the trials that led to them.
+class Setting:
+    """What the trials of a method choose.
 
     Attributes:
-        settings: `learning_rate` and `betas`.
-        trials: The loss of each trial, by settings.
+        learning_rate: Peak rate.
+        embedding_factor: Rate of the embeddings over it.
+        betas: Decays of the moments.
     """
 
-    settings: dict[str, Any]
-    trials: dict[tuple[float, tuple[float, float]], float]
+    learning_rate: float
+    embedding_factor: float
+    betas: tuple[float, float]
+
+    def training(self) -> dict[str, Any]:
+        """Return the settings of a training."""
+        return {
+            "learning_rate": self.learning_rate,
+            "embedding_learning_rate": self.learning_rate * self.embedding_factor,
+            "betas": list(self.betas),
+        }
 
 
-def choose(options: KFACBenchmarkOptions, trainings: Trainings) -> dict[str, Chosen]:
-    """Choose each method's settings by trials of one seed.
+Trials = dict[str, dict[Setting, float]]
+"""The loss of each trial, by method and setting."""
 
-    First the rates with the first betas, then the neighbours of the best rate by a factor of
-    sqrt(2), then the other betas with the best one. AdamW, with which all are compared, also tries
-    every betas with the best rate and its neighbours, in trials as long as the longest training:
-    its best rate falls with the length, and a rate from short trials would flatter the others.
+
+def try_settings(options: KFACBenchmarkOptions, trainings: Trainings) -> Trials:
+    """Try settings of each method by trainings of one seed, one kind of setting after the other.
+
+    First come the rates, then the neighbours of the best one by a factor of sqrt(2), other rates of
+    the embeddings, and other betas. AdamW, with which all are compared, tries each betas at three
+    rates, in trials as long as the longest training: its best rate falls with the length, and a
+    rate from short trials would flatter the others.
     """
-    trials: dict[str, dict[tuple[float, tuple[float, float]], float]]
-    trials = {method: {} for method in options.methods}
-    longest = max(options.horizons)
-    steps = {m: longest if m == "adamw" else options.trial_steps for m in options.methods}
+    trials: Trials = {method: {} for method in options.methods}
+    steps = dict.fromkeys(options.methods, options.trial_steps) | {"adamw": max(options.horizons)}
 
-    def best(method: str) -> tuple[float, tuple[float, float]]:
-        return min(trials[method], key=trials[method].__getitem__)
-
-    def run(wanted: Mapping[str, list[tuple[float, tuple[float, float]]]]) -> None:
+    def run(variants: Callable[[str], Sequence[Setting]]) -> None:
         cases = [
             (method, setting)
-            for method, settings in wanted.items()
-            for setting in settings
+            for method in options.methods
+            for setting in variants(method)
             if setting not in trials[method]
         ]
         losses = trainings.run(
             [
-                {"method": method, "seed": 1000, "steps": steps[method]}
-                | {"learning_rate": rate, "betas": list(betas)}
-                for method, (rate, betas) in cases
+                {"method": method, "seed": 1000, "steps": steps[method]} | setting.training()
+                for method, setting in cases
             ]
         )
         for (method, setting), loss in zip(cases, losses, strict=True):
             trials[method][setting] = loss
 
-    def near(rate: float) -> list[float]:
-        return [float(f"{rate * 2**power:.3g}") for power in (-0.5, 0.0, 0.5)]
+    def vary(name: str, best: Setting, values: Iterable[Any]) -> list[Setting]:
+        return [replace(best, **{name: value}) for value in values]
 
-    betas_of = {m: ADAMW_BETAS if m == "adamw" else BETAS for m in options.methods}
-    first = {m: betas_of[m][0] for m in options.methods}
-    run({m: [(rate, first[m]) for rate in options.learning_rates] for m in options.methods})
-    run({m: [(rate, first[m]) for rate in near(best(m)[0])] for m in options.methods})
-    run(
-        {
-            m: [
-                (rate, betas)
-                for betas in betas_of[m][1:]
-                for rate in (near(best(m)[0]) if m == "adamw" else [best(m)[0]])
-            ]
-            for m in options.methods
-        }
-    )
-    return {
-        m: Chosen(settings={"learning_rate": best(m)[0], "betas": best(m)[1]}, trials=trials[m])
-        for m in options.methods
-    }
+    def near(best: Setting) -> list[Setting]:
+        rates = [float(f"{best.learning_rate * 2**power:.3g}") for power in (-0.5, 0.5)]
+        return vary("learning_rate", best, rates)
+
+    def with_rates(method: str) -> list[Setting]:
+        betas = (ADAMW_BETAS if method == "adamw" else BETAS)[0]
+        first = Setting(learning_rate=0, embedding_factor=FIRST_EMBEDDING_FACTOR, betas=betas)
+        return vary("learning_rate", first, options.learning_rates)
+
+    def with_betas(method: str) -> list[Setting]:
+        best = best_of(trials[method])
+        if method != "adamw":
+            return vary("betas", best, BETAS)
+        return [s for each in vary("betas", best, ADAMW_BETAS) for s in (each, *near(each))]
+
+    run(with_rates)
+    run(lambda method: near(best_of(trials[method])))
+    factors = options.embedding_factors
+    run(lambda method: vary("embedding_factor", best_of(trials[method]), factors))
+    run(with_betas)
+    return trials
+
+
+def best_of(trials: Mapping[Setting, float]) -> Setting:
+    """Return the setting of the lowest loss."""
+    return min(trials, key=trials.__getitem__)
 
 
 def train_all(
-    options: KFACBenchmarkOptions, trainings: Trainings, chosen: Mapping[str, Chosen]
+    options: KFACBenchmarkOptions, trainings: Trainings, chosen: Mapping[str, Setting]
 ) -> Found:
     """Train every method at each horizon with each seed."""
     keys = [
@@ -261,7 +289,7 @@ def train_all(
     ]
     losses = trainings.run(
         [
-            {"method": method, "seed": seed, "steps": steps} | chosen[method].settings
+            {"method": method, "seed": seed, "steps": steps} | chosen[method].training()
             for method, steps, seed in keys
         ]
     )
@@ -289,17 +317,24 @@ def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[S
 
 def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> Section:
     """Choose settings, train every method at all horizons, and time its steps."""
-    chosen = choose(options, trainings)
+    tried = try_settings(options, trainings)
+    chosen = {method: best_of(trials) for method, trials in tried.items()}
     found = train_all(options, trainings, chosen)
     taken = trainings.steps({"methods": options.methods, "turns": options.turns}, threads=1)
     costs = kfac_report.costs(taken)
     if options.plot is not None:
         kfac_report.plot(Path(options.plot), found, costs, ROWS)
     tokens = options.batch_size * options.block_size
-    trials = [
-        [ROWS.get(m, m), f"{rate:g}", f"{betas[0]:g}, {betas[1]:g}", f"{loss:.4f}"]
-        for m, its in chosen.items()
-        for (rate, betas), loss in sorted(its.trials.items(), key=lambda item: item[1])
+    rows = [
+        [
+            ROWS.get(method, method),
+            f"{setting.learning_rate:g}",
+            f"{setting.embedding_factor:g}",
+            "{:g}, {:g}".format(*setting.betas),
+            f"{loss:.4f}",
+        ]
+        for method, trials in tried.items()
+        for setting, loss in sorted(trials.items(), key=lambda item: item[1])
     ]
     lines = [
         f"A Llama of {options.layers} layers, width {options.width}, {tokens:,} tokens a step, "
@@ -310,7 +345,7 @@ def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> 
         f"The trials with another seed, of {options.trial_steps:,} steps, AdamW's of "
         f"{max(options.horizons):,}, best first:",
         "",
-        *table(["method", "rate", "betas", "validation loss"], trials),
+        *table(["method", "rate", "embeddings' rate over it", "betas", "validation loss"], rows),
     ]
     return Section(title="Convergence", lines=lines, goals=kfac_report.horizon_goals(found, costs))
 

@@ -120,8 +120,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "soap": {"optimizer": "soap"},
     "soap-nesterov": {"optimizer": "soap", "nesterov": True},
+    "soap-library": {"optimizer": "soap"},
 }
-"""The options of the trainer by method; the SOAP of pytorch_optimizer besides."""
+"""The options of the trainer by method; soap-library is the SOAP of pytorch_optimizer with them."""
 
 
 class Stepper:
@@ -130,19 +131,7 @@ class Stepper:
     def __init__(self, settings: dict[str, Any], model: Any) -> None:
         self._kfac: KFAC | None = None
         self.optimizer: torch.optim.Optimizer
-        method, rate = settings["method"], settings["learning_rate"]
-        betas = tuple(settings["betas"])
-        if method == "soap-library":
-            from pytorch_optimizer import SOAP
-
-            self.optimizer = SOAP(
-                parameter_groups(model, weight_decay=WEIGHT_DECAY),
-                lr=rate,
-                betas=betas,
-                precondition_frequency=settings["soap_update_steps"],
-            )
-            return
-        chosen = METHODS[method]
+        chosen = METHODS[settings["method"]]
         intervals: dict[str, Any] = {}
         if "kfac" in chosen:
             names = ("factor_update_steps", "inv_update_steps", "max_dim")
@@ -150,9 +139,23 @@ class Stepper:
         if chosen.get("optimizer") == "soap":
             intervals["soap_update_steps"] = settings["soap_update_steps"]
         options = OptimizerOptions(
-            learning_rate=rate, weight_decay=WEIGHT_DECAY, betas=betas, **chosen, **intervals
+            learning_rate=settings["learning_rate"],
+            embedding_learning_rate=settings.get("embedding_learning_rate"),
+            weight_decay=WEIGHT_DECAY,
+            betas=tuple(settings["betas"]),
+            **chosen,
+            **intervals,
         )
-        if options.kfac:
+        if settings["method"] == "soap-library":
+            from pytorch_optimizer import SOAP
+
+            self.optimizer = SOAP(
+                parameter_groups(options, model),
+                lr=options.learning_rate,
+                betas=options.betas,
+                precondition_frequency=settings["soap_update_steps"],
+            )
+        elif options.kfac:
             self._kfac = make_kfac(options, model, torch_compile=False)
             self.optimizer = self._kfac.optimizer
         else:
@@ -170,7 +173,7 @@ class Stepper:
             self._kfac.precondition(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate_factor", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -421,6 +421,7 @@ TOY_KFAC = (
     *("--only", "convergence", "--text", "examples/data/shakespeare.txt", "--trial_steps", "10"),
     *("--learning_rates", "2e-3", "--horizons", "20", "40", "--seeds", "1", "--batch_size", "2"),
     *("--block_size", "32", "--width", "32", "--layers", "1", "--jobs", "1", "--turns", "3"),
+    *("--embedding_factors", "1", "4"),
 )
 
 
@@ -436,9 +437,13 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
     assert adamw[3] == "1.00"
     assert adamw[4:] == ["1.000", "1.000 |"]  # it reaches its own loss at its own last step
     assert float(ekfac[2]) < float(ekfac[1]) < 4.5  # less than the log of 65 characters and some
-    trials = [row for row in rows if len(row) == 4 and row[0] != "| method"]
-    assert [row[0] for row in trials] == ["| adamw"] * 9 + ["| ekfac"] * 5
-    losses = [float(row[3].rstrip(" |")) for row in trials if row[0] == "| ekfac"]
+    trials = [row for row in rows if len(row) == 5 and row[0] != "| method"]
+    # Rate 2e-3 and its neighbours, embeddings at its rate and at four times it, three decays.
+    methods = [row[0] for row in trials]
+    assert methods.count("| ekfac") == 6
+    assert methods.count("| adamw") >= 10  # each decay at three rates
+    assert {row[2] for row in trials} == {"1", "4"}
+    losses = [float(row[4].rstrip(" |")) for row in trials if row[0] == "| ekfac"]
     assert losses == sorted(losses)
 
 

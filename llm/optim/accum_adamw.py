@@ -138,5 +138,5 @@ def make_accum_adamw(
         model: The model to train.
         accum_steps: Steps of a block; its default is not in the options, but follows the strategy.
     """
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    groups = parameter_groups(options, model)
     return AccumAdamW(groups, **adamw_settings(options), accum_steps=accum_steps)

@@ -22,7 +22,7 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
     into it, and the moments do not fragment the memory that the activations of the first step leave
     free for those of the next.
     """
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    groups = parameter_groups(options, model)
     optimizer = torch.optim.AdamW(groups, **adamw_settings(options), fused=True)
     for group in groups:
         for parameter in group["params"]:

@@ -139,7 +139,7 @@ def make_bf16_adamw(
         seed: The run's seed, for the rounding.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    groups = parameter_groups(options, model)
     for group in groups:
         group["keys"] = [_key(seed, names[p], p) for p in group["params"]]
     return BF16AdamW(groups, **adamw_settings(options))

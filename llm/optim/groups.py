@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from llm.optim.options import OptimizerOptions, adamw_rate_factor
+from llm.optim.options import OptimizerOptions
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -24,15 +24,32 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.ndim >= 3 and min(parameter.shape) > 1
 
 
-def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters of a model into decayed and undecayed ones, each in one group.
+def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Split the trained parameters of a model by weight decay and by learning rate.
 
-    A tied parameter is counted once; an empty group is left out.
+    A tied parameter is counted once; an empty group is left out. A group whose rate is not that of
+    the schedule has a fixed multiple of it, `rate_factor`.
+
+    Args:
+        options: The weight decay, and which parameters have a rate of their own.
+        model: The model, or the stages of it that this rank has.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {p for name, p in trained.items() if decays(name, p)}
-    group = {"params": [*trained.values()]}
-    return split_groups([group], decayed, {"weight_decay": weight_decay}, {"weight_decay": 0.0})
+    groups = split_groups(
+        [{"params": [*trained.values()]}],
+        decayed,
+        {"weight_decay": options.weight_decay},
+        {"weight_decay": 0.0},
+    )
+    for rate, chosen in (
+        (options.adamw_learning_rate, {*trained.values()} - {*inner_matrices(model)}),
+        (options.embedding_learning_rate, embeddings(model)),
+    ):
+        if rate is not None:
+            own = {"lr": rate, "rate_factor": rate / options.learning_rate}
+            groups = split_groups(groups, chosen, own, {})
+    return groups
 
 
 def split_groups(
@@ -99,11 +116,17 @@ def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
     return head
 
 
+def embeddings(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the tables with a row for each token or position, tied heads among them."""
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return {module.weight for module in modules if isinstance(module.weight, torch.nn.Parameter)}
+
+
 def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the matrices with a row for each token or position: [tokens, width]."""
-    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
-    return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
+    head = output_head(model)
+    weight = None if head is None else head.weight
+    return embeddings(model) | ({weight} if isinstance(weight, torch.nn.Parameter) else set())
 
 
 def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -111,17 +134,3 @@ def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     outside = embeddings_and_head(model)
     named = model.named_parameters()
     return [p for name, p in named if p.requires_grad and decays(name, p) and p not in outside]
-
-
-def matrix_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer for matrices, where AdamW trains what is not one.
-
-    Embeddings, output head, gains and biases have the rate of `adamw_learning_rate`: a fixed
-    multiple `rate_factor` of the rate of the schedule.
-    """
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
-    factor = adamw_rate_factor(options)
-    if factor is None:
-        return groups
-    own = {"lr": options.adamw_learning_rate, "rate_factor": factor}
-    return split_groups(groups, set(inner_matrices(model)), {}, own)

@@ -56,7 +56,7 @@ def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.S
     Weight decay, on matrices only, is added to the gradient, as torch's SGD does.
     """
     momentum = 0.9 if options.momentum is None else options.momentum
-    groups = parameter_groups(model, weight_decay=options.weight_decay)
+    groups = parameter_groups(options, model)
     optimizer = torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=True)
     if momentum:
         for group in groups:

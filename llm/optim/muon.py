@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from llm.errors import ConfigError
 from llm.optim.adamw import adamw_settings
 from llm.optim.fused import Fusion, fused_weights, fusion_of
-from llm.optim.groups import inner_matrices, matrix_groups, split_groups
+from llm.optim.groups import inner_matrices, parameter_groups, split_groups
 from llm.optim.options import OptimizerOptions
 from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
+from llm.runtime.float32 import has_half_products
 
 
 class MuonAndAdamW(MatrixOptimizer):
@@ -110,20 +111,22 @@ def _lengths(unit: Unit) -> dict[str, float]:
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return U V^T of a matrix U S V^T, roughly, in bf16: its singular values are 0.7 to 1.2.
 
-    By five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's Muon.
+    By five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's Muon,
+    but in float32 where the device is slow in bf16.
 
     Args:
         matrix: [rows, columns].
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrix.bfloat16()
+    wide = matrix.bfloat16() if has_half_products(matrix.device) else matrix.float()
     if matrix.shape[0] > matrix.shape[1]:
         wide = wide.T
     wide = wide / wide.norm().clamp(min=1e-7)  # so that no singular value is above 1
     for _ in range(5):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+    orthogonal = wide.bfloat16()
+    return orthogonal.T if matrix.shape[0] > matrix.shape[1] else orthogonal
 
 
 def make_muon(
@@ -136,7 +139,7 @@ def make_muon(
     Raises:
         ConfigError: The model has no such matrix.
     """
-    groups = matrix_groups(options, model)
+    groups = parameter_groups(options, model)
     inside = [p for p in inner_matrices(model) if p.ndim == 2]
     if not inside:
         raise ConfigError(

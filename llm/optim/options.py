@@ -47,6 +47,12 @@ class OptimizerOptions(KFACOptions):
         requires=("optimizer=muon", "optimizer=soap", "kfac"),
         at_least=0,
     )
+    embedding_learning_rate: float | None = _fixed_option(
+        None,
+        "Peak learning rate of the embeddings, and of an output head that is tied to them; if not "
+        "given adamw_learning_rate or learning_rate.",
+        at_least=0,
+    )
     split_projections: bool | None = _fixed_option(
         None,
         "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
@@ -188,11 +194,12 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         problems.append("--ema_decay and --ema_tokens exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
-    if options.adamw_learning_rate is not None and not options.learning_rate:
-        problems.append(
-            f"--adamw_learning_rate {options.adamw_learning_rate:g} follows the schedule of "
-            "--learning_rate, which must be above 0."
-        )
+    problems += [
+        f"--{name} {getattr(options, name):g} follows the schedule of --learning_rate, which must "
+        "be above 0."
+        for name in ("adamw_learning_rate", "embedding_learning_rate")
+        if getattr(options, name) is not None and not options.learning_rate
+    ]
     if options.optimizer == "sgd":
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
@@ -253,9 +260,3 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
             if name in given(options)
         ]
     return problems
-
-
-def adamw_rate_factor(options: OptimizerOptions) -> float | None:
-    """Return the multiple of the schedule's rate that adamw_learning_rate is, if it is given."""
-    rate = options.adamw_learning_rate
-    return None if rate is None else rate / options.learning_rate

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from llm.optim.adamw import adamw_settings, adamw_state, bias_correction, kept_gradient
 from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 from llm.optim.fused import Fusion, fused_weights, fusion_of, joint_state, matrix_state
-from llm.optim.groups import embeddings_and_head, matrix_groups, split_groups
+from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
 from llm.optim.options import OptimizerOptions
 from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
 
@@ -227,7 +227,7 @@ def make_soap(
     found = [each for each in _with_bases(options, model) if each[1] not in without]
     own = {name for name, *_ in found}
     return SOAP(
-        split_groups(matrix_groups(options, model), set(without), None, {}),
+        split_groups(parameter_groups(options, model), set(without), None, {}),
         {p: sides for _, p, sides in found},
         update_steps=update_steps,
         fusions=fused_weights(options, model),

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llm.errors import ParallelError
 from llm.parallel.options import PrecisionOptions
+from llm.runtime.float32 import has_half_products
 from llm.runtime.world import world_from_environment
 
 CPU_BUCKET_MB = 25
@@ -81,8 +82,7 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             raise ParallelError(
                 "--mixed_precision fp8 needs a library that has its kernels: pip install torchao."
             )
-    has_half_matmul = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if precision in ("bf16", "fp16") and device.type == "cpu" and not has_half_matmul:
+    if precision in ("bf16", "fp16") and not has_half_products(device):
         logger.warning(
             f"--mixed_precision {precision} takes several times as long as no on this CPU, "
             "which has no arithmetic for it."

@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import decays, parameter_groups, scale_learning_rates
-from llm.optim.make import make_sgd
+from llm.optim.make import make_optimizer, make_sgd
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from tests.support.models import FAMILIES, tiny_config
@@ -17,7 +17,7 @@ def test_weight_decay_falls_on_matrices_only(family):
 
     decayed, undecayed = (
         {name_of[parameter] for parameter in group["params"]}
-        for group in parameter_groups(model, weight_decay=0.1)
+        for group in parameter_groups(OptimizerOptions(weight_decay=0.1), model)
     )
 
     assert decayed | undecayed == set(name_of.values())
@@ -42,7 +42,7 @@ def test_weight_decay_falls_on_matrices_only(family):
 
 def test_layer_norms_of_gpt2_whose_names_do_not_say_so_are_not_decayed():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
-    _, undecayed = parameter_groups(model, weight_decay=0.1)
+    _, undecayed = parameter_groups(OptimizerOptions(weight_decay=0.1), model)
     members = {id(parameter) for parameter in undecayed["params"]}
     assert id(model.transformer.h[0].ln_1.weight) in members
     assert id(model.transformer.ln_f.weight) in members
@@ -50,7 +50,7 @@ def test_layer_norms_of_gpt2_whose_names_do_not_say_so_are_not_decayed():
 
 def test_mambas_state_matrix_is_not_decayed():
     model = AutoModelForCausalLM.from_config(tiny_config("mamba"))
-    _, undecayed = parameter_groups(model, weight_decay=0.1)
+    _, undecayed = parameter_groups(OptimizerOptions(weight_decay=0.1), model)
     members = {id(parameter) for parameter in undecayed["params"]}
     assert id(model.backbone.layers[0].mixer.A_log) in members
 
@@ -58,7 +58,7 @@ def test_mambas_state_matrix_is_not_decayed():
 def test_a_frozen_parameter_is_in_no_group():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(OptimizerOptions(weight_decay=0.1), model)
     assert len(groups) == 1
     assert groups[0]["params"] == [model.weight]
 
@@ -78,7 +78,10 @@ def test_our_adamw_takes_the_same_steps_as_torchs_plain_one():
     ours = train(lambda model: make_adamw(options, model))
     plain = train(
         lambda model: torch.optim.AdamW(
-            parameter_groups(model, weight_decay=0.1), lr=0.01, betas=(0.9, 0.95), foreach=False
+            parameter_groups(OptimizerOptions(weight_decay=0.1), model),
+            lr=0.01,
+            betas=(0.9, 0.95),
+            foreach=False,
         )
     )
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
@@ -146,3 +149,50 @@ def test_muons_groups_have_factors_of_their_own():
     assert {(group["is_muon"], group["lr"]) for group in optimizer.param_groups} == {
         (True, 0.125), (False, 0.5)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "accumadamw", "muon", "soap", "sgd"])
+def test_embeddings_have_a_rate_of_their_own_with_every_optimizer(optimizer):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    options = OptimizerOptions(
+        optimizer=optimizer, learning_rate=0.01, embedding_learning_rate=0.08, weight_decay=0.1
+    )
+    accum_steps = 2 if optimizer == "accumadamw" else None
+    made = make_optimizer(options, model, accum_steps=accum_steps)
+
+    own = [group for group in made.param_groups if group.get("rate_factor") == 8.0]
+    assert [group["params"] for group in own] == [[model.model.embed_tokens.weight]]
+    assert [(group["lr"], group["weight_decay"]) for group in own] == [(0.08, 0.1)]
+    others = [group for group in made.param_groups if group not in own]
+    assert {group["lr"] for group in others} == {0.01}
+    assert sum(len(group["params"]) for group in others) == len([*model.parameters()]) - 1
+
+
+def test_an_output_head_has_the_embeddings_rate_only_where_it_is_tied_to_them():
+    def rate_of_head(family):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+        options = OptimizerOptions(learning_rate=0.01, embedding_learning_rate=0.08)
+        rates = {
+            p: group["lr"] for group in parameter_groups(options, model) if "lr" in group
+            for p in group["params"]
+        }  # fmt: skip
+        return rates.get(model.get_output_embeddings().weight)
+
+    assert rate_of_head("gpt2") == 0.08
+    assert rate_of_head("llama") is None
+
+
+def test_embeddings_have_their_own_rate_beside_that_of_other_parameters_outside_the_layers():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    options = OptimizerOptions(
+        optimizer="muon",
+        learning_rate=0.01,
+        adamw_learning_rate=0.02,
+        embedding_learning_rate=0.08,
+    )
+    optimizer = make_optimizer(options, model)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[model.model.embed_tokens.weight] == 0.08
+    assert rates[model.lm_head.weight] == 0.02
+    assert rates[model.model.norm.weight] == 0.02
+    assert rates[model.model.layers[0].mlp.up_proj.weight] == 0.01

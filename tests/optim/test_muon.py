@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.optim.muon import make_muon
+from llm.optim.muon import make_muon, orthogonalized
 from llm.optim.options import OptimizerOptions
 from tests.support.device_reads import Reads
 from tests.support.models import FAMILIES, tiny_config
@@ -66,7 +66,8 @@ def test_a_model_without_a_matrix_inside_is_refused():
         make_muon(OPTIONS, model)
 
 
-def test_every_step_is_torchs_muon_and_torchs_adamw():
+def test_every_step_is_torchs_muon_and_torchs_adamw(monkeypatch):
+    monkeypatch.setattr("llm.optim.muon.has_half_products", lambda device: True)
     ours, theirs = tiny_model(), tiny_model()
     names = muons(ours)
     options = dataclasses.replace(OPTIONS, momentum=0.8, split_projections=False)
@@ -98,6 +99,20 @@ def test_every_step_is_torchs_muon_and_torchs_adamw():
                 stepper.step()
     for name, p in ours.named_parameters():
         assert torch.equal(p, named[name]), name
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_without_bf16_arithmetic_the_iteration_is_in_float32(monkeypatch, shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, values, vh = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    exact = u * values @ vh
+    monkeypatch.setattr("llm.optim.muon.has_half_products", lambda device: False)
+    ours = orthogonalized(matrix)
+    assert ours.dtype == torch.bfloat16
+    # Only the result is rounded, to eight bits.
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
 
 
 def test_a_skipped_step_changes_nothing():

@@ -76,7 +76,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return make_adamw(options, model)
     if name == "accumadamw":
         return make_accum_adamw(options, model, accum_steps=3)
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(options, model)
     return torch.optim.SGD(groups, lr=0.5, fused=True)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from llm.optim.adamw import adamw_settings, make_adamw
 from llm.optim.fused import fused_weights
-from llm.optim.groups import matrix_groups, split_groups
+from llm.optim.groups import parameter_groups, split_groups
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.external import ExternalPreconditioner
@@ -149,7 +149,7 @@ def make_kfac(
         **settings,
     )
     if method == "ekfac":
-        groups, others = matrix_groups(options, model), None
+        groups, others = parameter_groups(options, model), None
         covered = {p for layer in curvature.layers for p in layer.parameters}
         if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
             others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
