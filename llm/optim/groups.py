@@ -27,11 +27,11 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
 def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
     """Split the trained parameters of a model by weight decay and by learning rate.
 
-    A tied parameter is counted once; an empty group is left out. A group whose rate is not that of
-    the schedule has a fixed multiple of it, `rate_factor`.
+    A tied parameter is counted once; an empty group is left out. Embeddings, output head, gains and
+    biases may have a rate of their own: a fixed multiple, `rate_factor`, of that of the schedule.
 
     Args:
-        options: The weight decay, and which parameters have a rate of their own.
+        options: The weight decay and both rates.
         model: The model, or the stages of it that this rank has.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -42,14 +42,11 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
         {"weight_decay": options.weight_decay},
         {"weight_decay": 0.0},
     )
-    for rate, chosen in (
-        (options.adamw_learning_rate, {*trained.values()} - {*inner_matrices(model)}),
-        (options.embedding_learning_rate, embeddings(model)),
-    ):
-        if rate is not None:
-            own = {"lr": rate, "rate_factor": rate / options.learning_rate}
-            groups = split_groups(groups, chosen, own, {})
-    return groups
+    rate = options.embedding_learning_rate
+    if rate is None:
+        return groups
+    own = {"lr": rate, "rate_factor": rate / options.learning_rate}
+    return split_groups(groups, set(inner_matrices(model)), {}, own)
 
 
 def split_groups(
@@ -116,17 +113,11 @@ def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
     return head
 
 
-def embeddings(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the tables with a row for each token or position, tied heads among them."""
-    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    return {module.weight for module in modules if isinstance(module.weight, torch.nn.Parameter)}
-
-
 def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the matrices with a row for each token or position: [tokens, width]."""
-    head = output_head(model)
-    weight = None if head is None else head.weight
-    return embeddings(model) | ({weight} if isinstance(weight, torch.nn.Parameter) else set())
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
+    return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
 
 
 def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:

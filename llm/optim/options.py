@@ -40,17 +40,11 @@ class OptimizerOptions(KFACOptions):
         "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
         "memory.",
     )
-    adamw_learning_rate: float | None = _fixed_option(
-        None,
-        "Peak learning rate, with muon, soap and ekfac, of embeddings, output head and "
-        "one-dimensional weights; learning_rate if not given.",
-        requires=("optimizer=muon", "optimizer=soap", "kfac"),
-        at_least=0,
-    )
     embedding_learning_rate: float | None = _fixed_option(
         None,
-        "Peak learning rate of the embeddings, and of an output head that is tied to them; if not "
-        "given adamw_learning_rate or learning_rate.",
+        "Peak learning rate of embeddings, output head and one-dimensional weights; learning_rate "
+        "if not given.",
+        renamed_from="adamw_learning_rate",
         at_least=0,
     )
     split_projections: bool | None = _fixed_option(
@@ -194,12 +188,11 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         problems.append("--ema_decay and --ema_tokens exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
-    problems += [
-        f"--{name} {getattr(options, name):g} follows the schedule of --learning_rate, which must "
-        "be above 0."
-        for name in ("adamw_learning_rate", "embedding_learning_rate")
-        if getattr(options, name) is not None and not options.learning_rate
-    ]
+    if options.embedding_learning_rate is not None and not options.learning_rate:
+        problems.append(
+            f"--embedding_learning_rate {options.embedding_learning_rate:g} follows the schedule "
+            "of --learning_rate, which must be above 0."
+        )
     if options.optimizer == "sgd":
         problems += [
             f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
@@ -246,13 +239,11 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
             f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
             for name in preconditioner_options(options)
         ]
-    if options.kfac and kfac_method(options) != "ekfac":
-        problems += [
-            f"--{name} is for --kfac_method ekfac; the others change the gradient of one AdamW, so "
-            "leave it out."
-            for name in ("adamw_learning_rate", "nesterov")
-            if name in given(options)
-        ]
+    if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
+        problems.append(
+            "--nesterov is for --kfac_method ekfac; the others change AdamW's gradient, so leave "
+            "it out."
+        )
     if options.kfac_library == "kfac-pytorch":
         problems += [
             f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."

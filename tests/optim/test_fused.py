@@ -10,7 +10,7 @@ from llm.optim.fused import Fusion, fused_weights
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
-from llm.optim.muon import MuonAndAdamW, make_muon
+from llm.optim.muon import MuonAndAdamW
 from llm.optim.options import OptimizerOptions
 from llm.optim.soap import SOAP
 from tests.support.models import tiny_config
@@ -186,17 +186,3 @@ def test_gpt2_has_no_block_border_inside_a_key():
     assert widths[f"{name}.query.A"] == [33]
     assert f"{name}.key.A" not in widths
     assert widths["transformer.h.0.mlp.c_fc.G"] == [64, 64]
-
-
-@pytest.mark.parametrize("rate", [None, 0.002])
-def test_what_is_no_matrix_inside_has_its_own_rate(rate):
-    model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
-    options = OptimizerOptions(learning_rate=0.01, adamw_learning_rate=rate, weight_decay=0.1)
-    optimizer = make_muon(options, model)
-    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    block = model.transformer.h[0]
-    assert rates[block.attn.c_attn.weight] == 0.01
-    for outside in (model.transformer.wte.weight, model.transformer.wpe.weight, block.ln_1.weight):
-        assert rates[outside] == (rate or 0.01)
-    factors = {group.get("rate_factor", 1.0) for group in optimizer.param_groups}
-    assert factors == ({1.0} if rate is None else {1.0, 0.2})

@@ -152,47 +152,29 @@ def test_muons_groups_have_factors_of_their_own():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "accumadamw", "muon", "soap", "sgd"])
-def test_embeddings_have_a_rate_of_their_own_with_every_optimizer(optimizer):
-    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+def test_what_is_no_matrix_inside_has_its_own_rate_with_every_optimizer(optimizer):
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     options = OptimizerOptions(
         optimizer=optimizer, learning_rate=0.01, embedding_learning_rate=0.08, weight_decay=0.1
     )
-    accum_steps = 2 if optimizer == "accumadamw" else None
-    made = make_optimizer(options, model, accum_steps=accum_steps)
+    made = make_optimizer(options, model, accum_steps=2 if optimizer == "accumadamw" else None)
 
-    own = [group for group in made.param_groups if group.get("rate_factor") == 8.0]
-    assert [group["params"] for group in own] == [[model.model.embed_tokens.weight]]
-    assert [(group["lr"], group["weight_decay"]) for group in own] == [(0.08, 0.1)]
-    others = [group for group in made.param_groups if group not in own]
-    assert {group["lr"] for group in others} == {0.01}
-    assert sum(len(group["params"]) for group in others) == len([*model.parameters()]) - 1
-
-
-def test_an_output_head_has_the_embeddings_rate_only_where_it_is_tied_to_them():
-    def rate_of_head(family):
-        model = AutoModelForCausalLM.from_config(tiny_config(family))
-        options = OptimizerOptions(learning_rate=0.01, embedding_learning_rate=0.08)
-        rates = {
-            p: group["lr"] for group in parameter_groups(options, model) if "lr" in group
-            for p in group["params"]
-        }  # fmt: skip
-        return rates.get(model.get_output_embeddings().weight)
-
-    assert rate_of_head("gpt2") == 0.08
-    assert rate_of_head("llama") is None
+    settings = {
+        p: (group["lr"], group.get("rate_factor", 1.0), group["weight_decay"])
+        for group in made.param_groups
+        for p in group["params"]
+    }
+    block = model.transformer.h[0]
+    assert settings[model.transformer.wte.weight] == (0.08, 8.0, 0.1)
+    assert settings[model.transformer.wpe.weight] == (0.08, 8.0, 0.1)
+    assert settings[block.ln_1.weight] == settings[block.mlp.c_fc.bias] == (0.08, 8.0, 0.0)
+    assert settings[block.attn.c_attn.weight] == (0.01, 1.0, 0.1)
+    assert len(settings) == len([*model.parameters()])
 
 
-def test_embeddings_have_their_own_rate_beside_that_of_other_parameters_outside_the_layers():
+def test_an_untied_output_head_has_the_rate_of_the_embeddings():
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
-    options = OptimizerOptions(
-        optimizer="muon",
-        learning_rate=0.01,
-        adamw_learning_rate=0.02,
-        embedding_learning_rate=0.08,
-    )
-    optimizer = make_optimizer(options, model)
-    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert rates[model.model.embed_tokens.weight] == 0.08
-    assert rates[model.lm_head.weight] == 0.02
-    assert rates[model.model.norm.weight] == 0.02
+    options = OptimizerOptions(learning_rate=0.01, embedding_learning_rate=0.08)
+    rates = {p: g["lr"] for g in make_adamw(options, model).param_groups for p in g["params"]}
+    assert rates[model.lm_head.weight] == 0.08
     assert rates[model.model.layers[0].mlp.up_proj.weight] == 0.01

@@ -138,8 +138,8 @@ def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
             r"the method eigen \(selected by --kfac_damping and --kfac_compat\); choose ekfac",
         ),
         (
-            {"optimizer": "muon", "learning_rate": 0, "adamw_learning_rate": 1e-3},
-            "--adamw_learning_rate 0.001 follows .* --learning_rate, which must be above 0",
+            {"optimizer": "muon", "learning_rate": 0, "embedding_learning_rate": 1e-3},
+            "--embedding_learning_rate 0.001 follows .* --learning_rate, which must be above 0",
         ),
         ({"optimizer": "sgd", "kfac": True}, "--optimizer sgd does not go with --kfac"),
         (
