@@ -51,9 +51,13 @@ def make_strategy(
     """A strategy with its model and optimizer, as the trainer makes them; DDP without sizes."""
     disable_packing_detection()
     model = make_model() if model is None else model
-    # Above the rounding errors of gradients, which differ between layouts.
     options = OptimizerOptions(
-        learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
+        learning_rate=1e-3,
+        embedding_learning_rate=2e-3,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-4,  # above the rounding errors of gradients, which differ between layouts
+        **KINDS[kind],
     )
     if sizes is None:
         strategy = AcceleratedStrategy(layouts.cpu_accelerator())
