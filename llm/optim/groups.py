@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from llm.optim.options import OptimizerOptions
+from llm.optim.options import OptimizerOptions, embedding_rate_factor
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -42,10 +42,10 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
         {"weight_decay": options.weight_decay},
         {"weight_decay": 0.0},
     )
-    rate = options.embedding_learning_rate
-    if rate is None:
+    factor = embedding_rate_factor(options)
+    if factor is None:
         return groups
-    own = {"lr": rate, "rate_factor": rate / options.learning_rate}
+    own = {"lr": options.embedding_learning_rate, "rate_factor": factor}
     return split_groups(groups, set(inner_matrices(model)), {}, own)
 
 

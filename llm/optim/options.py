@@ -251,3 +251,9 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
             if name in given(options)
         ]
     return problems
+
+
+def embedding_rate_factor(options: OptimizerOptions) -> float | None:
+    """Return the multiple of the schedule's rate that `embedding_learning_rate` is, if given."""
+    rate = options.embedding_learning_rate
+    return None if rate is None else rate / options.learning_rate

@@ -374,6 +374,7 @@ FORMER = {
     "sync_every": "inner_steps",
     "sample_every": "sample_steps",
     "force": "ignore_tokenizer_mismatch",
+    "adamw_learning_rate": "embedding_learning_rate",
 }
 
 
