@@ -123,9 +123,9 @@ def test_a_room_takes_its_own_options_or_those_of_lower_floors():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_files_stay_under_350_lines_and_functions_under_60(path):
+def test_files_have_at_most_600_lines_and_functions_under_60(path):
     source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= 350
+    assert source.count("\n") <= 600
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             first = node.body[0]
