@@ -54,6 +54,36 @@ def test_a_folder_of_files_has_splits_whose_records_are_documents(folder, stream
     assert not found["train"].one_document
 
 
+@pytest.mark.parametrize("name", ["text", "./text", "text/", "json", "arrow", "csv", "parquet"])
+def test_a_folder_named_as_a_builder_of_the_library_is_read_alone(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / "notes").mkdir()
+    write(tmp_path / name / "a.jsonl", '{"text": "public"}\n')
+    write(tmp_path / "notes" / "b.jsonl", '{"text": "private"}\n')
+
+    assert texts_of(splits(name)["train"]) == ["public"]
+
+
+@pytest.mark.parametrize("name", ["text", "json"])
+def test_the_name_of_a_builder_without_such_a_folder_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "b.txt", "private")
+
+    with pytest.raises(DataError, match=f"--dataset_name {name} is a file format of the `data"):
+        splits(name)["train"].exists()
+
+
+def test_token_files_of_the_misread_directory_are_not_reused(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = splits("data")["train"].identity()
+    folder.rename(tmp_path / "text")
+
+    renamed = splits("text")["train"].identity()
+
+    assert {**before, "dataset": str(tmp_path / "text"), "whole_directory": False} == renamed
+
+
 def test_a_saved_data_set_is_read_and_its_configuration_ignored(folder, tmp_path):
     datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
 

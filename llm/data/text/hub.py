@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from llm.errors import DataError, first_line
 
 _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000
+_ONCE_MISREAD = {"arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml"}
+"""Earlier versions read the whole working directory instead of a folder with one of these names.
+Its identity has changed, so that a run does not reuse token files of that text."""
 _STRINGS = ("string", "large_string", "string_view")
 
 log = logging.getLogger("llm.data")
@@ -64,7 +68,9 @@ class _DatasetLoader:
     ) -> None:
         self.name = name
         self.config = config
-        self.folder = Path(name) if Path(name).is_dir() else None
+        # Absolute, since `datasets` takes a relative `text` or `json` for the name of a builder of
+        # its own, which reads the whole working directory.
+        self.folder = Path(os.path.abspath(name)) if Path(name).is_dir() else None
         inside = sorted(self.folder.rglob("*")) if self.folder else []
         refuse_broken_links(inside, f"--dataset_name {name}:")
         self.files = {path: stamp(path) for path in inside if path.is_file()}
@@ -79,7 +85,13 @@ class _DatasetLoader:
         """Return the `datasets.Dataset` of each split."""
         if self._splits is None:
             import datasets
+            from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
+            if self.folder is None and self.name in _PACKAGED_DATASETS_MODULES:
+                raise DataError(
+                    f"--dataset_name {self.name} is a file format of the `datasets` library, not a "
+                    "data set, and the folder does not exist; check the path."
+                )
             log.info(f"loading the data set {self.name}")
             bars = datasets.is_progress_bar_enabled()
             datasets.disable_progress_bars()
@@ -135,7 +147,7 @@ class _DatasetLoader:
             )
         if self.folder is not None:
             reason = first_line(error.__cause__ or error)
-            return DataError(f"--dataset_name {self.folder} cannot be read: {reason}.")
+            return DataError(f"--dataset_name {self.name} cannot be read: {reason}.")
         return DataError(
             f"--dataset_name {self.name} cannot be loaded from the Hugging Face Hub "
             f"({first_line(error)}); check the name and the connection, or name a local folder, "
@@ -173,6 +185,8 @@ class _DatasetSplit:
                 [str(file.relative_to(folder)), *stamped.values()]
                 for file, stamped in self.files.items()
             ]
+            if str(Path(self._loader.name)) in _ONCE_MISREAD:
+                identity["whole_directory"] = False
         return identity
 
     def exists(self) -> bool:
