@@ -1,6 +1,5 @@
 """`python -m llm.data.prepare`: text to token files, ahead of training."""
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -22,8 +21,6 @@ INPUT = "Input"
 TOKENIZER = "Tokenizer"
 OUTPUT = "Output"
 RUNNING = "Running"
-
-logger = logging.getLogger("llm")
 
 
 @dataclass(kw_only=True)
@@ -175,12 +172,18 @@ def prepare(config: PrepareConfig) -> None:
     # Imported here, so that --help and a wrong option load no library.
     from llm.data.formats.megatron import token_dtype
     from llm.data.preparation.encoder import Encoding, end_token
+    from llm.data.preparation.output_files import check_replaceable
     from llm.data.preparation.prepare_files import prepare_files
     from llm.data.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
     outputs = _outputs(config)
+    inputs = [file for sources, _ in outputs for source in sources for file in source.files]
+    named = (config.tokenizer_name, config.vocab_file, config.merges_file)
+    inputs += [Path(name) for name in named if name is not None and os.path.isfile(name)]
+    for _, output in outputs:
+        check_replaceable(output, inputs)
     tokenizer = load_text_tokenizer(
         TokenizerOptions(
             tokenizer_name=config.tokenizer_name,
@@ -279,11 +282,7 @@ def main(argv: Sequence[str]) -> int:
         description="Turn text into token files, on all cores.",
     )
     check(config)
-    try:
-        prepare(config)
-    except KeyboardInterrupt:
-        logger.error("Interrupted. What is done is kept: the same command goes on from there.")
-        return 130
+    prepare(config)
     return 0
 
 

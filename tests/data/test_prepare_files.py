@@ -81,11 +81,12 @@ def test_no_file_has_its_final_name_before_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_source_that_fails_leaves_nothing_under_the_final_name(tmp_path, workers):
+def test_a_source_that_fails_leaves_nothing_under_the_final_name(tmp_path, workers, caplog):
     sources = [ReadSource(["a"]), ListSource(["b"]), FailingSource(["c"])]
     with pytest.raises(DataError, match="line 9 is broken"):
         prepare(tmp_path / "wiki", sources, workers=workers)
     assert names(tmp_path) == ["wiki.parts"]
+    assert f"of 3 shards are kept in {tmp_path}/wiki.parts: the same command resumes" in caplog.text
 
     prepare(tmp_path / "wiki", [*sources[:2], ListSource(["c"])])
 
@@ -170,7 +171,7 @@ def test_the_output_of_another_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, OSError])
-def test_a_failure_before_the_first_shard_leaves_nothing_behind(tmp_path, error):
+def test_a_failure_before_the_first_shard_leaves_nothing_behind(tmp_path, error, caplog):
     class Failing(ListSource):
         def batches(self, faults=None):
             raise error("line 9 is broken")
@@ -179,6 +180,7 @@ def test_a_failure_before_the_first_shard_leaves_nothing_behind(tmp_path, error)
         prepare(tmp_path / "wiki", [Failing(["a"])])
 
     assert names(tmp_path) == []
+    assert "kept" not in caplog.text
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -264,7 +266,6 @@ def test_a_full_disk_is_one_sentence_and_finished_shards_are_kept(tmp_path, limi
         message = pool.apply(error_on_a_full_disk, (limit, prepare_much, tmp_path / "wiki"))
 
     assert "wiki cannot be written (File too large); free some space or choose" in message
-    assert "What is done is kept: the same command goes on from there." in message
     done = len(list((tmp_path / "wiki.parts").glob("[0-9]*.json")))
     assert done == (0 if limit == 10_000 else 5)
     assert names(tmp_path) == (["wiki.parts"] if done else [])

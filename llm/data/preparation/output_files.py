@@ -1,9 +1,10 @@
 """The files that shards become: a `.bin`/`.idx` pair, or nanoGPT's two, each with its sidecar."""
 
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,20 +14,19 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside, write_index
-from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, write_sidecar
+from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, verify, write_sidecar
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.shards import ShardStats, each_row, read_array
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
-SUFFIXES = (".json", ".idx", ".bin")
-"""Suffixes of the files of a prefix, in the order in which they are renamed."""
-
 _ROW_BYTES = "<u4"
 _BLOCK = 1 << 20  # numbers of an index that are computed at once
 _SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
 _COPY = 1 << 26
+
+log = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,11 @@ class Output:
             return [self.prefix]
         splits = ["train", "val"] if self.validation_percentage else ["train"]
         return [self.prefix / split for split in splits]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of the files of a prefix, in the order in which they are renamed."""
+        return (".json", ".bin") if self.nanogpt else (".json", ".idx", ".bin")
 
     def num_validation(self, documents: int) -> int:
         """Return how many of the documents go to `val.bin`."""
@@ -254,25 +259,96 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
         write_sidecar(folder / f"out.{name}", sidecar)
 
 
+def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
+    """Refuse an output that would replace anything but token files, even with `--overwrite`.
+
+    Args:
+        output: The output to check.
+        inputs: Every file that is read: texts and tokenizers.
+
+    Raises:
+        DataError: The output would replace an input, a folder or another kind of file, or an
+            input is in the folder of the shards.
+    """
+    remedy = f"move it away, or choose another {output.option}."
+    if output.nanogpt and output.prefix.exists() and not output.prefix.is_dir():
+        raise DataError(f"{output.prefix} is a file, and --format nanogpt needs a folder; {remedy}")
+    written: dict[tuple[int, int], Path] = {}
+    for prefix in output.names:
+        for suffix in output.suffixes:
+            path = beside(prefix, suffix)
+            if path.is_dir():
+                raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
+            if path.exists():
+                written[path.stat().st_dev, path.stat().st_ino] = path
+    folder = output.folder.resolve()
+    for path in inputs:
+        place = written.get((path.stat().st_dev, path.stat().st_ino))
+        if place is not None or path.resolve().is_relative_to(folder):
+            raise DataError(
+                f"{place or output.folder} would be replaced, and the input {path} with it; choose "
+                f"another {output.option}."
+            )
+    for prefix in output.names:
+        try:
+            read_sidecar(prefix)
+        except DataError as error:
+            raise DataError(
+                f"{prefix}.json would be replaced, and it describes no token file; {remedy}"
+            ) from error
+        index = beside(prefix, ".idx")
+        if output.nanogpt and index.exists():
+            raise DataError(
+                f"{index} belongs to token files of another format, which {prefix}.bin would "
+                f"break; {remedy}"
+            )
+
+
+def former_validation(output: Output) -> list[Path]:
+    """Return the files of an earlier `val.bin`, which an output without validation text removes.
+
+    Its documents are in `train.bin` now, so a run on both would be evaluated on its training text.
+
+    Raises:
+        DataError: They must not be removed: `--overwrite` is not given, or their sidecar does not
+            show that this program has written them.
+    """
+    if not output.nanogpt or output.validation_percentage:
+        return []
+    prefix = output.prefix / "val"
+    found = [path for suffix in output.suffixes if (path := beside(prefix, suffix)).exists()]
+    if not found:
+        return []
+    fault = f"{found[-1]} exists, and --validation_split_percentage 0 writes no validation text"
+    if not output.overwrite:
+        raise DataError(
+            f"{fault}; choose another {output.option}, or pass --overwrite to remove the file."
+        )
+    if len(found) < 2 or verify(beside(prefix, ".bin")):
+        raise DataError(
+            f"{fault}. --overwrite does not remove the file, since no val.json shows that it was "
+            f"written by this program; move it away, or choose another {output.option}."
+        )
+    return found
+
+
 def publish(output: Output) -> None:
     """Rename the files to their final names, the `.bin` last: a prefix that has one is whole."""
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
-    if output.nanogpt and not output.validation_percentage:
-        # The validation text of an earlier split is in the training text now.
-        for suffix in SUFFIXES:
-            (output.prefix / f"val{suffix}").unlink(missing_ok=True)
+    for path in former_validation(output):
+        log.info(f"removing {path}: its documents are in train.bin now")
+        path.unlink()
     for prefix in output.names:
         made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # The old .bin goes first, so that a kill leaves no mixture of old and new files that
         # looks whole.
-        for suffix in reversed(SUFFIXES):
+        for suffix in reversed(output.suffixes):
             beside(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:
             beside(made, ".bytes").replace(beside(prefix, ".bytes"))
-        for suffix in SUFFIXES:
-            if not (output.nanogpt and suffix == ".idx"):
-                beside(made, suffix).replace(beside(prefix, suffix))
+        for suffix in output.suffixes:
+            beside(made, suffix).replace(beside(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
 
 

@@ -22,7 +22,13 @@ import xxhash
 from llm.data.formats.megatron import beside
 from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.output_files import SUFFIXES, Output, assemble_output, damage, publish
+from llm.data.preparation.output_files import (
+    Output,
+    assemble_output,
+    damage,
+    former_validation,
+    publish,
+)
 from llm.data.preparation.shards import ShardStats
 from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
 from llm.data.text.sources import Source, check_unchanged
@@ -34,6 +40,7 @@ SHARD_BYTES = 1 << 26
 
 _FORMAT = 1  # of the shards
 _OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
+_NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
 
 Recipe = dict[str, Any]
 """Input and options, as JSON: equal recipes make equal bytes."""
@@ -68,6 +75,7 @@ def prepare_files(
         if not output.overwrite and _is_done(output, recipe_digest(sources, output, encoding)):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
+            former_validation(output)  # refused now, rather than after the work
             todo.append((sources, output))
     for sources, output in todo:
         try:
@@ -75,8 +83,7 @@ def prepare_files(
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             remedy = (
-                f"free some space or choose another {output.option}. What is done is kept: the "
-                "same command goes on from there."
+                f"free some space or choose another {output.option}."
                 if full
                 else f"check the path and its permissions, or choose another {output.option}."
             )
@@ -102,25 +109,34 @@ def _prepare_file(
     names = list(dict.fromkeys(source.name for source in sources))
     with _locked(output):
         done = _begin(output, recipe, len(sources))
-        report = progress_log(log_seconds)
         try:
             stems, stats = tokenize_shards(
-                sources, folder, encoding=encoding, workers=workers, report=report, fork=fork
+                sources,
+                folder,
+                encoding=encoding,
+                workers=workers,
+                report=progress_log(log_seconds),
+                fork=fork,
             )
+            try:
+                check_unchanged(sources)
+                _check_shards(names, stats, output)
+            except DataError:  # the same command would fail on these shards again
+                shutil.rmtree(folder)
+                raise
+            assemble_output(
+                stems, stats, output, encoding=encoding, sources=names, digest=_digest(recipe)
+            )
+            publish(output)
         except BaseException:
-            if not any(folder.glob("[0-9]*.json")):  # nothing is worth keeping
+            if kept := len(list(folder.glob("[0-9]*.json"))):
+                log.info(
+                    f"{kept:,} of {len(sources):,} shards are kept in {folder}: the same command "
+                    "resumes from them"
+                )
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        try:
-            check_unchanged(sources)
-            _check_shards(names, stats, output)
-        except DataError:  # the same command would fail on these shards again
-            shutil.rmtree(folder)
-            raise
-        assemble_output(
-            stems, stats, output, encoding=encoding, sources=names, digest=_digest(recipe)
-        )
-        publish(output)
         shutil.rmtree(folder, ignore_errors=True)  # the result is whole even if this fails
     _log_summary(stats, seconds=time.monotonic() - began, resumed=done > 0)
     for prefix in output.names:
@@ -180,7 +196,7 @@ def _is_done(output: Output, digest: str) -> bool:
             faults += damage(prefix, output)
             continue
         faults.append(f"{prefix}.bin is missing.")
-        for suffix in SUFFIXES:
+        for suffix in output.suffixes:
             path = beside(prefix, suffix)
             if os.path.exists(path):  # false, too, for a name that is too long
                 raise DataError(
@@ -229,8 +245,9 @@ def _locked(output: Output) -> Iterator[None]:
 def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
     """Make the folder ready for a recipe; return how many shards are done."""
     folder = output.folder
+    has_plan = (folder / "plan.json").exists()
     for path in folder.iterdir():
-        if not _OWN_NAMES.match(path.name):
+        if not (_OWN_NAMES if has_plan else _NAMES_BEFORE_PLAN).match(path.name):
             raise DataError(
                 f"{path} is in a folder for unfinished work, and not of it; move it away, or "
                 f"choose another {output.option}."
@@ -245,7 +262,8 @@ def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
         return done
     if earlier is not None:
         log.info(f"{folder} is of another command, or its input has changed: beginning anew")
-    for path in folder.iterdir():
+    # The plan last: a folder without one is not known to be of this program.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
     write_whole(folder / "plan.json", json.dumps(recipe))
     return 0

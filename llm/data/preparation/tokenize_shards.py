@@ -198,7 +198,7 @@ def run_in_processes(
     except BrokenProcessPool as error:
         raise DataError(
             "A worker was killed, perhaps because the memory ran out; start again with fewer "
-            "--workers: what is done is kept."
+            "--workers."
         ) from error
     except BaseException:
         # The pool itself would wait for the tasks that are running.
