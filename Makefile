@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs pages
+.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs dist pages
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -25,11 +25,12 @@ help:
 	@echo "make check            lint, format check, types, spelling"
 	@echo "make format           format and sort imports"
 	@echo "make docs             build the documentation into site/"
+	@echo "make dist             build a wheel and an sdist into dist/, and check them"
 	@echo "make pages            write the generated parts of docs/ (options, modules)"
 	@echo "make install          only make $(VENV) with everything for development"
 
 train: $(VENV)/.core
-	$(BIN)/python -m llm.trainers.gpt --config examples/quickstart.toml $(ARGS)
+	$(BIN)/python -m llm quickstart $(ARGS)
 
 ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
 
@@ -72,6 +73,9 @@ format: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+dist: $(VENV)/.release
+	$(BIN)/python .ci/dist.py
+
 pages: $(VENV)/.core
 	$(BIN)/python docs/generate.py
 
@@ -98,6 +102,9 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(call pip_install,the tools for the documentation,.[docs])
+
+$(VENV)/.release: $(VENV)/.core
+	$(call pip_install,the tools for a release,.[release])
 
 $(VENV)/.peers: $(VENV)/.dev
 	@echo "Installing megatron-core into $(VENV) (log: $(VENV)/pip.log) ..."

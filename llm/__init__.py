@@ -1,3 +1,3 @@
 """Pretraining of GPT-like language models, exact and fast."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

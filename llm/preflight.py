@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm import __version__
 from llm.config.command_line import parse
@@ -341,8 +341,13 @@ def _complain(sentence: str) -> int:
     return 1
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Run the program and end the process, even if a thread hangs in a collective."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may hang in a collective
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from llm.__main__ import PROGRAMS as COMMAND_PROGRAMS
 from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.config.options import fields
@@ -35,7 +36,7 @@ from llm.runtime.logging import Kind
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT, name_of
+from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
@@ -336,14 +337,23 @@ def test_the_tables_of_the_programs_options_are_generated_from_them(name, progra
 
 def test_the_page_of_the_command_lines_names_and_shows_every_program():
     page = ROOT / "docs/cli.md"
-    started = [path for path in MODULES if '__name__ == "__main__"' in read(path)]
-    programs = {name_of(path).removesuffix(".__main__") for path in started}
-    rows = re.findall(r"^\| `python -m llm\.(\S+?)`", read(page), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `llm-trainers (\w+)` \|(?: `python -m llm\.(\S+)`)? \|", read(page), re.MULTILINE
+    )
     shown = {program for program, _ in commands_of(page)}
     shown |= {f"data.{program}" for program, _ in data_commands(page)}
     shown |= {"trainers.gpt"} if trainer_commands(page) else set()
-    assert sorted(rows) == sorted(programs)
-    assert shown == programs
+    assert sorted(name for name, _ in rows) == sorted(COMMAND_PROGRAMS)
+    for name, module in rows:
+        target = COMMAND_PROGRAMS[name].target.replace("gpt.main", "gpt").replace(".__main__", "")
+        assert not module or target.startswith(f"llm.{module}:")
+    assert shown == {module for _, module in rows if module}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_program_of_the_command_that_a_page_names_exists(page):
+    named = re.findall(r"(?<![\w-])llm-trainers ([a-z]+)(?=`| -)", read(page))
+    assert set(named) <= COMMAND_PROGRAMS.keys()
 
 
 def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():

@@ -27,6 +27,7 @@ from llm.config.options import (
     renamed,
     shown,
 )
+from llm.config.program import COMMAND
 from llm.config.tokens import Tokens
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
@@ -58,7 +59,7 @@ def parse(
     Args:
         cls: Option dataclass.
         argv: Arguments without the program's name.
-        prog: Name of the program for `--help`.
+        prog: Command that starts the program by itself, for `--help`.
         description: What the program does, for `--help`.
         positional: Option whose name can be left out: the first word that belongs to no other
             option is its value; all such words are, if it takes several.
@@ -76,6 +77,8 @@ def parse(
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls))
+        if sys.argv[0].startswith(f"{COMMAND} "):
+            prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
         parser.prog, parser.description = prog, description
         parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options; end.")
         parser.epilog = _other_topics(cls) if common(cls) else None

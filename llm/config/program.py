@@ -9,6 +9,9 @@ from typing import Protocol
 
 from llm.errors import LLMError, first_line
 
+COMMAND = "llm-trainers"
+"""The command that starts every program by its name."""
+
 
 class Main(Protocol):
     """A program as a function of its command line, by default that of the process."""

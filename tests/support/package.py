@@ -15,7 +15,7 @@ FLOORS = [
     {"data", "models", "optim", "checkpoint", "metrics"},
     {"parallel"},
     {"trainers"},
-    {"plan", "report", "jobs", "checkpoints", "generate", "preflight"},
+    {"plan", "report", "jobs", "checkpoints", "generate", "preflight", "quickstart", "__main__"},
 ]
 # Programs that lie in the folder of their subject stand on the top floor like the others.
 PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}

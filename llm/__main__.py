@@ -1,0 +1,76 @@
+"""One command for every program: `llm-trainers train --config run.toml`, or `python -m llm`."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llm import __version__
+from llm.config.program import COMMAND, program
+from llm.errors import ConfigError
+
+
+class Program(NamedTuple):
+    """A program of the command.
+
+    Attributes:
+        target: The module, and the function that runs the program.
+        purpose: A phrase for `--help`, such as "pretrain a model".
+    """
+
+    target: str
+    purpose: str
+
+
+PROGRAMS = {
+    "quickstart": Program("llm.quickstart:main", "train a small GPT on the text that ships"),
+    "train": Program("llm.trainers.gpt.main:main", "pretrain a model"),
+    "tokenizer": Program("llm.data.train_tokenizer:main", "train a tokenizer on text"),
+    "prepare": Program("llm.data.prepare:main", "turn text into token files"),
+    "inspect": Program("llm.data.inspect:main", "show and verify token files, or a step's text"),
+    "plan": Program("llm.plan.__main__:main", "predict memory, traffic and time of a run"),
+    "jobs": Program("llm.jobs.__main__:main", "write job scripts for Slurm and PBS"),
+    "preflight": Program("llm.preflight:run", "check every rank before a job begins"),
+    "checkpoints": Program("llm.checkpoints:main", "list, verify, export, average checkpoints"),
+    "generate": Program("llm.generate:main", "generate text with a trained model"),
+    "report": Program("llm.report.__main__:main", "show runs as an HTML page of curves"),
+    "topology": Program("llm.parallel.topology:main", "show the properties of a gossip topology"),
+}
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program that the first argument names; return the exit code."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"llm-trainers {__version__}\n")
+        return 0
+    if name not in PROGRAMS:
+        close = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."
+        raise ConfigError(f"{COMMAND} has no program named '{name}'; {hint}")
+    # As if the program had been started alone: it reads its arguments itself.
+    sys.argv = [f"{COMMAND} {name}", *argv[1:]]
+    module, _, function = PROGRAMS[name].target.partition(":")
+    code: int = getattr(importlib.import_module(module), function)()
+    return code
+
+
+def _help() -> str:
+    rows = [f"  {name:<13}{program.purpose}\n" for name, program in PROGRAMS.items()]
+    return (
+        f"usage: {COMMAND} PROGRAM [--OPTION VALUE ...]\n\n"
+        f"programs:\n{''.join(rows)}\n"
+        f"{COMMAND} PROGRAM --help shows the options of a program.\n"
+        f"{COMMAND} --version shows the version.\n\n"
+        "To train on several devices, start the trainer with torchrun:\n"
+        "torchrun --nproc_per_node=auto --standalone -m llm.trainers.gpt --OPTION VALUE ...\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

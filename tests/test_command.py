@@ -1,0 +1,68 @@
+"""`llm-trainers PROGRAM`: every program under one name, and help that is quick."""
+
+import subprocess
+import sys
+
+import pytest
+
+from llm.__main__ import PROGRAMS, main
+from tests.support.package import MODULES, name_of
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    """A program finds its arguments in sys.argv, which the command sets."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/llm-trainers"])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_shows_its_help_under_the_name_that_started_it(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+
+    assert capsys.readouterr().out.startswith(f"usage: llm-trainers {name} ")
+
+
+def test_every_module_that_is_a_program_has_a_name_in_the_command():
+    started = {name_of(path) for path in MODULES if '__name__ == "__main__"' in path.read_text()}
+    targets = {program.target for program in PROGRAMS.values()}
+    modules = {target.removeprefix("llm.").partition(":")[0] for target in targets}
+    modules = {name.replace("gpt.main", "gpt.__main__") for name in modules}
+
+    assert modules == started - {"__main__"} | {"quickstart"}
+
+
+def test_the_help_of_the_command_lists_every_program_and_loads_no_library():
+    script = (
+        "import sys; from llm.__main__ import main; main(['--help']); "
+        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    for name, program in PROGRAMS.items():
+        assert f"  {name:<13}{program.purpose}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["prepar"], "error: llm-trainers has no program named 'prepar'; did you mean prepare?\n"),
+        (
+            ["--nodes", "4"],
+            "error: llm-trainers has no program named '--nodes'; llm-trainers --help lists them.\n",
+        ),
+    ],
+)
+def test_an_unknown_program_is_refused_in_a_sentence(words, sentence, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_program_receives_its_arguments_and_returns_its_code(capsys):
+    assert main(["topology", "--name", "ring"]) == 2
+    assert "no option --name" in capsys.readouterr().err
+
+    assert main(["topology", "--topology", "ring", "--ranks", "4"]) == 0
+    assert "ring" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""What `make dist` changes for a package index, and data of the release that stand twice."""
+
+import re
+import runpy
+import tomllib
+
+import pytest
+
+from llm import __version__
+from tests.support.package import ROOT
+
+DIST = runpy.run_path(str(ROOT / ".ci/dist.py"))
+README = """
+# Title
+
+![Two curves](docs/images/a.png)
+
+Two curves, drawn by
+a program.
+
+See the [guide](docs/guide.md#start) and [PyTorch](https://pytorch.org).
+"""
+
+
+@pytest.mark.parametrize(
+    ("mkdocs", "address"),
+    [
+        ("site_name: x\nrepo_url:\ntheme: y\n", ""),
+        ("repo_url: https://host.test/us/llm/\n", "https://host.test/us/llm"),
+        ('repo_url: "https://host.test/us/llm"\n', "https://host.test/us/llm"),
+    ],
+)
+def test_the_address_is_the_one_of_the_documentations_settings(mkdocs, address):
+    assert DIST["address"](mkdocs) == address
+
+
+def test_with_an_address_the_readme_links_to_the_files_of_its_version():
+    assert DIST["release_readme"](README, "https://host.test/llm", "0.2.0") == (
+        README.replace("(docs/images", "(https://host.test/llm/raw/v0.2.0/docs/images").replace(
+            "(docs/guide", "(https://host.test/llm/blob/v0.2.0/docs/guide"
+        )
+    )
+
+
+def test_without_an_address_the_readme_has_no_relative_links_and_pictures():
+    assert DIST["release_readme"](README, "", "0.2.0") == (
+        "\n# Title\n\nSee the guide and [PyTorch](https://pytorch.org).\n"
+    )
+
+
+def test_our_readme_reads_well_without_the_repository():
+    readme = DIST["release_readme"]((ROOT / "README.md").read_text("utf-8"), "", "0.2.0")
+
+    assert not re.search(r"\]\((?!https://)", readme)
+    assert "# llm-trainers" in readme
+    assert "## Quick start" in readme
+
+
+def test_a_release_requires_the_same_packages_except_those_with_a_url():
+    ours = (ROOT / "pyproject.toml").read_text("utf-8")
+    released = tomllib.loads(DIST["release_pyproject"](ours, "https://host.test/llm"))["project"]
+    project = tomllib.loads(ours)["project"]
+
+    [kfac] = project["optional-dependencies"].pop("kfac")
+    assert kfac == "kfac-pytorch @ git+https://github.com/gpauloski/kfac-pytorch"
+    assert released.pop("urls") == {"Repository": "https://host.test/llm"}
+    assert released == project
+    assert " @ " not in str(released)
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {__version__}\n" in citation
