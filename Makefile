@@ -9,7 +9,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-peers check format docs dist pages
+.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-gpu test-peers check format docs dist pages
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -21,6 +21,7 @@ help:
 	@echo "make test-benchmarks  run every benchmark at toy size"
 	@echo "make test-faults      kill, stop and starve training runs, and compare their results"
 	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec"
+	@echo "make test-gpu         run the tests that compare a CUDA GPU with a CPU"
 	@echo "make test-peers       run the tests against Megatron-LM's own reader and writer"
 	@echo "make check            lint, format check, types, spelling"
 	@echo "make format           format and sort imports"
@@ -35,8 +36,9 @@ train: $(VENV)/.core
 ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
 
 # Files in their order, since xdist would start files with few but long tests last.
+# The tests of `make test-gpu` are rehearsed on the CPU.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(ORDINARY)" $(ARGS)
+	LLM_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(ORDINARY)" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -54,6 +56,10 @@ test-faults: $(VENV)/.dev
 # In a real Slurm of virtual nodes, and under mpiexec; missing programs are skipped and named.
 test-cluster: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
+# On one GPU; without one they are skipped.
+test-gpu: $(VENV)/.dev
+	LLM_TEST_DEVICE=cuda $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 # The import fails where pytest would only skip.
 test-peers: $(VENV)/.peers
