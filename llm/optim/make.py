@@ -37,17 +37,19 @@ def make_optimizer(
     Raises:
         ConfigError: The model has nothing that the optimizer trains.
     """
-    if options.optimizer == "sgd":
-        return make_sgd(options, model)
-    if options.optimizer == "soap":
-        return make_soap(options, model, whole=whole, order=order)
-    if options.optimizer == "muon":
-        return make_muon(options, model, whole)
-    if accum_steps is not None:
-        return make_accum_adamw(options, model, accum_steps=accum_steps)
-    if options.moment_dtype == "bf16":
-        return make_bf16_adamw(options, model, seed=seed)
-    return make_adamw(options, model)
+    match options.optimizer:
+        case "sgd":
+            return make_sgd(options, model)
+        case "soap":
+            return make_soap(options, model, whole=whole, order=order)
+        case "muon":
+            return make_muon(options, model, whole)
+        case "adamw" | "accumadamw" | None:
+            if accum_steps is not None:
+                return make_accum_adamw(options, model, accum_steps=accum_steps)
+            if options.moment_dtype == "bf16":
+                return make_bf16_adamw(options, model, seed=seed)
+            return make_adamw(options, model)
 
 
 def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.SGD:

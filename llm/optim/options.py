@@ -12,6 +12,8 @@ from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 OPTIMIZER = "Optimizer and learning rate"
 
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+
 # What almost all options have in common.
 _fixed_option = partial(option, group=OPTIMIZER, resume="fixed")
 
@@ -193,9 +195,10 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
             f"--embedding_learning_rate {options.embedding_learning_rate:g} follows the schedule "
             "of --learning_rate, which must be above 0."
         )
-    if options.optimizer == "sgd":
+    if options.optimizer not in (None, "adamw", "accumadamw", "muon", "soap"):
         problems += [
-            f"--{name} is not for --optimizer sgd, which takes --momentum; leave it out."
+            f"--{name} is not for --optimizer {options.optimizer}, but for adamw, accumadamw, muon "
+            "and soap; leave it out."
             for name in ("betas", "eps")
             if name in given(options)
         ]
@@ -211,14 +214,14 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
             f"--min_learning_rate {options.min_learning_rate:g} is above --learning_rate "
             f"{options.learning_rate:g}."
         )
-    stays = kind in ("constant", "constant_with_warmup") and options.cooldown_tokens is None
-    if options.min_learning_rate and stays:
+    decays = kind in _DECAYING or options.cooldown_tokens is not None
+    if options.min_learning_rate and not decays:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
     warmup = options.num_warmup_steps or options.num_warmup_samples or options.num_warmup_tokens
-    if kind == "constant" and warmup:
-        problems.append("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup.")
+    if warmup and kind not in (*_DECAYING, "constant_with_warmup"):
+        problems.append(f"--lr_scheduler_type {kind} has no warm-up; choose constant_with_warmup.")
     try:
         scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:
@@ -234,9 +237,10 @@ def averages_weights(options: OptimizerOptions) -> bool:
 def kfac_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of K-FAC's options."""
     problems = []
-    if options.kfac_method == "ekfac":
+    if options.kfac_method not in (None, "eigen", "cholesky"):
         problems += [
-            f"--{name} is not for --kfac_method ekfac; choose eigen or cholesky, or leave it out."
+            f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen or cholesky, "
+            "or leave it out."
             for name in preconditioner_options(options)
         ]
     if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
@@ -244,9 +248,9 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
             "--nesterov is for --kfac_method ekfac; the others change AdamW's gradient, so leave "
             "it out."
         )
-    if options.kfac_library == "kfac-pytorch":
+    if options.kfac_library not in (None, "native"):
         problems += [
-            f"--{name} is for --kfac_library native; leave it out with kfac-pytorch."
+            f"--{name} is for --kfac_library native; leave it out with {options.kfac_library}."
             for name in ("kfac_strategy", "kfac_max_dim", "kfac_compat")
             if name in given(options)
         ]

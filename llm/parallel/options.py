@@ -1,9 +1,10 @@
 """Options of the layout: precision, sharding of one model, and decentralised training."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from llm.config.options import option
+from llm.config.options import fields, option
 
 SPEED = "Speed and memory"
 PARALLELISM = "Parallelism"
@@ -161,9 +162,27 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
             "give both or neither."
         )
-    if options.pipeline_parallel_size > 1 and options.context_parallel_size > 1:
-        problems.append(
-            "--context_parallel_size does not go with --pipeline_parallel_size; leave one of them "
-            "out."
-        )
+    problems += [
+        f"--{one} does not go with --{other}; leave one of them out."
+        for one, other in itertools.combinations(sizes_above_one(options), 2)
+        if not any({one, other} <= together for together in _TOGETHER)
+    ]
     return problems
+
+
+_TOGETHER = (
+    {"data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"},
+    {"data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size"},
+)
+"""Options that may divide one model together."""
+
+
+def sizes_above_one(options: ParallelOptions) -> list[str]:
+    """Return the names of the options that divide one model over several ranks."""
+    return [
+        field.name
+        for field in fields(type(options))
+        if field.option.group == PARALLELISM
+        and field.name.endswith("_size")
+        and getattr(options, field.name) > 1
+    ]

@@ -93,8 +93,8 @@ def check(options: PlanOptions) -> None:
             f"--data_parallel {options.data_parallel} cannot be planned yet; leave it out, and add "
             "one more copy of the weights for gossip, two for diloco."
         )
-    if options.kfac and options.kfac_library == "kfac-pytorch":
-        problems.append("--kfac_library kfac-pytorch cannot be planned; leave it out.")
+    if options.kfac and options.kfac_library not in (None, "native"):
+        problems.append(f"--kfac_library {options.kfac_library} cannot be planned; leave it out.")
     if options.links and len(options.links) != 2:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."

@@ -1,4 +1,4 @@
-"""Which ways to divide a model go together: the table of the guide, cell by cell."""
+"""Which options go together: the guide's table of layouts, and what is added to the options."""
 
 import dataclasses
 import re
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llm.config.options import option
 from llm.errors import ConfigError
+from llm.parallel.options import PARALLELISM
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check
 
@@ -59,3 +61,80 @@ def test_exactly_the_combinations_that_the_table_excludes_are_refused(row, way, 
             check(config)
         named = " ".join(f"--{name}" for name in (*options, *OPTIONS[way][0]))
         assert any(word in str(refusal.value) for word in named.split())
+
+
+BASE = {"model_type": "gpt2", "tokenizer_name": "t", "train_file": "t.txt"}
+SIZES = [
+    {"data_parallel_shard_size": 2},
+    {"tensor_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *SIZES,
+        {"data_parallel": "gossip"},
+        {"data_parallel": "diloco"},
+        {"mup": True, "mup_base_width": 64},
+        {"kfac": True},
+        {"moment_dtype": "bf16"},
+        {"moment_update_steps": 4},
+        {"betas": (0.9, 0.95)},
+        {"eps": 1e-6},
+        {"momentum": 0.9},
+        {"nesterov": True},
+        {"soap_update_steps": 5},
+    ],
+    ids=str,
+)
+def test_a_new_optimizer_is_refused_with_all_that_depends_on_it(options):
+    check(GPTConfig(**BASE, optimizer="lion"))
+
+    with pytest.raises(ConfigError) as refusal:
+        check(GPTConfig(**BASE, optimizer="lion", **options))
+    assert f"--{next(iter(options))}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("options", [*SIZES, {"kfac": True}], ids=str)
+def test_a_new_precision_is_refused_with_all_that_depends_on_it(options):
+    check(GPTConfig(**BASE, mixed_precision="fp4"))
+
+    with pytest.raises(ConfigError, match=f"fp4 .* --{next(iter(options))}"):
+        check(GPTConfig(**BASE, mixed_precision="fp4", **options))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderConfig(GPTConfig):
+    """With one more way to divide a model over ranks."""
+
+    expert_parallel_size: int = option(1, "Ranks that share experts.", group=PARALLELISM)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *SIZES,
+        {"data_parallel": "gossip"},
+        {"data_parallel": "diloco"},
+        {"kfac": True},
+        {"mixed_precision": "fp8"},
+        {"sample_steps": 5},
+    ],
+    ids=str,
+)
+def test_a_new_layout_is_refused_with_all_that_depends_on_it(options):
+    check(WiderConfig(**BASE, expert_parallel_size=2))
+
+    with pytest.raises(ConfigError, match="--expert_parallel_size"):
+        check(WiderConfig(**BASE, expert_parallel_size=2, **options))
+
+
+@pytest.mark.parametrize("options", [{"min_learning_rate": 1e-5}, {"num_warmup_steps": 5}], ids=str)
+def test_a_new_schedule_has_neither_warmup_nor_decay(options):
+    check(GPTConfig(**BASE, lr_scheduler_type="cyclic"))
+
+    with pytest.raises(ConfigError, match="--lr_scheduler_type cyclic"):
+        check(GPTConfig(**BASE, lr_scheduler_type="cyclic", **options))

@@ -92,5 +92,6 @@ def preconditioner_options(options: KFACOptions) -> list[str]:
     """Return the given options that only the methods eigen and cholesky use."""
     names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
     names += ["kfac_compat"] if options.kfac_compat else []
-    names += ["kfac_library kfac-pytorch"] if options.kfac_library == "kfac-pytorch" else []
+    if options.kfac_library not in (None, "native"):
+        names.append(f"kfac_library {options.kfac_library}")
     return names

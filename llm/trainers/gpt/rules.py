@@ -13,16 +13,14 @@ from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
 from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
-from llm.parallel.options import parallel_problems
+from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import GPTConfig
 
-_SIZES = (
-    "data_parallel_shard_size",
-    "tensor_parallel_size",
-    "context_parallel_size",
-    "pipeline_parallel_size",
-)
+# A rule names the optimizers that go with an option, so that it refuses an optimizer added later
+# until somebody has checked the combination. The same holds for sizes and precisions.
+_ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
+_WITH_MATRICES = (*_ELEMENTWISE, "muon", "soap")
 
 
 def check(config: GPTConfig) -> None:
@@ -56,7 +54,7 @@ def check_planned(config: GPTConfig) -> list[str]:
         *_optimizer_problems(config),
         *_replica_problems(config),
         *_size_problems(config),
-        *_fp8_problems(config),
+        *_precision_problems(config),
         *lacking(config),
     ]
 
@@ -150,21 +148,23 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     others += (
         [] if config.data_parallel == "allreduce" else [f"data_parallel {config.data_parallel}"]
     )
-    if config.moment_dtype == "bf16" and others:
+    if config.moment_dtype != "fp32" and others:
         problems.append(
-            f"--moment_dtype bf16 is for AdamW with gradients averaged over all ranks, not for "
-            f"--{' and --'.join(others)}; leave one of them out."
+            f"--moment_dtype {config.moment_dtype} is for AdamW with gradients averaged over all "
+            f"ranks, not for --{' and --'.join(others)}; leave one of them out."
         )
-    if config.mup and (config.kfac or kind in ("soap", "sgd")):
+    if config.mup and (config.kfac or kind not in (None, "adamw", "accumadamw", "muon")):
         other = "kfac" if config.kfac else f"optimizer {kind}"
         problems.append(
             f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
             "leave one of them out."
         )
-    if kind == "soap" and config.data_parallel != "allreduce":
+    if config.data_parallel != "allreduce" and kind not in (*_ELEMENTWISE, "muon"):
+        state = "bases" if kind == "soap" else "a state"
         problems.append(
-            "--optimizer soap has bases that cannot be averaged over ranks with weights of their "
-            f"own, as --data_parallel {config.data_parallel} has them; choose another optimizer."
+            f"--optimizer {kind} has {state} that cannot be averaged over ranks with weights of "
+            f"their own, as --data_parallel {config.data_parallel} has them; choose another "
+            "optimizer."
         )
     return problems
 
@@ -187,7 +187,7 @@ def _replica_problems(config: GPTConfig) -> list[str]:
 
 
 def _size_problems(config: GPTConfig) -> list[str]:
-    sizes = [name for name in _SIZES if getattr(config, name) > 1]
+    sizes = sizes_above_one(config)
     if not sizes:
         return []
     problems = []
@@ -204,22 +204,25 @@ def _size_problems(config: GPTConfig) -> list[str]:
                 "nodes average and each divides its model, not with --data_parallel "
                 f"{config.data_parallel} of single ranks; leave one of them out."
             )
-    if config.kfac and config.tensor_parallel_size > 1:
+    whole_layers = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
+    problems += [
+        f"--kfac needs the inputs and outputs of whole layers, which --{name} divides; leave one "
+        "of them out."
+        for name in sizes
+        if config.kfac and name not in whole_layers
+    ]
+    if config.kfac and config.kfac_library not in (None, "native"):
         problems.append(
-            "--kfac needs the inputs and outputs of whole layers, which --tensor_parallel_size "
-            "divides; leave one of them out."
-        )
-    if config.kfac and config.kfac_library == "kfac-pytorch":
-        problems.append(
-            f"--kfac_library kfac-pytorch needs whole weights on every rank, which --{sizes[0]} "
-            "divides; leave one of them out."
+            f"--kfac_library {config.kfac_library} needs whole weights on every rank, which "
+            f"--{sizes[0]} divides; leave one of them out."
         )
     if config.kfac_strategy is not None:
         problems.append(
             f"--kfac_strategy is for ranks that hold whole weights; with --{sizes[0]} one rank "
             "keeps each basis, so leave it out."
         )
-    if config.optimizer in ("muon", "soap") and config.data_parallel != "allreduce":
+    divisible = _WITH_MATRICES if config.data_parallel == "allreduce" else _ELEMENTWISE
+    if config.optimizer not in divisible:
         problems.append(
             f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
             f"--{sizes[0]} divides; take adamw or sgd."
@@ -238,11 +241,19 @@ def _size_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _fp8_problems(config: GPTConfig) -> list[str]:
-    if config.mixed_precision == "fp8" and config.kfac:
-        return ["--mixed_precision fp8 has no layers that --kfac covers; use bf16 or no."]
-    return [
-        f"--mixed_precision fp8 does not go with --{name}; use bf16 or no."
-        for name in ("tensor_parallel_size", "pipeline_parallel_size")
-        if config.mixed_precision == "fp8" and getattr(config, name) > 1
+def _precision_problems(config: GPTConfig) -> list[str]:
+    precision = config.mixed_precision
+    if precision in (None, "no", "fp16", "bf16"):
+        return []
+    problems = []
+    if config.kfac:
+        problems.append(
+            f"--mixed_precision {precision} has no layers that --kfac covers; use bf16 or no."
+        )
+    allowed = ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
+    problems += [
+        f"--mixed_precision {precision} does not go with --{name}; use bf16 or no."
+        for name in sizes_above_one(config)
+        if name not in allowed
     ]
+    return problems
