@@ -140,6 +140,8 @@ ANCESTORS_OPTIONS = (
     "--gradient_accumulation_steps 8 "
     "--mixed_precision fp16 "
 )
+# What the pages show in their place: the ancestor's flag has another meaning in other programs.
+SHOWN_OPTIONS = ANCESTORS_OPTIONS.replace("--low_cpu_mem_usage", "--from_scratch")
 
 
 def read(page: Path) -> str:
@@ -405,9 +407,9 @@ def test_what_a_page_gives_to_make_train_parses(page):
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=name_of_page
 )
-def test_the_command_of_the_guide_is_the_original_programs_word_for_word(page):
+def test_the_command_of_the_guide_is_the_original_programs(page):
     launches = [command.split() for command in trainer_commands(page)]
-    assert ANCESTORS_LAUNCHER.replace("{options}", ANCESTORS_OPTIONS).split() in launches
+    assert ANCESTORS_LAUNCHER.replace("{options}", SHOWN_OPTIONS).split() in launches
 
 
 def test_the_guide_shows_the_launcher_of_the_original_program():
@@ -417,8 +419,8 @@ def test_the_guide_shows_the_launcher_of_the_original_program():
 def test_the_job_script_has_the_options_of_the_original_program():
     script = next(block for block in blocks(ROOT / "docs/guides/gpt.md") if "#PBS" in block)
     options = re.sub(r"#.*", "", script.split("OPTIONS=(")[1].split("\n)")[0])
-    assert options.split() == ANCESTORS_OPTIONS.split()
-    assert parse_args(options.split())
+    assert options.split() == SHOWN_OPTIONS.split()
+    assert parse_args(options.split()) == parse_args(ANCESTORS_OPTIONS.split())
 
 
 def test_every_section_of_the_original_guide_has_its_counterpart():

@@ -24,7 +24,7 @@ VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
 VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
 RUN=runs/gpt-neo-125m/learning_rate-$VALUE
 OPTIONS=(
-    --low_cpu_mem_usage
+    --from_scratch
     --dataset_name wikitext
     --dataset_config_name wikitext-2-raw-v1
     --model_name_or_path EleutherAI/gpt-neo-125m

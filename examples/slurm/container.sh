@@ -21,7 +21,7 @@
 # the container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE=__IMAGE__
 OPTIONS=(
-    --low_cpu_mem_usage
+    --from_scratch
     --dataset_name wikitext
     --dataset_config_name wikitext-2-raw-v1
     --model_name_or_path EleutherAI/gpt-neo-125m

@@ -22,7 +22,7 @@
 VENV=__VENV__
 OPTIONS=(
     --model_name_or_path gpt2
-    --low_cpu_mem_usage
+    --from_scratch
     --data_path data/openwebtext_text_document
     --block_size 1024
     --per_device_train_batch_size 15

@@ -26,7 +26,7 @@
 VENV=__VENV__
 RUN=runs/gpt-neo-125m
 OPTIONS=(
-    --low_cpu_mem_usage
+    --from_scratch
     --dataset_name wikitext
     --dataset_config_name wikitext-2-raw-v1
     --model_name_or_path EleutherAI/gpt-neo-125m

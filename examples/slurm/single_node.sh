@@ -19,7 +19,7 @@
 # the virtual environment in which the llm package is installed.
 VENV=__VENV__
 OPTIONS=(
-    --low_cpu_mem_usage
+    --from_scratch
     --dataset_name wikitext
     --dataset_config_name wikitext-2-raw-v1
     --model_name_or_path EleutherAI/gpt-neo-125m

@@ -214,9 +214,15 @@ def renamed(cls: type) -> dict[str, str]:
     return {old: new for old, new in named.items() if old is not None}
 
 
+def other_names(cls: type) -> dict[str, str]:
+    """Return the names of options by their aliases and former names."""
+    aliases = {alias: field.name for field in fields(cls) for alias in field.option.aliases}
+    return aliases | renamed(cls)
+
+
 def with_present_names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the present names of options; a value under a former name counts last."""
-    present = renamed(cls)
+    """Return values by the present names of options; a value under another name counts last."""
+    present = other_names(cls)
     former = {present[name]: value for name, value in values.items() if name in present}
     return former | {name: value for name, value in values.items() if name not in present}
 

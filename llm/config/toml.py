@@ -13,9 +13,9 @@ from llm.config.options import (
     fields,
     given,
     is_by_step,
+    other_names,
     refusal,
     removed,
-    renamed,
     with_present_names,
 )
 from llm.config.tokens import Tokens
@@ -46,13 +46,13 @@ def read_toml(cls: type, path: Path, *, recorded: bool = False) -> dict[str, Any
 
 def _options_of(cls: type, table: dict[str, Any], *, where: str, recorded: bool) -> dict[str, Any]:
     """Return the options that a table sets."""
-    by_name = {name: field for field in fields(cls) for name in field.names}
+    by_name = {field.name: field for field in fields(cls)}
     table = {key.replace("-", "_"): value for key, value in table.items()}
-    for old, new in renamed(cls).items():
-        if old in table and table.get(new, table[old]) != table[old]:
+    for other, name in other_names(cls).items():
+        if other in table and table.get(name, table[other]) != table[other]:
             raise ConfigError(
-                f"{where} sets '{new}' and its former name '{old}' to different values; remove "
-                f"'{old}'."
+                f"{where} sets '{name}' and its other name '{other}' to different values; remove "
+                f"'{other}'."
             )
     values: dict[str, Any] = {}
     for name, value in with_present_names(cls, table).items():

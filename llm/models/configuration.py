@@ -92,7 +92,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 def find_weights(options: ModelOptions) -> str | None:
     """Return the Hub name or folder to load pretrained weights from; None trains from scratch."""
     name = options.model_name_or_path
-    if name is None or options.low_cpu_mem_usage or shape_options(options):
+    if name is None or options.from_scratch or shape_options(options):
         return None
     if has_weights(name):
         return name

@@ -142,7 +142,7 @@ def check_mup(options: ModelOptions, config: PreTrainedConfig, *, weights_from: 
     if options.mup and weights_from is not None:
         raise ConfigError(
             f"--mup scales initial weights, and {weights_from} has trained ones; add "
-            "--low_cpu_mem_usage to start from initial ones, or leave --mup out."
+            "--from_scratch to start from initial ones, or leave --mup out."
         )
 
 

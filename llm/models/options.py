@@ -89,11 +89,13 @@ class ModelOptions:
         at_least=1,
         resume="fixed",
     )
-    low_cpu_mem_usage: bool = option(
+    from_scratch: bool = option(
         False,
-        "Take only configuration and tokenizer from model_name_or_path and initialise the weights "
-        "from scratch, directly on the device, without a copy in host memory.",
+        "Take only configuration and tokenizer from model_name_or_path, and train from random "
+        "weights, which are drawn on the device. The alias is llm-pytorch's name; it does not load "
+        "pretrained weights with less memory.",
         group=MODEL,
+        aliases=("low_cpu_mem_usage",),
         resume="fixed",
     )
     attention_implementation: str | None = option(

@@ -88,7 +88,18 @@ def test_a_former_and_a_present_name_together_are_refused(tmp_path: Path):
         read("--halt", "--no-stop")
     file = tmp_path / "run.toml"
     file.write_text("top = 3\nlimit = 4\n")
-    with pytest.raises(ConfigError, match=r"run.toml sets 'limit' and its former name 'top' to"):
+    with pytest.raises(ConfigError, match=r"run.toml sets 'limit' and its other name 'top' to"):
+        read_toml(Settings, file)
+
+
+def test_a_file_that_sets_an_option_and_its_alias_must_set_the_same_value(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text('title = "a"\n')
+    assert read_toml(Settings, file) == {"name": "a"}
+    file.write_text('name = "a"\ntitle = "a"\n')
+    assert read_toml(Settings, file) == {"name": "a"}
+    file.write_text('name = "a"\ntitle = "b"\n')
+    with pytest.raises(ConfigError, match=r"run.toml sets 'name' and its other name 'title' to"):
         read_toml(Settings, file)
 
 
@@ -116,8 +127,9 @@ def test_the_log_names_the_present_names_in_one_line(tmp_path: Path, caplog, mon
 
 
 def test_saved_values_are_read_by_their_present_names():
-    assert with_present_names(Settings, {"top": 3, "shape": "round"}) == {
+    assert with_present_names(Settings, {"top": 3, "title": "a", "shape": "round"}) == {
         "limit": 3,
+        "name": "a",
         "shape": "round",
     }
     assert with_present_names(Settings, {"top": 3, "limit": 4}) == {"limit": 4}

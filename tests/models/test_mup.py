@@ -189,7 +189,7 @@ def test_other_families_are_refused_by_name(family):
             None,
             "--mup_base_width 16 cannot be divided into heads of 5",
         ),
-        ({"mup_base_width": 16}, "gpt2", "gpt2 has trained ones; add --low_cpu_mem_usage"),
+        ({"mup_base_width": 16}, "gpt2", "gpt2 has trained ones; add --from_scratch"),
     ],
 )
 def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(

@@ -44,7 +44,7 @@ def complaints(config: GPTConfig) -> str:
 
 def test_the_guides_command_is_read_as_it_stands():
     config = parse_args(GUIDE.split())
-    assert config.low_cpu_mem_usage is True
+    assert config.from_scratch is True
     assert config.model_name_or_path == "EleutherAI/gpt-neo-125m"
     assert config.checkpointing_steps == 1000
     assert config.resume_from_checkpoint is True
@@ -89,7 +89,8 @@ ANCESTOR_DEFAULTS = {
 @pytest.mark.parametrize(("name", "default"), ANCESTOR_DEFAULTS.items())
 def test_every_flag_of_the_original_program_keeps_its_name_and_default(name, default):
     on_cpu = resume.choose_by_device(GPTConfig(), None, torch.device("cpu"))
-    assert on_cpu.get(name, getattr(GPTConfig(), name)) == default
+    by_name = {name: field.name for field in fields(GPTConfig) for name in field.names}
+    assert on_cpu.get(name, getattr(GPTConfig(), by_name[name])) == default
 
 
 def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
@@ -131,6 +132,9 @@ def test_flags_with_two_names_mean_the_same():
     assert parse_args([*ENOUGH, "--no_append_eos"]).append_eos is False
     assert parse_args([*ENOUGH, "--append_eod"]).append_eos is True
     assert parse_args([*ENOUGH, "--json_key", "body"]).text_column == "body"
+    assert parse_args([*ENOUGH, "--low_cpu_mem_usage"]).from_scratch is True
+    assert parse_args([*ENOUGH, "--from_scratch"]).from_scratch is True
+    assert parse_args([*ENOUGH, "--from_scratch", "--no_low_cpu_mem_usage"]).from_scratch is False
 
 
 TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
@@ -386,6 +390,7 @@ def test_all_options_renamed_since_the_first_edition_are_listed():
 def old_checkpoint(tmp_path, monkeypatch):
     """The checkpoint of a run of the first edition, the newest of its folder."""
     fixed = {"accum_steps": 4, "sync_every": 20, "learning_rate": 0.1, "seed": 1}
+    fixed |= {"low_cpu_mem_usage": True}
     found = Checkpoint(
         path=tmp_path,
         step=8,
@@ -404,6 +409,7 @@ def test_a_checkpoint_of_the_first_edition_checks_options_by_former_names(old_ch
         moment_update_steps=4,
         inner_steps=20,
         learning_rate=0.1,
+        from_scratch=True,
         resume_from_checkpoint=True,
     )
     run = RunFolder(old_checkpoint.path)
@@ -415,6 +421,12 @@ def test_a_checkpoint_of_the_first_edition_checks_options_by_former_names(old_ch
     with pytest.raises(CheckpointError) as caught:
         resume.find_resume(other, run)
     assert "moment_update_steps was 4 and is 2; inner_steps was 20 and is 30" in str(caught.value)
+    pretrained = dataclasses.replace(config, from_scratch=False)
+    with pytest.raises(CheckpointError, match="from_scratch was True and is False"):
+        resume.find_resume(pretrained, run)
+    allowed = dataclasses.replace(pretrained, change_on_resume=("low_cpu_mem_usage",))
+    assert resume.find_resume(allowed, run) is old_checkpoint
+    assert "change_on_resume" not in complaints(allowed)
     for names in (("accum_steps", "sync_every"), ("moment_update_steps", "inner_steps")):
         allowed = dataclasses.replace(other, change_on_resume=names)
         assert resume.find_resume(allowed, run) is old_checkpoint

@@ -15,7 +15,7 @@ OPTIONS = {
     "checkpointing_steps": 2,
     "weight_decay": 0.1,
     "pad_vocab_to_multiple_of": 64,
-    "low_cpu_mem_usage": True,
+    "from_scratch": True,
     "sample_prompt": "The king",
 }
 RESUMED = ("mixtral", "mamba")

@@ -91,7 +91,7 @@ def test_trained_weights_are_no_start(bench, alone):
         model_name_or_path=alone.folder,
         mup=True,
         mup_base_width=16,
-        words=["--mup scales initial weights", "--low_cpu_mem_usage"],
+        words=["--mup scales initial weights", "--from_scratch"],
     )
 
 

@@ -148,13 +148,27 @@ def test_without_validation_nothing_is_evaluated(bench):
     assert "eval_loss" not in run.read_json("all_results.json")
 
 
-def test_training_continues_pretrained_weights_unless_low_cpu_mem_usage(bench):
+def test_training_continues_pretrained_weights_unless_from_scratch(bench):
     first = bench.train_well("pretrained", learning_rate=0.01)
     options = {"model_name_or_path": first.folder, "max_train_steps": 1}
     onward = bench.train_well("onward", **options)
-    afresh = bench.train_well("afresh", low_cpu_mem_usage=True, **options)
+    afresh = bench.train_well("afresh", from_scratch=True, **options)
     assert onward.losses[0] < first.losses[0] - 1
     assert afresh.losses[0] == pytest.approx(first.losses[0], abs=0.2)
+    for run, initial in ((onward, f"from {first.folder}"), (afresh, "random, seed 1")):
+        assert f"weights: {initial}\n" in run.output
+        assert f"| initial weights | {initial} |" in (run.folder / "README.md").read_text()
+
+
+def test_a_resumed_run_knows_its_initial_weights(bench):
+    saving = {"checkpointing_steps": 2, "resume_from_checkpoint": True}
+    first = bench.train_well("weights", max_train_steps=2)
+    options = {"model_name_or_path": first.folder, **saving}
+    bench.train_well("resumed", max_train_steps=2, **options)
+    resumed = bench.train_well("resumed", max_train_steps=4, **options)
+    assert f"weights: from {resumed.folder}/checkpoints/step_00000002\n" in resumed.output
+    card = (resumed.folder / "README.md").read_text()
+    assert f"| initial weights | from {first.folder} |" in card
     assert "holds no weights: the model is trained from scratch" in first.output
 
 

@@ -83,7 +83,9 @@ def test_init_from_loads_the_weights_and_nothing_else(bench, origin, how):
     counts = {v.item() for k, v in part(ours, "optimizer").items() if k.endswith("/step")}
     assert counts == {1.0}
     assert [(record["step"], record["samples"]) for record in run.metrics] == [(1, 4)]
-    assert f"Weights of {bench.folder}/origin/checkpoints/" in run.output
+    initial = f"from {bench.folder}/origin/checkpoints/{source.name}"
+    assert f"weights: {initial}" in run.output
+    assert f"| initial weights | {initial} |" in (run.folder / "README.md").read_text()
 
 
 def test_init_from_is_ignored_when_the_run_resumes(bench, origin):

@@ -154,6 +154,7 @@ def _read(
     if start is None and config.init_from is not None:
         init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
     weights_from = None if start or init_from else find_weights(config)
+    seed = choose_seed(config, start)
     check_mup(config, model_config, weights_from=weights_from)
     check_same_attention(config, init_from)
     return RunSetup(
@@ -161,11 +162,12 @@ def _read(
         resume_from=resume_from,
         branch_from=branch_from,
         init_from=init_from,
-        seed=choose_seed(config, start),
+        seed=seed,
         by_device=by_device,
         tokenizer=tokenizer,
         model_config=model_config,
         weights_from=weights_from,
+        initial_weights=_initial_weights(start, init_from, weights_from, seed=seed),
         block_size=block_size,
         corpus=open_corpus(
             config,
@@ -180,6 +182,18 @@ def _read(
         layout=layout,
         replicas=replicas,
     )
+
+
+def _initial_weights(
+    start: Checkpoint | None, init_from: Checkpoint | None, weights_from: str | None, *, seed: int
+) -> str:
+    """Return where the weights of step 0 are from, for the log and the model card."""
+    if start is not None:
+        return str(start.metadata.get("initial_weights", "not recorded"))
+    if init_from is not None:
+        path = init_from.path
+        return f"from {path.parent / path.readlink() if path.is_symlink() else path}"
+    return f"random, seed {seed}" if weights_from is None else f"from {weights_from}"
 
 
 def _load_tasks(

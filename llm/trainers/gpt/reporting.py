@@ -48,6 +48,8 @@ def log_start(
         f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
         f"{counts['frozen']:,} frozen)"
     )
+    start = setup.start
+    logger.info(f"weights: {f'from {start.path}' if start else setup.initial_weights}")
     _log_data("training", setup.corpus.train, setup)
     _log_data("validation", setup.corpus.validation, setup)
     total_steps, order = None, {}
@@ -69,7 +71,7 @@ def log_start(
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
-            step=setup.start.step if setup.start else 0,
+            step=start.step if start else 0,
             total_steps=total_steps,
             architecture=setup.model_config.model_type,
             parameters=counts["total"],

@@ -87,7 +87,7 @@ def _card(
         "name": setup.run.path.name,
         "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
-        "weights started from": setup.weights_from or "scratch",
+        "initial weights": setup.initial_weights,
         **({"weights": "their exponential moving average"} if config.export_ema else {}),
         "data": data,
         "block size": setup.block_size,

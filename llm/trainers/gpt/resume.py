@@ -259,7 +259,7 @@ def saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
 
 def named_changes(config: GPTConfig) -> list[str]:
     """Return the options of `change_on_resume` by their present names."""
-    present = options.renamed(GPTConfig)
+    present = options.other_names(GPTConfig)
     return [present.get(name, name) for name in config.change_on_resume]
 
 

@@ -36,6 +36,8 @@ class RunSetup:
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
+        initial_weights: Where the weights of step 0 are from, also in a resumed run or a branch:
+            such as `from gpt2`, or `random, seed 1`.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
         ends: How to keep the documents of a sample apart; None lets attention cross them.
@@ -54,6 +56,7 @@ class RunSetup:
     tokenizer: PreTrainedTokenizerBase
     model_config: PreTrainedConfig
     weights_from: str | None
+    initial_weights: str
     block_size: int
     corpus: Corpus
     ends: DocumentEnds | None
@@ -110,6 +113,7 @@ def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
         "logged": logged_options(config),
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
         "data": setup.data_digest,
+        "initial_weights": setup.initial_weights,
         "skip_samples": str(setup.skipped),
         "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
         **setup.replicas.metadata(),

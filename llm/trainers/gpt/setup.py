@@ -189,7 +189,6 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
     """
     if checkpoint is not None:
         load_state(checkpoint, {"strategy": _Weights(strategy)})
-        logger.info(f"Weights of {checkpoint.path}.")
 
 
 class _Weights:

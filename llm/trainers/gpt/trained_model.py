@@ -172,7 +172,7 @@ def build_untrained(
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
     )
-    if name is not None and not config.low_cpu_mem_usage and has_weights(name):
+    if name is not None and not config.from_scratch and has_weights(name):
         with contextlib.suppress(OSError):
             # The generation settings belong to the pretrained weights that the run started from.
             model.generation_config = GenerationConfig.from_pretrained(name)
