@@ -17,6 +17,7 @@ from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
 from llm.data.prepare import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
+from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions
 from llm.parallel.topology import TopologyOptions
@@ -34,6 +35,7 @@ PAGES = {
         GenerateOptions,
         PreflightOptions,
         JobOptions,
+        FetchOptions,
         TopologyOptions,
     ),
 }

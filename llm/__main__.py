@@ -29,6 +29,7 @@ PROGRAMS = {
     "tokenizer": Program("llm.data.train_tokenizer:main", "train a tokenizer on text"),
     "prepare": Program("llm.data.prepare:main", "turn text into token files"),
     "inspect": Program("llm.data.inspect:main", "show and verify token files, or a step's text"),
+    "fetch": Program("llm.fetch:main", "bring a run's inputs from the Hub into a folder"),
     "plan": Program("llm.plan.__main__:main", "predict memory, traffic and time of a run"),
     "jobs": Program("llm.jobs.__main__:main", "write job scripts for Slurm and PBS"),
     "preflight": Program("llm.preflight:run", "check every rank before a job begins"),

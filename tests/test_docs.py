@@ -24,6 +24,7 @@ from llm.data.prepare import PrepareConfig
 from llm.data.prepare import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
+from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
 from llm.jobs.options import JobOptions
@@ -105,10 +106,12 @@ PROGRAMS = (
     GenerateOptions,
     PreflightOptions,
     JobOptions,
+    FetchOptions,
     TopologyOptions,
 )
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointsOptions, "run"),
+    "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
     "parallel.topology": (TopologyOptions, None),
     "plan": (PlanOptions, None),
@@ -267,6 +270,10 @@ def test_every_other_command_that_a_page_shows_parses(page):
             options, positional = OTHER_PROGRAMS[program]
             if program == "plan" and not words[0].startswith("-"):
                 del words[:1]  # the file, whose content the page shows
+            if program == "fetch" and "--config" in words:
+                del words[
+                    words.index("--config") : words.index("--config") + 2
+                ]  # a file of the trainer's options
             if program == "checkpoints" and words[:1] == ["average"]:
                 del words[:1]
             if positional and words and not words[0].startswith("-"):

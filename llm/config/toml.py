@@ -92,18 +92,22 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
     raise ConfigError(f"{where} {refusal(field, value)}")
 
 
-def to_toml(config: Any) -> str:
+def to_toml(config: Any, *, defaults: bool = True) -> str:
     """Return every option that has a value as TOML, group by group, except one-shot options.
 
     `read_toml` reads the same options back. Renamed options are written under both names, since
     other programs read the files of runs too.
+
+    Args:
+        config: The options.
+        defaults: Whether to write options that have their default too.
     """
     lines: list[str] = []
     former: list[str] = []
     group = ""
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        if field.option.one_shot:
+        if field.option.one_shot or (not defaults and value == field.default):
             continue
         if field.option.renamed_from is not None and value is not None:
             former.append(f"{field.option.renamed_from} = {_toml(value)}")

@@ -15,7 +15,10 @@ FLOORS = [
     {"data", "models", "optim", "checkpoint", "metrics"},
     {"parallel"},
     {"trainers"},
-    {"plan", "report", "jobs", "checkpoints", "generate", "preflight", "quickstart", "__main__"},
+    {
+        *("plan", "report", "jobs", "checkpoints", "fetch", "generate", "preflight"),
+        *("quickstart", "__main__"),
+    },
 ]
 # Programs that lie in the folder of their subject stand on the top floor like the others.
 PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}

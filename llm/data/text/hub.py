@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,50 @@ def dataset_sources(
         raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
     loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code, streaming)
     return {split: _DatasetSplit(loader, split, text_column) for split in splits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFiles:
+    """The files of one configuration of a data set on the Hub.
+
+    Attributes:
+        name: Of the repository, which an old name without an owner leads to.
+        revision: The commit.
+        files: Paths in the repository.
+    """
+
+    name: str
+    revision: str
+    files: list[str]
+
+
+def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFiles:
+    """Return the files that the Hub has of a data set, without downloading them.
+
+    Args:
+        dataset_name: A Hub name.
+        dataset_config_name: The configuration; None if the data set has one only.
+
+    Raises:
+        DataError: The data set or the configuration does not exist or is out of reach, or files
+            are not in the data set's repository.
+    """
+    import datasets
+
+    loader = _DatasetLoader(dataset_name, dataset_config_name, False, False)
+    with loader.errors_explained():
+        builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
+        urls = [url for split in (builder.config.data_files or {}).values() for url in split]
+    parts = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
+    outside = next((url for url, part in zip(urls, parts, strict=True) if part is None), None)
+    if not urls or outside:
+        raise DataError(
+            f"The data set {dataset_name} is not made of files in its repository"
+            f"{f' ({outside})' if outside else ''}: load it with the datasets library, save it "
+            "with save_to_disk, and name that folder with --dataset_name."
+        )
+    found = [part.groups() for part in parts if part is not None]
+    return HubFiles(name=found[0][0], revision=found[0][1], files=[path for *_, path in found])
 
 
 class _DatasetLoader:

@@ -1,0 +1,340 @@
+"""Brings what a run names on the Hub into a folder: `python -m llm.fetch FOLDER --config run.toml`.
+
+Run it where the Hub can be reached, such as on a login node. It writes `FOLDER/run.toml`, with
+which the run reads local files only. Started again, it downloads what is missing or has changed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from llm.config.command_line import parse
+from llm.config.options import given, option
+from llm.config.program import program
+from llm.config.toml import read_toml, to_toml
+from llm.errors import ConfigError, LLMError, first_line
+from llm.runtime.files import write_whole
+from llm.runtime.logging import quiet_libraries, set_up_logging
+from llm.trainers.gpt.config import GPTConfig
+
+GROUP = "Fetch"
+
+# Files at the top of a model's repository. Weights are read as safetensors where there are some.
+_SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+logger = logging.getLogger("llm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """The folder, and the trainer's options that can name something on the Hub."""
+
+    folder: str | None = option(
+        None, "Folder to write to; the option's name can be left out.", group=GROUP, path=True
+    )
+    model_name_or_path: str | None = option(
+        None, "Model: its configuration, tokenizer and weights.", group=GROUP, path=True,
+        aliases=("model",),
+    )  # fmt: skip
+    config_name: str | None = option(
+        None, "Model configuration, if it is not the model's.", group=GROUP, path=True
+    )
+    tokenizer_name: str | None = option(
+        None, "Tokenizer, if it is not the model's.", group=GROUP, path=True,
+        aliases=("tokenizer",),
+    )  # fmt: skip
+    low_cpu_mem_usage: bool = option(False, "Leave out the model's weights.", group=GROUP)
+    dataset_name: str | None = option(
+        None, "Data set.", group=GROUP, path=True, aliases=("dataset",)
+    )
+    dataset_config_name: str | None = option(
+        None, "Configuration (subset) of the data set; only its files are downloaded.",
+        group=GROUP, requires=("dataset_name",),
+    )  # fmt: skip
+    eval_metrics: tuple[str, ...] = option(
+        (), "Metrics of the evaluate library.", group=GROUP, aliases=("metrics",)
+    )
+    eval_tasks: tuple[str, ...] = option(
+        (), "Tasks: YAML files of lm-eval, or names of tasks that come with it.", group=GROUP,
+        path=True, aliases=("tasks",),
+    )  # fmt: skip
+    trust_remote_code: bool = option(
+        False, "Run the Python code that comes with a model or a data set.", group=GROUP
+    )
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    # The TOML file has the trainer's options, more than this program has.
+    toml = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    toml.add_argument("--config", nargs="?", const="")
+    known, words = toml.parse_known_args(argv)
+    options = parse(
+        FetchOptions,
+        words,
+        prog="python -m llm.fetch",
+        description="Bring what a run names on the Hub into a folder; --config names its TOML "
+        "file, and options of this program override the file's.",
+        positional="folder",
+    )
+    if known.config == "":
+        raise ConfigError("--config needs the path of a TOML file.")
+    if options.folder is None:
+        raise ConfigError("No folder is named: write llm-trainers fetch FOLDER --config run.toml.")
+    named = given(options)
+    folder = Path(named.pop("folder")).absolute()
+    if known.config is not None:
+        named = read_toml(GPTConfig, Path(known.config)) | named
+    set_up_logging(rank=0)
+    quiet_libraries()
+    config = GPTConfig(**named)
+    local = fetch(config, folder)
+    write_whole(folder / "run.toml", to_toml(local, defaults=False))
+    check(local)
+    logger.info(f"train without a network: --config {folder / 'run.toml'}")
+    return 0
+
+
+def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
+    """Download what the options name on the Hub.
+
+    Args:
+        config: The trainer's options.
+        folder: An absolute path. Repositories go into `models/`, `datasets/` and `metrics/` by
+            name, and a file for each task with data on the Hub into `tasks/`.
+
+    Returns:
+        The options with local paths in place of the names.
+
+    Raises:
+        ConfigError: Nothing on the Hub is named; or a repository is gated, missing or out of
+            reach, or has no file that can be used.
+    """
+    changes: dict[str, Any] = {}
+    weights_from = None if config.low_cpu_mem_usage else config.model_name_or_path
+    for name_of in ("model_name_or_path", "config_name", "tokenizer_name"):
+        name = getattr(config, name_of)
+        if _is_on_hub(name):
+            target = folder / "models" / name
+            with _explained(name_of, name):
+                _fetch_model(name, target, with_weights=name == weights_from)
+            changes[name_of] = str(target)
+    if _is_on_hub(config.dataset_name):
+        changes["dataset_name"] = _fetch_dataset(
+            "dataset_name", config.dataset_name, config.dataset_config_name, folder
+        )
+    metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
+    if metrics != config.eval_metrics:
+        changes["eval_metrics"] = metrics
+    tasks = tuple(_fetch_task(name, folder) for name in config.eval_tasks)
+    if tasks != config.eval_tasks:
+        changes["eval_tasks"] = tasks
+    if not changes:
+        raise ConfigError(
+            "There is nothing to fetch: the options name nothing on the Hub. Give "
+            "--model_name_or_path, --dataset_name, --eval_metrics, --eval_tasks, or --config."
+        )
+    return dataclasses.replace(config, **changes)
+
+
+def check(config: GPTConfig) -> None:
+    """Load what was fetched, apart from weights and text, so that gaps show before the run.
+
+    Raises:
+        ConfigError: A part is missing, or a metric needs a Python package.
+    """
+    from llm.models.configuration import load_config
+    from llm.tokenizers.load_tokenizer import load_tokenizer
+    from llm.trainers.gpt.evaluation import load_metrics
+
+    if config.config_name or config.model_name_or_path:
+        load_config(config)
+    if config.tokenizer_name or config.model_name_or_path:
+        load_tokenizer(
+            config,
+            model_name_or_path=config.model_name_or_path,
+            trust_remote_code=config.trust_remote_code,
+        )
+    load_metrics(config.eval_metrics)
+
+
+def _is_on_hub(name: str | None) -> TypeGuard[str]:
+    return name is not None and not Path(name).exists()
+
+
+@contextlib.contextmanager
+def _explained(option_name: str, name: str) -> Iterator[None]:
+    """Turn the errors of the Hub's client into one sentence each."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        yield
+    except LLMError:
+        raise
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is gated: accept its terms on its page, log in with "
+            "`hf auth login`, and start this again."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is not on the Hub, and is not a local path: check the name; a "
+            "private repository needs `hf auth login`."
+        ) from error
+    except Exception as error:  # of the network, the Hub or the disk: the client has many
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(
+            f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
+            "and the disk, and start this again: it continues with what is missing."
+        ) from error
+
+
+def _download(
+    name: str, target: Path, *, files: Sequence[str], kind: str, revision: str | None = None
+) -> None:
+    """Download files of a repository; those that are there already are only compared."""
+    import huggingface_hub
+
+    huggingface_hub.snapshot_download(
+        name, repo_type=kind, revision=revision, local_dir=target, allow_patterns=list(files)
+    )
+    size = sum(path.stat().st_size for path in map(target.joinpath, files) if path.is_file())
+    logger.info(f"{name}: {len(files)} files, {size / 1e6:,.1f} MB in {target}")
+
+
+def _fetch_model(name: str, target: Path, *, with_weights: bool) -> None:
+    """Download configuration and tokenizer, and weights on request."""
+    import huggingface_hub
+
+    every = [f for f in huggingface_hub.HfApi().list_repo_files(name) if "/" not in f]
+    weights = _matching(every, _WEIGHTS) or _matching(every, _OLD_WEIGHTS)
+    settings = {f for f in every if f.endswith(_SETTINGS)}
+    settings -= {*_matching(every, _WEIGHTS), *_matching(every, _OLD_WEIGHTS)}
+    files = sorted(settings | set(weights if with_weights else []))
+    if not files:
+        raise ConfigError(f"{name} has no files of a model or a tokenizer at its top.")
+    _download(name, target, files=files, kind="model")
+
+
+def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [file for file in files if any(Path(file).match(pattern) for pattern in patterns)]
+
+
+def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder: Path) -> str:
+    """Download the files of one configuration of a data set; return their folder."""
+    from llm.data.text.hub import find_hub_files
+
+    repository = find_hub_files(name, config_name)
+    target = folder / "datasets" / name
+    with _explained(option_name, name):
+        # The card has the configurations. It is left out where the data set has none.
+        _download(
+            repository.name,
+            target,
+            files=["README.md", *repository.files],
+            kind="dataset",
+            revision=repository.revision,
+        )
+    return str(target)
+
+
+def _fetch_metric(name: str, folder: Path) -> str:
+    """Download the code of a metric; return its folder, or the name of one that is at hand."""
+    import evaluate
+    import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if name == "accuracy" or not _is_on_hub(name):
+        return name
+    repository = name if "/" in name else f"evaluate-metric/{name}"
+    target = folder / "metrics" / name
+    with _explained("eval_metrics", name):
+        hub, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
+        try:
+            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
+        except RevisionNotFoundError:  # a metric that is not released with the library
+            revision = "main"
+            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
+        code = [file for file in files if file.endswith(".py")]
+        _download(repository, target, files=code, kind="space", revision=revision)
+    return str(target)
+
+
+def _fetch_task(name: str, folder: Path) -> str:
+    """Download the data of a task; return a YAML file that reads local data."""
+    path = _find_task(name)
+    settings = _task_settings(path)
+    if "group" in settings or "class" in settings or not isinstance(settings.get("task"), str):
+        raise ConfigError(f"--eval_tasks {name} is not a single task; name its tasks by YAML file.")
+    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    if "://" in str(files):
+        raise ConfigError(
+            f"--eval_tasks {name} reads {files}: download the file and name its path in a YAML "
+            "file of yours."
+        )
+    dataset = settings.get("dataset_path")
+    if files is not None or not _is_on_hub(dataset):
+        return str(path)
+    local = {
+        "include": str(path),
+        "dataset_path": _fetch_dataset("eval_tasks", dataset, settings.get("dataset_name"), folder),
+    }
+    written = folder / "tasks" / f"{settings['task']}.yaml"
+    written.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(written, json.dumps(local, indent=2) + "\n")  # which is YAML too
+    return str(written)
+
+
+def _find_task(name: str) -> Path:
+    """Return the absolute path of a YAML file, or of a task that comes with lm-eval."""
+    if Path(name).is_file():
+        return Path(name).absolute()
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"--eval_tasks {name} is not a file; the tasks of lm-eval need pip install "
+            "'llm-trainers[tasks]'."
+        ) from error
+    entry = TaskManager().task_index.get(name)
+    if entry is None:
+        raise ConfigError(
+            f"--eval_tasks {name} is neither a YAML file nor a task that comes with lm-eval; "
+            "`lm_eval ls tasks` lists those."
+        )
+    if entry.yaml_path is None:
+        raise ConfigError(f"--eval_tasks {name} is a group of tasks; name its tasks one by one.")
+    return Path(entry.yaml_path)
+
+
+def _task_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a task's file over the settings of the files that it includes."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Leaves out the functions that a task names, instead of importing them."""
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    try:
+        settings: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--eval_tasks {path} is not the YAML file of a task.")
+        included = settings.pop("include", [])
+        for name in [included] if isinstance(included, str) else included:
+            settings = _task_settings(path.parent / name) | settings
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--eval_tasks {path} cannot be read: {first_line(error)}.") from error
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())
