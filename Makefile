@@ -23,7 +23,7 @@ help:
 	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec"
 	@echo "make test-gpu         run the tests that compare a CUDA GPU with a CPU"
 	@echo "make test-peers       run the tests against Megatron-LM's own reader and writer"
-	@echo "make check            lint, format check, types, spelling"
+	@echo "make check            lint, format check, types, spelling, container"
 	@echo "make format           format and sort imports"
 	@echo "make docs             build the documentation into site/"
 	@echo "make dist             build a wheel and an sdist into dist/, and check them"
@@ -71,6 +71,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/hadolint Containerfile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

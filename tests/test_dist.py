@@ -1,4 +1,4 @@
-"""What `make dist` changes for a package index, and data of the release that stand twice."""
+"""What `make dist` changes for a package index, and files of the release that must agree."""
 
 import re
 import runpy
@@ -71,3 +71,16 @@ def test_a_release_requires_the_same_packages_except_those_with_a_url():
 def test_the_citation_has_the_version_of_the_package():
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {__version__}\n" in citation
+
+
+def test_both_container_recipes_install_the_same_on_the_same_image():
+    container = (ROOT / "Containerfile").read_text("utf-8")
+    apptainer = (ROOT / "apptainer.def").read_text("utf-8")
+
+    copied = re.findall(r"^COPY (.*) /opt/llm-trainers/\S*$", container, re.MULTILINE)
+    listed = re.findall(r"^    (\S+) /opt/llm-trainers/\1$", apptainer, re.MULTILINE)
+    assert " ".join(copied).split() == listed
+    assert all((ROOT / name).exists() for name in listed)
+    shared = r"BASE=(\S+:\S+-runtime)|(python -c [^\\\n]*torch\.txt)|(-c /opt/\S+torch\.txt \S+)"
+    assert re.findall(shared, container) == re.findall(shared, apptainer)
+    assert len(re.findall(shared, container)) == 3

@@ -60,6 +60,8 @@ FOREIGN = {
         "make_corpus", "corpus", "earlier", "nanogpt", "llm_pytorch", "hf_trainer", "only",
     },
     "pip and venv": {"system-site-packages"},
+    "podman, docker and podman-hpc": {"build-arg", "device", "gpu", "ipc", "nccl", "rm"},
+    "apptainer": {"bind", "build-arg", "fakeroot", "nv"},
     "nanoGPT": {"key", "start"},
     "tensorboard": {"logdir", "port", "bind_all"},
     "wikiextractor": {"json", "discard_empty", "processes"},
@@ -70,7 +72,7 @@ FOREIGN = {
         "kill-on-bad-exit",
         "no-kill",
         "dependency", "signal", "time", "exclude", "mem", "ntasks", "gpus-per-task",
-        "gpus-per-node", "cpus-per-task",
+        "gpus-per-node", "cpus-per-task", "account", "partition", "constraint", "qos", "nodes",
     },
     "Megatron-LM": {
         "json-keys", "append-eod", "split-sentences", "keep-newlines", "keep-sequential-samples",
