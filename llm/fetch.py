@@ -51,7 +51,9 @@ class FetchOptions:
         None, "Tokenizer, if it is not the model's.", group=GROUP, path=True,
         aliases=("tokenizer",),
     )  # fmt: skip
-    low_cpu_mem_usage: bool = option(False, "Leave out the model's weights.", group=GROUP)
+    from_scratch: bool = option(
+        False, "Leave out the model's weights.", group=GROUP, aliases=("low_cpu_mem_usage",)
+    )
     dataset_name: str | None = option(
         None, "Data set.", group=GROUP, path=True, aliases=("dataset",)
     )
@@ -120,7 +122,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
             reach, or has no file that can be used.
     """
     changes: dict[str, Any] = {}
-    weights_from = None if config.low_cpu_mem_usage else config.model_name_or_path
+    weights_from = None if config.from_scratch else config.model_name_or_path
     for name_of in ("model_name_or_path", "config_name", "tokenizer_name"):
         name = getattr(config, name_of)
         if _is_on_hub(name):
