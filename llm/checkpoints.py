@@ -236,8 +236,8 @@ def _row(entry: Entry, marks: list[str]) -> str:
 def _size(folder: Path) -> int:
     total = 0
     with contextlib.suppress(FileNotFoundError):  # a running training may remove it
-        for path in folder.iterdir():
-            total += path.lstat().st_size
+        for path in folder.rglob("*"):
+            total += 0 if path.is_dir() else path.lstat().st_size
     return total
 
 
@@ -281,9 +281,12 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     chosen = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.checkpoint.mean import mean_state
+    from llm.trainers.gpt.model_copies import check_same_model
+
+    check_same_model(config, chosen)
 
     # Without weights of its own, which would double the memory.
-    model, tokenizer = build_untrained(config, device="meta")
+    model, tokenizer = build_untrained(config, chosen[-1], device="meta")
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
     state = mean_state(chosen, model)
     _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})

@@ -15,9 +15,10 @@ from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.checkpoints import main
 from llm.config.toml import to_toml
+from llm.models.configuration import load_config
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.trained_model import build_untrained
 from tests.support.checkpoints import Part, filled, save, saver_of
+from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, write_model_folder
 
@@ -269,7 +270,7 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     run = tmp_path / "run"
     folder = write_model_folder(tmp_path / "model", n_embd=640, n_layer=8, n_head=8)
     config = GPTConfig(model_name_or_path=str(folder), seed=1)
-    model, _ = build_untrained(config, device="cpu")
+    model = tiny_model(load_config(config))
     weights = {name: p.detach() for name, p in model.named_parameters()}
     saver = Saver(
         CheckpointOptions(async_checkpoint=False), run / "checkpoints",
@@ -341,12 +342,12 @@ def test_latest_exports_the_newest_valid_checkpoint_and_names_damaged_ones(
 def test_a_checkpoint_that_does_not_match_the_configuration_is_refused(damaged, tmp_path, capsys):
     config = damaged / "config.toml"
     text = config.read_text()
-    assert "# config_overrides is not set" in text
+    assert "pad_vocab_to_multiple_of = 64" in text
     config.write_text(
-        text.replace("# config_overrides is not set", 'config_overrides = "n_layer=1"')
+        text.replace("pad_vocab_to_multiple_of = 64", "pad_vocab_to_multiple_of = 100")
     )
     assert main([str(damaged), "--export", "2", str(tmp_path / "out")]) == 2
-    assert "does not fit this model or optimizer, which has no" in capsys.readouterr().err
+    assert "does not fit this model or optimizer: Size mismatch" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

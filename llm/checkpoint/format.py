@@ -3,7 +3,8 @@
 A checkpoint is a folder with a manifest, which lists the size and checksum of every file and ends
 with a checksum of its own. A folder without a valid manifest does not count. Tensors are
 safetensors, read through `torch.distributed.checkpoint`, so any layout of ranks can read them;
-everything else is JSON. Nothing is a pickle. torch is imported only where tensors are read.
+everything else is JSON. Nothing is a pickle. Two folders in it hold the model's configuration and
+the tokenizer, so nothing outside it is needed. torch is imported only where tensors are read.
 """
 
 import dataclasses
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
+MODEL_FOLDER = "model"
+"""In a checkpoint: the model's configuration and, if it brings some, its Python code."""
+
+TOKENIZER_FOLDER = "tokenizer"
+"""In a checkpoint: the tokenizer."""
+
 MODEL_TENSORS = "strategy/model/"
 """Prefix of the paths of the model's tensors."""
 
@@ -167,6 +174,11 @@ class Checkpoint:
     world_size: int
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether it has copies of the model's configuration and the tokenizer."""
+        return f"{MODEL_FOLDER}/config.json" in self.files
 
     def problem(self, *, read: Container[str] = ()) -> str | None:
         """Return why the checkpoint is not valid, or None.

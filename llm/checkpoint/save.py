@@ -58,6 +58,7 @@ class Saver:
         rank: Rank of this process.
         world_size: Number of ranks.
         owner_ranks: Which ranks hold a tensor; all of them unless given.
+        copies: Files to put into every checkpoint, by their path in it; rank 0 writes them.
 
     Attributes:
         held_up: Seconds for which the last save kept training waiting.
@@ -73,6 +74,7 @@ class Saver:
         rank: int,
         world_size: int,
         owner_ranks: OwnerRanks | None = None,
+        copies: Mapping[str, bytes] | None = None,
     ) -> None:
         self.held_up = 0.0
         self._options = options
@@ -82,6 +84,7 @@ class Saver:
         self._rank = rank
         self._world_size = world_size
         self._owner_ranks = owner_ranks or (lambda path: range(world_size))
+        self._copies = copies or {}
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -234,15 +237,21 @@ class Saver:
         ranks = self._all_gather(files)
         if self._rank != 0:
             return
-        (temporary / PLAIN).write_text(snapshot.plain, encoding="utf-8")
-        all_files = {name: entry for own in ranks for name, entry in own.items()}
+        plain = {PLAIN: snapshot.plain.encode(), **self._copies}
+        for name, content in plain.items():
+            path = temporary / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        own = {name: sync_file(temporary / name) for name in plain}
+        for folder in {(temporary / name).parent for name in self._copies}:
+            sync_folder(folder)
         checkpoint = Checkpoint(
             path=temporary,
             step=snapshot.step,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             world_size=self._world_size,
             metadata=snapshot.metadata,
-            files={**all_files, PLAIN: sync_file(temporary / PLAIN)},
+            files={name: entry for files in [*ranks, own] for name, entry in files.items()},
         )
         # Last: a folder with a manifest is complete.
         write_manifest(checkpoint)

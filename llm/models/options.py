@@ -238,6 +238,9 @@ def model_problems(options: ModelOptions) -> list[str]:
 SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")
 """Options that set the layers, width and heads of a model."""
 
+ARCHITECTURE = ("config_name", "model_name_or_path", "model_type", "config_overrides", *SHAPE)
+"""Options that describe the model's configuration."""
+
 
 def shape_options(options: ModelOptions) -> list[str]:
     """Return the given options that set the layers, width and heads of a model."""

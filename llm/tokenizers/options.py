@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from llm.config.options import option
 
 TOKENIZER = "Tokenizer"
+TOKENIZER_FILES = ("tokenizer_name", "vocab_file", "merges_file")
+"""Options that name the tokenizer, in place of `model_name_or_path`."""
 
 
 @dataclass(frozen=True, kw_only=True)

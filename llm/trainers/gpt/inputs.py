@@ -20,18 +20,18 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import document_ends
 from llm.errors import ConfigError, DataError
-from llm.models.configuration import find_weights, load_config, max_positions
+from llm.models.configuration import find_weights, max_positions
 from llm.models.mup import check_mup
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
-from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.branches import branch_of, find_parent
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.lengths import plan_training
+from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
 from llm.trainers.gpt.resume import (
     check_folder,
     check_same_attention,
@@ -140,19 +140,16 @@ def _read(
     by_device = choose_by_device(config, start, device)
     check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
-    model_config = load_config(config)
+    model_config = read_model_config(config, start)
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
-    tokenizer = load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        trust_remote_code=config.trust_remote_code,
-    )
+    tokenizer = read_tokenizer(config, start)
     tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None
     if start is None and config.init_from is not None:
         init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
+        log_other_model(config, init_from, model_config)
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)
     check_mup(config, model_config, weights_from=weights_from)

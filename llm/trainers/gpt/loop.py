@@ -1,7 +1,7 @@
 """The training loop. The page to read first."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from fractions import Fraction
 from typing import Literal
@@ -42,6 +42,7 @@ class Trainer:
         evaluate_tasks: Runs `eval_tasks` on all ranks; None without tasks.
         sample: Logs a sample of the model after a step, or without a step at the end; all ranks
             call it.
+        copies: Files of the model and the tokenizer for every checkpoint, on rank 0.
 
     Attributes:
         state: Counters of the run, which a checkpoint restores through `parts`.
@@ -63,6 +64,7 @@ class Trainer:
         evaluate: Callable[[], dict[str, float]] | None,
         evaluate_tasks: Callable[[], dict[str, dict[str, float]]] | None,
         sample: Callable[[int | None], None],
+        copies: Mapping[str, bytes],
     ) -> None:
         self.config, self.seed = config, setup.seed
         self.strategy = strategy
@@ -88,6 +90,7 @@ class Trainer:
             rank=strategy.rank,
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
+            copies=copies,
         )
         self.profiler = StepProfiler(
             profiled_steps(config),

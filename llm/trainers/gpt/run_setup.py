@@ -13,6 +13,7 @@ from llm.data.order import DocumentEnds
 from llm.data.skipped_samples import SkippedSamples
 from llm.optim.schedule import Schedule
 from llm.parallel.dims import ParallelDims
+from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.resume import fixed_options, logged_options
@@ -113,6 +114,7 @@ def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
         "logged": logged_options(config),
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
         "data": setup.data_digest,
+        "tokenizer": fingerprint(setup.tokenizer),
         "initial_weights": setup.initial_weights,
         "skip_samples": str(setup.skipped),
         "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),

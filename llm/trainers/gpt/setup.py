@@ -39,6 +39,7 @@ from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
+from llm.trainers.gpt.trained_model import generation_settings
 
 logger = logging.getLogger("llm")
 
@@ -67,6 +68,9 @@ def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedMo
     on_meta = model.device.type == "meta"
     if source is not None and on_meta and find_weight_files(model, source) is None:
         model = build(device=device)  # each rank reads all of it
+    settings = generation_settings(setup.start)
+    if settings is not None:
+        model.generation_config = settings
     with dummy_weights(model, device):
         _check_use(config, setup, model)
     return model

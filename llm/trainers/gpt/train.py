@@ -21,6 +21,7 @@ from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.loop import Trainer
+from llm.trainers.gpt.model_copies import copy_model
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
 from llm.trainers.gpt.results import open_repository, push, write_results
@@ -89,6 +90,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
                 config, setup, strategy, model, on_batch=health.keep_alive
             ),
             sample=partial(log_sample, config, setup, strategy, model),
+            copies=copy_model(setup, model) if world.is_main else {},
         )
         # From here on a signal saves and stops; before, it ended the process at once.
         trainer.interruption.watch()

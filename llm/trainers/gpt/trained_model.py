@@ -7,17 +7,25 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llm.checkpoint.format import Checkpoint, checkpoint_folders, step_of
+from llm.checkpoint.format import (
+    MODEL_FOLDER,
+    TOKENIZER_FOLDER,
+    Checkpoint,
+    checkpoint_folders,
+    step_of,
+)
 from llm.checkpoint.load import load_average, load_model, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
 from llm.config.options import fields, given
 from llm.config.toml import read_toml
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
+from llm.models.options import ARCHITECTURE
+from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import GPTConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def read_config(run: Path) -> GPTConfig:
@@ -69,6 +77,34 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             f"{recorded_length} in place of it."
         )
     return {name: value for name, value in taken.items() if name not in own}
+
+
+def with_copies(config: GPTConfig, checkpoint: Checkpoint) -> GPTConfig:
+    """Return options that name the checkpoint's copies of the model's configuration and tokenizer.
+
+    Checkpoints of earlier versions have none, and the options stay as they are.
+    """
+    if not checkpoint.holds_copies:
+        return config
+    copies: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
+        "config_name": str(checkpoint.path / MODEL_FOLDER),
+        "tokenizer_name": str(checkpoint.path / TOKENIZER_FOLDER),
+    }
+    return dataclasses.replace(config, **copies)
+
+
+def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
+    """Return the generation settings of the pretrained weights that a run started from.
+
+    Args:
+        checkpoint: One of the run's checkpoints.
+    """
+    from transformers import GenerationConfig
+
+    name = f"{MODEL_FOLDER}/generation_config.json"
+    if checkpoint is None or name not in checkpoint.files:
+        return None
+    return GenerationConfig.from_pretrained(checkpoint.path / MODEL_FOLDER)
 
 
 def follow_best(folder: Path) -> tuple[Path | None, str]:
@@ -134,15 +170,20 @@ def load_trained(
     Raises:
         LLMError: The model or the tokenizer cannot be loaded, or the checkpoint is of another one.
     """
-    model, tokenizer = build_untrained(config, device="cpu")
+    model, tokenizer = build_untrained(config, chosen, device="cpu")
     (load_average if ema else load_model)(chosen, model)
     return model, tokenizer
 
 
 def build_untrained(
-    config: GPTConfig, *, device: Literal["cpu", "meta"]
+    config: GPTConfig, chosen: Checkpoint, *, device: Literal["cpu", "meta"]
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Build the model of a run with its vocabulary padded, and load its tokenizer.
+
+    Args:
+        config: The run's configuration.
+        chosen: One of its checkpoints, which has copies of the model's configuration and tokenizer.
+        device: Where to build the model.
 
     Raises:
         LLMError: The model or the tokenizer cannot be loaded.
@@ -155,8 +196,20 @@ def build_untrained(
     from llm.tokenizers.load_tokenizer import load_tokenizer
 
     name = config.model_name_or_path
+    settings = generation_settings(chosen)
+    if not chosen.holds_copies:
+        sys.stderr.write(
+            f"{chosen.path} is of an earlier version and has no copy of the model's configuration "
+            "and the tokenizer: they are read from where the run found them.\n"
+        )
+        if name is not None and not config.from_scratch and has_weights(name):
+            with contextlib.suppress(OSError):
+                settings = GenerationConfig.from_pretrained(name)
+    config = with_copies(config, chosen)
     tokenizer = load_tokenizer(
-        config, model_name_or_path=name, trust_remote_code=config.trust_remote_code
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
     )
     model = build_model(
         dataclasses.replace(
@@ -172,8 +225,6 @@ def build_untrained(
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
     )
-    if name is not None and not config.from_scratch and has_weights(name):
-        with contextlib.suppress(OSError):
-            # The generation settings belong to the pretrained weights that the run started from.
-            model.generation_config = GenerationConfig.from_pretrained(name)
+    if settings is not None:
+        model.generation_config = settings
     return model, tokenizer

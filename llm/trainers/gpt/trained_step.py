@@ -24,7 +24,7 @@ from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
-from llm.trainers.gpt.trained_model import read_config
+from llm.trainers.gpt.trained_model import read_config, with_copies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +76,8 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     if "total_samples" in order:  # in place of a length by other options, or by a cooldown
         length = dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
         config = replace(config, **length)  # type: ignore[arg-type]
+    for newest in list_checkpoints(RunFolder(run).checkpoints)[-1:]:
+        config = with_copies(config, newest)
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,

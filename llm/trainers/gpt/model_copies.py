@@ -1,0 +1,202 @@
+"""The model's configuration and the tokenizer of a run, and their copies in each checkpoint.
+
+The options name both by a path, and the files there can change or disappear. A resume or a branch
+compares them with the copies in the checkpoint that it starts from.
+"""
+
+import copy
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+
+from llm.checkpoint.format import MODEL_FOLDER, TOKENIZER_FOLDER, Checkpoint
+from llm.checkpoint.run_folder import differences
+from llm.errors import CheckpointError
+from llm.models.configuration import load_config
+from llm.models.options import ARCHITECTURE
+from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+from llm.tokenizers.options import TOKENIZER_FILES
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.resume import named_changes
+from llm.trainers.gpt.trained_model import generation_settings, with_copies
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.run_setup import RunSetup
+
+_NOT_COMPARED = {
+    *("_name_or_path", "transformers_version", "architectures", "auto_map"),
+    *("dtype", "torch_dtype"),  # the model is always built in fp32
+}
+"""Fields of a configuration that do not change the model."""
+
+logger = logging.getLogger("llm")
+
+
+def copy_model(setup: "RunSetup", model: PreTrainedModel) -> dict[str, bytes]:
+    """Return the files that a checkpoint keeps of the model and the tokenizer, by their path in it.
+
+    Args:
+        setup: The run's model configuration, as its options describe it, and its tokenizer.
+        model: The model, which may bring its own Python code.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, MODEL_FOLDER)
+        folder.mkdir()
+        config = copy.deepcopy(setup.model_config)
+        config.name_or_path = ""
+        for custom in (config, model):
+            if custom.is_custom_code():
+                custom_object_save(custom, folder, config=config)
+        # With every field: a later version of the library may have other defaults.
+        config.to_json_file(folder / "config.json", use_diff=False)
+        # The generation settings belong to the pretrained weights that the run started from.
+        if setup.weights_from is not None or generation_settings(setup.start) is not None:
+            model.generation_config.save_pretrained(folder)
+        setup.tokenizer.save_pretrained(Path(name, TOKENIZER_FOLDER))
+        files = (path for path in sorted(Path(name).rglob("*")) if path.is_file())
+        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
+
+
+def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrainedConfig:
+    """Load the model's configuration, and compare it with the copy in a checkpoint.
+
+    Args:
+        config: The options, which name it.
+        start: The checkpoint from which the run continues. If the options name nothing that is on
+            this machine, its copy is returned.
+
+    Raises:
+        CheckpointError: The configuration has changed since the checkpoint was written.
+        ConfigError: It cannot be loaded.
+    """
+    if start is None or not start.holds_copies:
+        return load_config(config)
+    allowed = _allowed(config, ARCHITECTURE)
+    name = config.config_name or config.model_name_or_path
+    if name is not None and not Path(name).exists() and not allowed:
+        logger.info(f"{name} is not on this machine: the model is that of {start.path}.")
+        return load_config(with_copies(config, start))
+    current = load_config(config)
+    changed = _changes(config, start, current)
+    if changed and not allowed:
+        named = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
+        raise CheckpointError(
+            f"The model's configuration is not the one with which {start.path} was reached: "
+            f"{'; '.join(changed)}. Restore it, or allow the change with --change_on_resume "
+            f"{named}."
+        )
+    if changed:
+        logger.info(f"The model's configuration changes: {'; '.join(changed)}.")
+    return current
+
+
+def log_other_model(config: GPTConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
+    """Log the fields in which a new run's model differs from the one that its weights come from."""
+    changed = _changes(config, init_from, current) if init_from.holds_copies else []
+    if changed:
+        logger.info(
+            f"The weights of {init_from.path} were trained in another configuration: "
+            f"{'; '.join(changed)}."
+        )
+
+
+def check_same_model(config: GPTConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse to average checkpoints between which the model's configuration has changed.
+
+    Args:
+        config: The run's options.
+        checkpoints: Some of its checkpoints.
+
+    Raises:
+        CheckpointError: The configuration of one differs from the last one's.
+    """
+    last = checkpoints[-1]
+    options = with_copies(config, last)
+    current = load_config(options)
+    for other in checkpoints:
+        changed = _changes(options, other, current) if other.holds_copies else []
+        if changed:
+            raise CheckpointError(
+                f"The model of {last.path} is not that of {other.path}: {'; '.join(changed)}. "
+                "Average checkpoints of one model, with a smaller --last."
+            )
+
+
+def _changes(config: GPTConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
+    """Return a clause for each field in which the copy in a checkpoint differs."""
+    saved, now = _fields(load_config(with_copies(config, checkpoint))), _fields(current)
+    changed = differences({**dict.fromkeys(now), **saved}, {**dict.fromkeys(saved), **now})
+    # The Python code that the model brings, if it comes from a folder.
+    folder = config.config_name or config.model_name_or_path
+    for path in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
+        other = Path(folder or "", path.name)
+        if folder and other.is_file() and other.read_bytes() != path.read_bytes():
+            changed.append(f"{path.name} has another content")
+    return changed
+
+
+def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, and compare it with the copy in a checkpoint.
+
+    Args:
+        config: The options, which name it.
+        start: The checkpoint from which the run continues. If the options name nothing that is on
+            this machine, its copy is returned.
+
+    Raises:
+        CheckpointError: It gives other ids than when the checkpoint was written.
+        ConfigError: It cannot be loaded.
+    """
+    if start is None or not start.holds_copies:
+        return _load_tokenizer(config)
+    names = (*TOKENIZER_FILES, "model_name_or_path")
+    option = next(option for option in names if getattr(config, option) is not None)
+    files = [getattr(config, option)]
+    if option == "vocab_file":
+        files.append(config.merges_file)
+    allowed = _allowed(config, names)
+    if not all(Path(file).exists() for file in files) and not allowed:
+        logger.info(f"{files[0]} is not on this machine: the tokenizer is that of {start.path}.")
+        return _load_tokenizer(with_copies(config, start))
+    tokenizer = _load_tokenizer(config)
+    ids = fingerprint(tokenizer)
+    if allowed or ids == start.metadata["tokenizer"]:
+        return tokenizer
+    # Another version of the library may compute another fingerprint of the same tokenizer.
+    if ids != fingerprint(_load_tokenizer(with_copies(config, start))):
+        raise CheckpointError(
+            f"The tokenizer {files[0]} gives other ids than the one with which {start.path} was "
+            f"reached. Restore it, or allow the change with --change_on_resume {option}."
+        )
+    return tokenizer
+
+
+def _load_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
+    return load_tokenizer(
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _allowed(config: GPTConfig, names: tuple[str, ...]) -> bool:
+    """Return whether `change_on_resume` names one of these options."""
+    return not set(names).isdisjoint(named_changes(config))
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields that change a model, by name; those of an inner configuration by `a.b`."""
+    content = json.loads(config.to_json_string(use_diff=False))
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if name not in _NOT_COMPARED:
+            inner = value if isinstance(value, dict) else {}
+            flat |= {f"{name}.{key}": inner[key] for key in inner if key not in _NOT_COMPARED}
+            flat |= {} if inner else {name: value}
+    return flat
