@@ -114,9 +114,9 @@ def test_an_edited_configuration_is_refused(bench, trained, originals, kind):
 
     step = "step_00000002" if kind == "branch" else "step_00000004"
     assert str(caught.value) == (
-        "The model's configuration is not the one with which "
-        f"{trained.folder}/checkpoints/{step} was reached: n_head was 2 and is 4; resid_pdrop was "
-        "0.1 and is 0.5. Restore it, or allow the change with --change_on_resume config_name."
+        f"The model's configuration has changed since {trained.folder}/checkpoints/{step} was "
+        "written: n_head was 2 and is 4; resid_pdrop was 0.1 and is 0.5. Restore it, or allow the "
+        "change with --change_on_resume config_name."
     )
     allowed = start(bench, name, change_on_resume="config_name", **words)
     assert allowed.model_config.n_head == 4
@@ -242,7 +242,7 @@ def test_a_branch_of_a_run_in_another_place_ends_as_the_run(bench, moved, capsys
     words = {**options(bench, bench.folder / "originals"), "output_dir": moved.absolute() / "on"}
     branch = bench.train_well("on", branch_from=moved.absolute() / "2", **words)
     own = moved / "on"
-    assert "is not on this machine: the tokenizer is that of" in branch.output
+    assert "is not on this machine: the tokenizer is the copy in" in branch.output
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (own / name).read_bytes() == (moved / name).read_bytes()
     # Its checkpoints have copies in turn.
@@ -260,7 +260,9 @@ def test_checkpoints_of_different_models_are_not_averaged(trained, tmp_path, cap
 
     words = ["average", str(run), "--last", "2", "--output", str(tmp_path / "mean")]
     assert checkpoints(words) == 2
-    assert "step_00000002: layer_norm_epsilon was 0.1 and is 1e-05." in capsys.readouterr().err
+    assert (
+        "have different models: layer_norm_epsilon was 0.1 and is 1e-05." in capsys.readouterr().err
+    )
     assert not (tmp_path / "mean").exists()
 
 
@@ -308,7 +310,7 @@ def test_a_run_keeps_the_python_code_of_its_model(tmp_path, capsys):
 
     resumed()
     (bench.model / "modeling_own.py").write_text(MODEL + "# edited")
-    with pytest.raises(LLMError, match=r"was reached: modeling_own\.py has another content"):
+    with pytest.raises(LLMError, match=r"was written: modeling_own\.py has another content"):
         resumed()
 
     shutil.rmtree(bench.model)

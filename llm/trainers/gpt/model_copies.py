@@ -68,8 +68,8 @@ def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrained
 
     Args:
         config: The options, which name it.
-        start: The checkpoint from which the run continues. If the options name nothing that is on
-            this machine, its copy is returned.
+        start: The checkpoint that the run starts from. If the options name nothing on this machine,
+            its copy is returned.
 
     Raises:
         CheckpointError: The configuration has changed since the checkpoint was written.
@@ -80,14 +80,14 @@ def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrained
     allowed = _allowed(config, ARCHITECTURE)
     name = config.config_name or config.model_name_or_path
     if name is not None and not Path(name).exists() and not allowed:
-        logger.info(f"{name} is not on this machine: the model is that of {start.path}.")
+        logger.info(f"{name} is not on this machine: the model is the copy in {start.path}.")
         return load_config(with_copies(config, start))
     current = load_config(config)
     changed = _changes(config, start, current)
     if changed and not allowed:
         named = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
         raise CheckpointError(
-            f"The model's configuration is not the one with which {start.path} was reached: "
+            f"The model's configuration has changed since {start.path} was written: "
             f"{'; '.join(changed)}. Restore it, or allow the change with --change_on_resume "
             f"{named}."
         )
@@ -97,7 +97,7 @@ def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrained
 
 
 def log_other_model(config: GPTConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
-    """Log the fields in which a new run's model differs from the one that its weights come from."""
+    """Log how the configuration of a new run differs from the run that its weights come from."""
     changed = _changes(config, init_from, current) if init_from.holds_copies else []
     if changed:
         logger.info(
@@ -123,13 +123,13 @@ def check_same_model(config: GPTConfig, checkpoints: Sequence[Checkpoint]) -> No
         changed = _changes(options, other, current) if other.holds_copies else []
         if changed:
             raise CheckpointError(
-                f"The model of {last.path} is not that of {other.path}: {'; '.join(changed)}. "
+                f"{last.path} and {other.path} have different models: {'; '.join(changed)}. "
                 "Average checkpoints of one model, with a smaller --last."
             )
 
 
 def _changes(config: GPTConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
-    """Return a clause for each field in which the copy in a checkpoint differs."""
+    """Return a clause for each field that differs from the copy in a checkpoint."""
     saved, now = _fields(load_config(with_copies(config, checkpoint))), _fields(current)
     changed = differences({**dict.fromkeys(now), **saved}, {**dict.fromkeys(saved), **now})
     # The Python code that the model brings, if it comes from a folder.
@@ -146,8 +146,8 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
 
     Args:
         config: The options, which name it.
-        start: The checkpoint from which the run continues. If the options name nothing that is on
-            this machine, its copy is returned.
+        start: The checkpoint that the run starts from. If the options name nothing on this machine,
+            its copy is returned.
 
     Raises:
         CheckpointError: It gives other ids than when the checkpoint was written.
@@ -162,7 +162,9 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
         files.append(config.merges_file)
     allowed = _allowed(config, names)
     if not all(Path(file).exists() for file in files) and not allowed:
-        logger.info(f"{files[0]} is not on this machine: the tokenizer is that of {start.path}.")
+        logger.info(
+            f"{files[0]} is not on this machine: the tokenizer is the copy in {start.path}."
+        )
         return _load_tokenizer(with_copies(config, start))
     tokenizer = _load_tokenizer(config)
     ids = fingerprint(tokenizer)
@@ -171,8 +173,8 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
     # Another version of the library may compute another fingerprint of the same tokenizer.
     if ids != fingerprint(_load_tokenizer(with_copies(config, start))):
         raise CheckpointError(
-            f"The tokenizer {files[0]} gives other ids than the one with which {start.path} was "
-            f"reached. Restore it, or allow the change with --change_on_resume {option}."
+            f"The tokenizer {files[0]} gives other ids than the copy in {start.path}: it has "
+            f"changed. Restore it, or allow the change with --change_on_resume {option}."
         )
     return tokenizer
 
@@ -191,7 +193,7 @@ def _allowed(config: GPTConfig, names: tuple[str, ...]) -> bool:
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields that change a model, by name; those of an inner configuration by `a.b`."""
+    """Return the fields that change a model, by name; `a.b` is field b of the inner object a."""
     content = json.loads(config.to_json_string(use_diff=False))
     flat: dict[str, Any] = {}
     for name, value in content.items():

@@ -82,7 +82,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
 def with_copies(config: GPTConfig, checkpoint: Checkpoint) -> GPTConfig:
     """Return options that name the checkpoint's copies of the model's configuration and tokenizer.
 
-    Checkpoints of earlier versions have none, and the options stay as they are.
+    Checkpoints of earlier versions have none: the options are returned unchanged.
     """
     if not checkpoint.holds_copies:
         return config
