@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -54,7 +55,7 @@ class RunFolder:
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that is in use or cannot be written to; writes nothing.
+        """Refuse a folder that is in use or cannot be written to; leaves it as it is.
 
         Args:
             resume: The run in the folder is resumed.
@@ -62,17 +63,11 @@ class RunFolder:
 
         Raises:
             ConfigError: The folder holds another run, or other files that this run would replace;
-                it is read-only, or its path is a file.
+                or as for `check_usable`.
         """
         if is_too_long(str(self.path)):  # a default one; a given one was checked before
             raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
-        # Unlike Path.exists, os.path.exists raises nothing where access is denied.
-        if os.path.exists(self.path) and not os.path.isdir(self.path):
-            raise ConfigError(f"--output_dir {self.path} is a file; name a folder.")
-        parents = (self.path, *self.path.absolute().parents)
-        there = next(path for path in parents if os.path.exists(path))
-        if not os.access(there, os.W_OK):
-            raise ConfigError(f"--output_dir {self.path}: {there} is not writable for you.")
+        self.check_usable()
         trained, exported = self._own_files()
         is_run = "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
         if trained + exported and not is_run:
@@ -96,6 +91,31 @@ class RunFolder:
                 f"{links[0]} is a link, and --overwrite_output_dir removes nothing through a link: "
                 "remove it or what it leads to, or name another --output_dir."
             )
+
+    def check_usable(self) -> None:
+        """Refuse a folder that cannot be made or written to.
+
+        Raises:
+            ConfigError: Says which file, link or folder is in the way.
+        """
+        # Unlike Path.exists, os.path.exists raises nothing where access is denied.
+        parents = (self.path, *self.path.absolute().parents)
+        there = next(path for path in parents if os.path.lexists(path))
+        if not os.path.exists(there):
+            raise ConfigError(
+                f"--output_dir {self.path}: {there} is a link to {os.readlink(there)}, which is "
+                "not there; make that folder, or name another one."
+            )
+        if not os.path.isdir(there):
+            raise ConfigError(f"--output_dir {self.path}: {there} is a file; name a folder.")
+        try:
+            # Some file systems, such as that of /proc, grant access and take no files.
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=there))
+        except OSError as error:
+            raise ConfigError(
+                f"--output_dir {self.path}: {there} cannot be written to ({error.strerror}); name "
+                "another folder."
+            ) from error
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
         """Return the files of a training and those of an export.

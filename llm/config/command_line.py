@@ -93,6 +93,8 @@ def parse(
     config = cls(**values)
     check_ranges(config)
     for name, text in paths(config):
+        if not text:
+            raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
         if is_too_long(text):
             raise ConfigError(
                 f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "

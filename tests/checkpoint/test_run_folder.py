@@ -67,8 +67,22 @@ def test_a_default_folder_name_that_is_too_long_is_refused(tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file; name a folder"):
-        RunFolder(tmp_path / "file").check(resume=False, overwrite=False)
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file; name a folder"):
+            RunFolder(path).check(resume=False, overwrite=False)
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    for path in (tmp_path / "link", tmp_path / "link" / "run"):
+        with pytest.raises(ConfigError, match="link is a link to nothing, which is not there"):
+            RunFolder(path).check(resume=False, overwrite=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_file_system_that_takes_no_folders_is_refused_with_its_reason():
+    with pytest.raises(ConfigError, match=r"/proc cannot be written to \(\w.*\); name another"):
+        RunFolder(Path("/proc/x")).check(resume=False, overwrite=False)
 
 
 def test_overwriting_removes_only_the_files_of_a_run(tmp_path):

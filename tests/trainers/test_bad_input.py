@@ -1,18 +1,28 @@
 """Bad input gets one clear sentence, once, and exit code 2; and it harms nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from llm.config.toml import read_toml
 from llm.trainers.gpt.config import GPTConfig
+from tests.support.models import tiny_config, tiny_model
 from tests.support.refusals import assert_refused
-from tests.support.training import Bench, Run
+from tests.support.training import Bench, Run, write_model_folder
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a model's weights."""
+    folder = write_model_folder(tmp_path_factory.mktemp("trained"))
+    tiny_model(tiny_config("gpt2")).save_pretrained(folder)
+    return folder
 
 
 def test_no_data(bench):
@@ -88,6 +98,17 @@ def test_a_text_too_short_for_the_validation_split(bench, tmp_path):
     )
 
 
+def test_an_unusable_folder_is_refused_before_the_text_is_read(bench, trained, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for options in ({}, {"eval_only": True, "model_name_or_path": trained}):
+        run = bench.train(
+            output_dir=tmp_path / "file" / "run", data_cache_dir=tmp_path / "cache", **options
+        )
+        assert run.codes == [2]
+        assert f"{tmp_path}/file is a file; name a folder" in run.output
+        assert not (tmp_path / "cache").exists()
+
+
 def test_batch_sizes_that_do_not_divide(bench):
     assert_refused(bench, global_batch_size=6, words=["--global_batch_size 6", "no multiple"])
 
@@ -112,6 +133,36 @@ def test_an_attention_kernel_that_is_not_there(bench):
         attention_implementation="flash_attention_2",
         words=["--attention_implementation flash_attention_2"],
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"eval_steps": 2, "eval_metrics": "accuracy", "eval_ema": True, "ema_decay": 0.9},
+            "--eval_steps and --eval_metrics and --eval_ema",
+        ),
+        (
+            {"eval_tokens": "1K", "save_top_k": 1, "checkpointing_steps": 2},
+            "--eval_tokens and --save_top_k",
+        ),
+        ({"eval_only": True}, "--eval_only"),
+    ],
+)
+def test_an_evaluation_without_validation_data(bench, trained, options, named):
+    assert_refused(
+        bench,
+        model_name_or_path=trained,
+        validation_split_percentage=0,
+        words=[f"There is no validation data for {named}; give --validation_file"],
+        **options,
+    )
+
+
+def test_an_evaluation_of_an_average_that_no_checkpoint_has(bench, trained):
+    options = {"eval_only": True, "eval_ema": True, "ema_decay": 0.9}
+    words = ["--eval_ema has no moving average", "--resume_from_checkpoint"]
+    assert_refused(bench, model_name_or_path=trained, words=words, **options)
 
 
 def test_an_evaluation_of_random_weights(bench):

@@ -280,6 +280,12 @@ def test_a_plain_global_batch_stays_a_number_in_toml(tmp_path):
         assert parse_args(["--config", str(tmp_path / "run.toml")]) == config
 
 
+@pytest.mark.parametrize("name", ["output_dir", "train_file", "resume_from_checkpoint"])
+def test_an_empty_path_is_refused_rather_than_taken_for_none(name):
+    with pytest.raises(ConfigError, match=f"--{name} is given an empty path"):
+        parse_args([*ENOUGH, f"--{name}", ""])
+
+
 def test_all_errors_come_in_one_message():
     with pytest.raises(ConfigError) as caught:
         check(GPTConfig())

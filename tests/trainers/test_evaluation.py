@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llm.data.loader import MicroBatch
+from llm.errors import ConfigError
 from llm.trainers.gpt.evaluation import (
     ValidationSource,
     divide_batches,
@@ -105,3 +106,19 @@ def test_accuracy_is_counted_over_batches_and_reset_afterwards():
         accuracy.add_batch(predictions=np.array([1, 2, 3]), references=np.array([1, 2, 4]))
         accuracy.add_batch(predictions=np.array([5]), references=np.array([6]))
         assert accuracy.compute() == {"accuracy": 0.5}
+
+
+def test_a_metric_that_lacks_a_package_is_refused_with_the_librarys_reason(tmp_path):
+    metric = tmp_path / "broken" / "broken.py"
+    metric.parent.mkdir()
+    metric.write_text("import absent_package\n")
+
+    with pytest.raises(ConfigError, match=r"--eval_metrics .*broken .*pip install absent_package"):
+        load_metrics([str(metric.parent)])
+
+
+def test_a_metric_that_is_nowhere_is_refused_with_both_places(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    with pytest.raises(ConfigError, match=r"not a local folder, and the Hub .* cannot be reached"):
+        load_metrics([str(tmp_path / "absent")])

@@ -146,6 +146,7 @@ def test_bytes_are_those_of_the_rows_that_validate(bench, tmp_path):
 def test_without_validation_nothing_is_evaluated(bench):
     run = bench.train_well("novalid", max_train_steps=2, validation_split_percentage=0)
     assert "eval_loss" not in run.read_json("all_results.json")
+    assert "no validation data: the loss is not evaluated\n" in run.output
 
 
 def test_training_continues_pretrained_weights_unless_from_scratch(bench):

@@ -11,6 +11,7 @@ import torch
 
 from llm.data.loader import IGNORED, MicroBatch
 from llm.errors import ConfigError
+from llm.models.configuration import one_line
 from llm.parallel.base import AcceleratedStrategy
 
 
@@ -53,10 +54,13 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
         try:
             # keep_in_memory: no cache files, which several runs would have to share.
             metrics[name] = evaluate.load(name, keep_in_memory=True)
-        except (FileNotFoundError, ImportError, OSError, ValueError) as error:
+        except Exception as error:  # whatever the metric's own module raises
+            # Without a network the library says that the Hub does not have the metric.
+            missing = isinstance(error, FileNotFoundError)
+            reason = "it is not a local folder, and the Hub does not have it or cannot be reached."
             raise ConfigError(
-                f"--eval_metrics {name} cannot be loaded by the evaluate library: it is no local "
-                "folder, and the hub has none or is out of reach."
+                f"--eval_metrics {name} cannot be loaded by the evaluate library: "
+                f"{reason if missing else one_line(error)}"
             ) from error
     return metrics
 

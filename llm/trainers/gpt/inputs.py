@@ -48,6 +48,9 @@ from llm.trainers.gpt.strategies import plan_replicas
 if TYPE_CHECKING:
     from llm.trainers.gpt.tasks import Tasks
 
+_NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "eval_ema", "save_top_k")
+"""Options of a training that ask for evaluations."""
+
 
 def read_training(
     config: GPTConfig, world: World, *, config_file: Path | None = None
@@ -71,8 +74,9 @@ def read_training(
     setup = _read(config, world, run, resume_from, branch_from, verifiers)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
-    if config.save_top_k and not setup.corpus.validation:
-        raise DataError(_nothing_to_evaluate_on("save_top_k"))
+    asked = [name for name in _NEED_VALIDATION if getattr(config, name)]
+    if asked and not setup.corpus.validation:
+        raise DataError(_nothing_to_evaluate_on(*asked))
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, setup.start, data_digest)
     samples = Samples(
@@ -105,6 +109,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     run = _open_run(config, world)
     verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
     resume_from = find_resume(config, run, verifiers=verifiers)
+    run.check_usable()
     setup = _read(config, world, run, resume_from, None, verifiers)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
@@ -113,6 +118,11 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
         )
     if not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("eval_only"))
+    if config.eval_ema and setup.resume_from is None:
+        raise ConfigError(
+            "--eval_ema has no moving average to evaluate with --eval_only: name a checkpoint by "
+            "--resume_from_checkpoint, or leave it out."
+        )
     if config.in_memory and world.local_rank == 0:
         hold_in_memory(setup.corpus.validation)
     return setup
@@ -210,11 +220,11 @@ def _load_tasks(
     return Tasks(config.eval_tasks, tokenizer, model_config, layout)
 
 
-def _nothing_to_evaluate_on(option: str) -> str:
+def _nothing_to_evaluate_on(*options: str) -> str:
     return (
-        f"--{option} has nothing to evaluate on; give --validation_file or a "
-        "--validation_split_percentage above 0, or with token files --valid_data_path or a "
-        "--split that has a second part."
+        f"There is no validation data for {' and '.join(f'--{name}' for name in options)}; give "
+        "--validation_file or a --validation_split_percentage above 0, or with token files "
+        "--valid_data_path or a --split that has a second part."
     )
 
 

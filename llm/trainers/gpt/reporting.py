@@ -52,6 +52,8 @@ def log_start(
     logger.info(f"weights: {f'from {start.path}' if start else setup.initial_weights}")
     _log_data("training", setup.corpus.train, setup)
     _log_data("validation", setup.corpus.validation, setup)
+    if not setup.corpus.validation:
+        logger.info("no validation data: the loss is not evaluated")
     total_steps, order = None, {}
     if isinstance(setup, TrainSetup):
         total_steps, order = setup.plan.total_steps, _order(config, setup)
