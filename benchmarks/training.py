@@ -1,6 +1,7 @@
 """The training programs: the case of each, and how to read its figures."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -57,9 +58,10 @@ def _our_figures(folder: Path, shape: Shape) -> dict[str, Any]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "loss" in record]
     counted = [r["ms_per_step"] for r in records if r["step"] > _WARM_UP * shape.steps]
+    mfu = [r["mfu"] for r in records if r["step"] > _WARM_UP * shape.steps and "mfu" in r]
     return {
         "tokens_per_second": 1000 * shape.tokens / median(counted),
-        "mfu": median(r["mfu"] for r in records if r["step"] > _WARM_UP * shape.steps),
+        "mfu": median(mfu) if mfu else math.nan,
         "memory_megabytes": records[-1]["memory"] / 1e6,
     }
 

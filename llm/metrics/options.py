@@ -26,8 +26,8 @@ class LoggingOptions:
     device_peak_tflops: float | None = option(
         None,
         "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
-        "default the maker's figure for half precision, or the best rate that matrix products and "
-        "steps have reached so far.",
+        "default the maker's figure for half precision, or the rate of matrix products that is "
+        "measured at the start.",
         group=LOGGING,
         above=0,
     )

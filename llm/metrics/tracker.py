@@ -50,6 +50,7 @@ class Tracker:
         self._flops_per_token = flops_per_token
         self._find_peak_flops = find_peak_flops
         self._peak_flops: float | None = None
+        self._peak_exceeded = False
         self._file: IO[str] | None = None
         self._bar: Any = None
         self._started_at = 0
@@ -130,8 +131,6 @@ class Tracker:
         elapsed = now - self._started
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
         flops = tokens_per_second * self._flops_per_token
-        # No step is faster than the devices: the peak was measured, or given, too low.
-        self._peak_flops = max(self._peak_flops, flops)
         record = {
             "loss": values["loss"],
             "learning_rate": learning_rate,
@@ -145,8 +144,16 @@ class Tracker:
             "samples": samples,
             "tokens": tokens,
             "seconds": self._seconds_before + elapsed,
-            "mfu": flops / self._peak_flops,
         }
+        # No step is faster than the devices: a lower peak was measured, or given, too low.
+        if flops <= self._peak_flops:
+            record["mfu"] = flops / self._peak_flops
+        elif not self._peak_exceeded:
+            self._peak_exceeded = True
+            logger.info(
+                f"MFU is n/a where steps exceed the peak of {self._peak_flops / 1e12:.3g} TFLOP/s, "
+                f"as here at {flops / 1e12:.3g}; --device_peak_tflops sets the peak of a device."
+            )
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
@@ -172,7 +179,7 @@ class Tracker:
                 f"consumed samples: {record['samples']:12d}",
                 f"ms per step: {record['ms_per_step']:.1f}",
                 f"tokens/s: {record['tokens_per_second']:.0f}",
-                f"MFU: {record['mfu']:.1%}",
+                f"MFU: {record['mfu']:.1%}" if "mfu" in record else "MFU: n/a",
                 f"learning rate: {record['learning_rate']:.6E}",
                 f"global batch size: {global_batch_size:5d}",
                 f"lm loss: {record['loss']:.6E}",

@@ -82,10 +82,12 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             raise ParallelError(
                 "--mixed_precision fp8 needs a library that has its kernels: pip install torchao."
             )
-    if precision in ("bf16", "fp16") and not has_half_products(device):
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    if precision in ("bf16", "fp16") and not has_half_products(device, dtype):
+        faster = "bf16" if precision == "fp16" and has_half_products(device) else "no"
         logger.warning(
-            f"--mixed_precision {precision} takes several times as long as no on this CPU, "
-            "which has no arithmetic for it."
+            f"--mixed_precision {precision} takes many times as long as {faster} on this CPU, "
+            f"which has no instructions for {precision} matrix products; use {faster}."
         )
     # PyTorch counts GPUs that emulate it, such as V100 and T4, many times slower than fp16.
     if (

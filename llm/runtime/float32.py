@@ -24,11 +24,18 @@ def full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def has_half_products(device: torch.device) -> bool:
-    """Return whether a device multiplies bf16 and fp16 matrices by instructions of its own.
+def has_half_products(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether a device has instructions that multiply matrices of a 16-bit type.
 
-    A CPU without them takes about ten times as long as for float32.
+    A CPU without them takes at least ten times as long as for float32.
+
+    Args:
+        device: The device.
+        dtype: bfloat16 or float16; many CPUs have instructions for the first only.
     """
     if device.type != "cpu":
         return True
+    if dtype == torch.float16:
+        mkldnn = torch.backends.mkldnn.is_available()
+        return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

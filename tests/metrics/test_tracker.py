@@ -1,6 +1,8 @@
 import copy
 import json
+import logging
 import math
+import re
 
 import pytest
 import torch
@@ -211,7 +213,9 @@ def test_paused_time_is_not_training_time(tmp_path, monkeypatch):
     assert second["ms_per_step"] == 20_000
 
 
-def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
+def test_a_step_that_is_faster_than_the_peak_has_no_mfu(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llm")
     # Started; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
     clock = iter([0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 7.0])
     monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 7.0))
@@ -219,9 +223,11 @@ def test_a_step_that_is_faster_than_the_peak_raises_it(tmp_path, monkeypatch):
     tracker.start(step=0, tokens=0, seconds=0.0)
     for step in (1, 2, 3):
         log(tracker, step)
-    # 0.5, 1 and 0.25 GFLOP/s; the second is the new peak.
-    mfu = [line["mfu"] for line in lines_of(tmp_path / "metrics.jsonl")]
-    assert mfu == [0.5 / 0.8, 1.0, 0.25]
+    # 0.5, 1 and 0.25 GFLOP/s
+    mfu = [line.get("mfu") for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert mfu == [0.5 / 0.8, None, 0.25 / 0.8]
+    assert re.findall(r"MFU: [\d.%n/a]+", caplog.text) == ["MFU: 62.5%", "MFU: n/a", "MFU: 31.2%"]
+    assert caplog.text.count("MFU is n/a where steps exceed the peak of 0.0008 TFLOP/s") == 1
 
 
 def test_other_ranks_write_no_metrics(tmp_path):

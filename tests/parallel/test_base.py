@@ -1,6 +1,7 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
 import contextlib
+import logging
 import sys
 import types
 from datetime import timedelta
@@ -254,6 +255,33 @@ def test_an_all_reduce_is_larger_on_accelerators(device, size):
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
         check_precision(PrecisionOptions(mixed_precision="fp8"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "instructions", "faster"),
+    [
+        ("fp16", [torch.bfloat16], "bf16"),
+        ("fp16", [], "no"),
+        ("bf16", [], "no"),
+        ("fp16", [torch.bfloat16, torch.float16], None),
+        ("bf16", [torch.bfloat16], None),
+    ],
+)
+def test_a_slow_precision_of_a_cpu_is_warned_of(
+    precision, instructions, faster, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        "llm.parallel.accelerator.has_half_products",
+        lambda device, dtype=torch.bfloat16: dtype in instructions,
+    )
+    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
+
+    check_precision(PrecisionOptions(mixed_precision=precision), torch.device("cpu"))
+
+    warnings = [f"--mixed_precision {precision} takes many times as long as {faster}"]
+    assert [message.split(" on this CPU")[0] for message in caplog.messages] == (
+        warnings if faster else []
+    )
 
 
 class Float8Linear(nn.Linear):
