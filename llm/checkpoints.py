@@ -51,6 +51,7 @@ class CheckpointsOptions:
         "The run's folder (--output_dir of its training), or its checkpoints folder. The option's "
         "name can be left out.",
         group="Checkpoints",
+        path=True,
     )
     verify: bool = option(
         False,
@@ -62,6 +63,7 @@ class CheckpointsOptions:
         "STEP DIR: write the model of a checkpoint, and the tokenizer, as a Hugging Face folder. "
         "STEP is a number, latest or best.",
         group="Checkpoints",
+        path=True,
     )
     ema: bool = option(
         False,
@@ -80,6 +82,7 @@ class CheckpointsOptions:
         None,
         "average RUN: the folder to write the mean of the weights, and the tokenizer, to.",
         group="Checkpoints",
+        path=True,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
         None,

@@ -6,6 +6,7 @@ Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the mo
 """
 
 import dataclasses
+import io
 import json
 import signal
 import sys
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
+_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
+"""Logits divided by a temperature outside these bounds may not be finite."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """The model, the prompt, and how to sample."""
@@ -41,11 +46,13 @@ class GenerateOptions:
         "checkpoint's folder, or any folder that Hugging Face's from_pretrained loads. The "
         "option's name can be left out.",
         group="Model",
+        path=True,
     )
     checkpoint: str | None = option(
         None,
         "Take this checkpoint of the run: the number of its step, latest, best, or its folder.",
         group="Model",
+        path=True,
     )
     trust_remote_code: bool = option(
         False, "Run the Python code that an exported model brings along.", group="Model"
@@ -68,6 +75,7 @@ class GenerateOptions:
         "likeliest. By default what the model's generation_config.json says, else 1.",
         group="Sampling",
         at_least=0,
+        at_most=_LARGEST_TEMPERATURE,
     )
     top_k: int | None = option(
         None,
@@ -103,6 +111,11 @@ def main(argv: Sequence[str]) -> int:
         description="Let a trained model continue a text.",
         positional="run",
     )
+    if 0 < (options.temperature or 0) < _SMALLEST_TEMPERATURE:
+        raise ConfigError(
+            f"--temperature {options.temperature} is too small to divide by; give 0, which always "
+            f"takes the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
+        )
     try:
         _generate(options)
     except DivergedError as error:
@@ -171,7 +184,8 @@ def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
 
 def _read_prompt() -> str:
     try:
-        return sys.stdin.read().removesuffix("\n")
+        # In the C locale, sys.stdin itself lets other bytes pass.
+        return io.TextIOWrapper(sys.stdin.buffer, "utf-8").read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompt -: the standard input is no UTF-8 text: {error}.") from error
 

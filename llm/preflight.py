@@ -46,11 +46,11 @@ class PreflightOptions:
 
     timeout: float = option(
         60.0, "Seconds for all ranks to answer, and again to communicate.", group="Pre-flight",
-        above=0,
+        above=0, at_most=86_400,
     )  # fmt: skip
     message_mb: int = option(
         64, "Size of the tensor that is reduced and broadcast, in MiB.", group="Pre-flight",
-        at_least=1,
+        at_least=1, at_most=1_000_000,
     )  # fmt: skip
 
 
@@ -79,12 +79,6 @@ def check(options: PreflightOptions, world: World) -> int:
     if world.world_size == 1:
         sys.stdout.write(f"{_line(0, description, None)}\npreflight: one process, alone.\n")
         return 0
-    unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if unknown:
-        raise ParallelError(
-            f"This is one of {world.world_size} processes, and {' and '.join(unknown)} do not say "
-            "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
-        )
     try:
         return _check_together(options, world, description)
     except RuntimeError as error:  # of the store: rank 0 cannot be reached, or has ended

@@ -121,8 +121,16 @@ def test_a_random_seed_is_printed_and_reproduces_the_text(trained, capsys):
 def test_the_prompt_may_come_from_the_standard_input(trained, capsys, monkeypatch):
     words = ("--seed", 3, "--max_new_tokens", 10)
     given = write(capsys, trained, "--prompt", "two\nlines", *words)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
     assert write(capsys, trained, "--prompt", "-", *words) == given
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"], ids=["UTF-8", "C locale"])
+def test_a_standard_input_that_is_not_utf8_is_refused(errors, trained, capsys, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main([str(trained), "--prompt", "-"]) == 2
+    assert "--prompt -: the standard input is no UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_prompt_is_kept_whole_where_the_positions_end_sooner(trained, capsys):
@@ -168,6 +176,9 @@ def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, cap
         (["{}/checkpoints/step_00000002", "--checkpoint", "4"], "is a checkpoint already"),
         (["{}", "--top_p", "0"], "--top_p must be greater than 0"),
         (["{}", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["{}", "--temperature", "1e-39"], "--temperature 1e-39 is too small to divide by; give 0"),
+        (["{}", "--temperature", "1e39"], "--temperature must be at most 1000000"),
+        (["{}", "--prompt", "caf\udce9"], "--prompt 'caf\\udce9' is not UTF-8 text; convert it"),
         (["{}", "--promt", "x"], "did you mean prompt?"),
     ],
 )

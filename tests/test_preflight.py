@@ -136,9 +136,23 @@ def test_a_process_alone_reports_itself(capsys, monkeypatch):
 
 def test_ranks_without_the_address_of_rank_0_ask_for_it(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main([]) == 2
     assert "MASTER_ADDR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "most"),
+    [
+        ("timeout", "1e300", "86400"),
+        ("timeout", "1e10", "86400"),
+        ("message_mb", "1" * 20, "1000000"),
+    ],
+)
+def test_values_that_no_machine_can_have_are_refused(option, value, most, capsys):
+    assert main([f"--{option}", value]) == 2
+    assert f"error: --{option} must be at most {most}" in capsys.readouterr().err
 
 
 def test_help_answers_without_torch():

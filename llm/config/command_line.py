@@ -92,6 +92,7 @@ def parse(
         values = inherit(values) | values
     config = cls(**values)
     check_ranges(config)
+    _check_text(config)
     for name, text in paths(config):
         if not text:
             raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
@@ -101,6 +102,15 @@ def parse(
                 "that is; choose a shorter one."
             )
     return config
+
+
+def _check_text(config: Any) -> None:
+    """Refuse text that is not UTF-8; the name of a file may have any bytes."""
+    for field in fields(type(config)):
+        value = getattr(config, field.name)
+        for word in () if field.option.path else value if isinstance(value, tuple) else (value,):
+            if isinstance(word, str) and word != word.encode(errors="replace").decode():
+                raise ConfigError(f"--{field.name} {word!a} is not UTF-8 text; convert it first.")
 
 
 def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str, Any]:

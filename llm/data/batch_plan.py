@@ -125,6 +125,10 @@ _LARGEST_AUTO = 1024
 """The most samples of a micro-batch that `auto` tries; larger ones are no faster."""
 
 
+_LARGEST_STEP = 2**24
+"""The most samples of a step; their numbers are in memory at once."""
+
+
 def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
     """Return the sizes that `--per_device_train_batch_size auto` chooses from, the smallest first.
 
@@ -160,7 +164,8 @@ def plan_batches(
         global_batch_size: Global batch size of the run that is resumed; replaces the option.
 
     Raises:
-        ConfigError: The global batch cannot be divided evenly, or is more than the whole run.
+        ConfigError: The global batch is too large, cannot be divided evenly, or is more than the
+            whole run.
     """
     micro_batch_size = device_batch_size(options)
     together = micro_batch_size * world_size
@@ -169,6 +174,12 @@ def plan_batches(
         batch = together * options.gradient_accumulation_steps
     first, *growth = batch_phases(batch, block_size=block_size)
     for _, _, size in (first, *growth):
+        if size > _LARGEST_STEP:
+            raise ConfigError(
+                f"A step of {size:,} samples is more than the {_LARGEST_STEP:,} that are possible; "
+                "make --global_batch_size, --per_device_train_batch_size or "
+                "--gradient_accumulation_steps smaller."
+            )
         # A batch that grows may begin with smaller micro-batches.
         each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
         if each == 0 or size % (each * world_size):

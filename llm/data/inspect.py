@@ -40,6 +40,7 @@ class InspectOptions:
         "The token files: PREFIX of PREFIX.bin and PREFIX.idx, or nanoGPT's flat file with its "
         ".bin; with step, the folder of a run. The option's name can be left out.",
         group="Token files",
+        path=True,
     )
     verify: bool = option(
         False,

@@ -182,6 +182,7 @@ class BatchOptions:
         group=BATCH,
         resume="logged",
         at_least=1,
+        at_most=1_000_000,
     )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1

@@ -61,6 +61,8 @@ def parse_blend(
         raise ConfigError(f"{option} ends with the weight {words[-1]:g}; a prefix must follow it.")
     if weighted and not any(weights):
         raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
+    if not math.isfinite(sum(weights)):
+        raise ConfigError(f"{option} has weights whose sum is not finite; give smaller ones.")
     return paths, weights if weighted else None
 
 
@@ -77,7 +79,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    good = all(math.isfinite(number) and number >= 0 for number in numbers)
+    good = all(number >= 0 for number in numbers) and math.isfinite(sum(numbers))
     if not 1 <= len(numbers) <= 3 or not good or sum(numbers) == 0:
         raise ConfigError(
             f"--split {text} is no split; give up to three numbers for training, validation and "

@@ -28,6 +28,14 @@ _POSITION_NAMES = (
     "max_seq_len",
     "max_seq_length",
 )
+_SIZE_NAMES = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -42,7 +50,8 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
 
     Raises:
         ConfigError: No model is named, the name cannot be read, the model is no causal language
-            model, or an override names no field or has a value of another type.
+            model, an override names no field or has a value of another type, or a size is
+            impossible.
     """
     name = options.config_name or options.model_name_or_path
     model_type = options.model_type
@@ -76,6 +85,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             f"{name or model_type} is a {config.model_type} model, which is no causal language "
             "model: name one that predicts the next token, such as gpt2 or llama."
         )
+    _check_sizes(config)
     return config
 
 
@@ -140,6 +150,27 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
             f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
             "or cannot be reached: check the name and the network, or name a local folder."
         ) from error
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse sizes with which the library fails only when the model is built, or runs."""
+    text = config.get_text_config()
+    for name in _SIZE_NAMES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(
+                f"The {config.model_type} model cannot have {name}={size}: it must be at least 1. "
+                "Change config.json or --config_overrides."
+            )
+    heads, key_heads = (getattr(text, name, None) for name in _SIZE_NAMES[-2:])
+    grouped = isinstance(heads, int) and isinstance(key_heads, int)
+    # Latent attention computes keys and values for every head, whatever the configuration says.
+    if grouped and heads % key_heads and not hasattr(text, "kv_lora_rank"):
+        raise ConfigError(
+            f"The {config.model_type} model has num_attention_heads={heads} and "
+            f"num_key_value_heads={key_heads}, and the first must be a multiple of the second: "
+            "change config.json or --config_overrides."
+        )
 
 
 def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:

@@ -111,6 +111,7 @@ class ModelOptions:
         "no part in the loss and is cut off on export.",
         group=MODEL,
         at_least=1,
+        at_most=1_000_000,
         resume="fixed",
     )
     z_loss: float = option(

@@ -172,6 +172,7 @@ class OptimizerOptions(KFACOptions):
         group=OPTIMIZER,
         resume="logged",
         at_least=1,
+        at_most=10**15,
     )
 
 

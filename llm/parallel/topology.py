@@ -65,6 +65,7 @@ class TopologyOptions:
         "Plot the rounds and the distance from the mean to this .png or .svg file; needs "
         "matplotlib.",
         group="Topology",
+        path=True,
     )
 
 

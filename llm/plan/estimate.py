@@ -146,8 +146,8 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     Raises:
         ConfigError: It does not divide layers, heads, samples or batch.
     """
-    memory = peak_memory(job, layout)
-    batches, trace = job.batches(layout), job.trace(layout.tensor, layout.context)
+    batches = job.batches(layout)  # first: it refuses batches that cannot be traced
+    memory, trace = peak_memory(job, layout), job.trace(layout.tensor, layout.context)
     sent = transfers(job, layout)
     bubble = bubble_fraction(
         ranks=layout.pipeline,

@@ -30,7 +30,11 @@ class PlanOptions(GPTConfig):
         option("h100-80gb", "The device that holds a rank.", group=PLAN)
     )
     memory_gib: float | None = option(
-        None, "Memory of a device in GiB, if not that of the table.", group=PLAN, above=0
+        None,
+        "Memory of a device in GiB, if not that of the table.",
+        group=PLAN,
+        above=0,
+        at_most=1_000_000,
     )
     links: tuple[float, ...] = option(
         (),
@@ -62,7 +66,10 @@ class PlanOptions(GPTConfig):
     )
     json: bool = option(False, "Print JSON for scripts.", group=PLAN)
     plot: str | None = option(
-        None, "Draw the memory by kind into this PNG, PDF or SVG file.", group=PLAN
+        None,
+        "Draw the memory by kind into this PNG, PDF or SVG file.",
+        group=PLAN,
+        path=True,
     )
     coordinate_check: bool = option(
         False,

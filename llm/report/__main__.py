@@ -26,17 +26,20 @@ class ReportOptions:
         "The folders of runs (--output_dir of their trainings), finished or not; the option's "
         "name can be left out.",
         group="Report",
+        path=True,
     )
     output: str | None = option(
         None,
         "HTML file to write, a page that needs no other file and no network. By default "
         "report.html in the folder of the first run.",
         group="Report",
+        path=True,
     )
     png: str | None = option(
         None,
         "Folder to write the charts to as PNG files, beside the page.",
         group="Report",
+        path=True,
     )
     x: Literal["steps", "tokens", "time"] = option(
         "steps",

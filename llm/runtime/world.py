@@ -45,13 +45,36 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Read rank and world size as torchrun, `accelerate launch`, srun and mpiexec set them."""
+    """Read rank and world size as torchrun, `accelerate launch`, srun and mpiexec set them.
+
+    Raises:
+        ParallelError: A variable is not a number, or the rank is missing or too large.
+    """
     environ = {**ranks_of(os.environ), **os.environ}
-    return World(
-        rank=int(environ.get("RANK", "0")),
-        local_rank=int(environ.get("LOCAL_RANK", "0")),
-        world_size=int(environ.get("WORLD_SIZE", "1")),
-    )
+    world_size = _number(environ, "WORLD_SIZE", "1")
+    if world_size > 1 and "RANK" not in environ:
+        raise ParallelError(
+            f"WORLD_SIZE is {world_size}, and RANK is not set: unset WORLD_SIZE to train with one "
+            "process, or start the processes with torchrun, srun or mpiexec."
+        )
+    rank = _number(environ, "RANK", "0")
+    if rank >= world_size:
+        raise ParallelError(
+            f"RANK is {rank}, and WORLD_SIZE {world_size} allows ranks up to {world_size - 1}: "
+            "start the processes with torchrun, srun or mpiexec, or unset both variables."
+        )
+    return World(rank=rank, local_rank=_number(environ, "LOCAL_RANK", "0"), world_size=world_size)
+
+
+def _number(environ: Mapping[str, str], name: str, default: str) -> int:
+    """Return the value of a variable that a launcher sets to a whole number."""
+    value = environ.get(name, default)
+    if re.fullmatch(r"[0-9]{1,9}", value) is None:
+        raise ParallelError(
+            f"The environment variable {name} is {value!r}, not a whole number: unset it, or start "
+            "the processes with torchrun, srun or mpiexec."
+        )
+    return int(value)
 
 
 def is_launched() -> bool:
@@ -96,10 +119,12 @@ def adopt_launcher() -> None:
     Nothing changes under torchrun, nor in a process that was started alone.
 
     Raises:
-        ParallelError: The host of rank 0 is unknown.
+        ParallelError: The host of rank 0 is unknown, or a variable is not a number.
     """
+    world = world_from_environment()
     ranks = ranks_of(os.environ)
     if not ranks:
+        _check_address(world)
         return
     hosts = hosts_of(os.environ)
     address = os.environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
@@ -114,6 +139,19 @@ def adopt_launcher() -> None:
     ranks |= {"MASTER_ADDR": address, "MASTER_PORT": str(_port(os.environ))}
     for name, value in ranks.items():
         os.environ.setdefault(name, value)
+
+
+def _check_address(world: World) -> None:
+    """Refuse one of several processes that do not know where rank 0 listens."""
+    if world.world_size == 1:
+        return
+    unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if unknown:
+        raise ParallelError(
+            f"This is one of {world.world_size} processes, and {' and '.join(unknown)} do not say "
+            "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
+        )
+    _number(os.environ, "MASTER_PORT", "")
 
 
 def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -131,15 +169,17 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     for names in _MPI:
-        if environ.keys() >= set(names) and int(environ[names[1]]) > 1:
+        if environ.keys() >= set(names) and _number(environ, names[1], "1") > 1:
             return {ours: environ[name] for ours, name in zip(_TORCHRUN, names, strict=True)}
     return {}
 
 
 def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks of a task of a step; a batch script has a SLURM_PROCID too, but is alone."""
+    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
+        return {}
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if int(tasks) == 1 or not {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
+    if _number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
         return {}
     # A batch script inherits the variables of the step in which sbatch was called.
     same_step = environ.get("SLURM_NTASKS", tasks) == tasks
@@ -176,7 +216,7 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     """Return the number of ranks on this host; all of them where no variable tells."""
     for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
         if name in environ:
-            return int(environ[name])
+            return _number(environ, name, "1")
     hosts = hosts_of(environ) if ranks_of(environ) else []
     return max(1, world_size // max(1, len(hosts)))
 

@@ -43,6 +43,7 @@ def test_prefixes_stand_alone_or_each_follows_its_weight():
         ([float("nan"), "a"], "gives the weight nan"),
         ([float("inf"), "a"], "gives the weight inf"),
         ([0.0, "a", 0.0, "b"], "gives every source the weight 0"),
+        ([1e308, "a", 1e308, "b"], "has weights whose sum is not finite; give smaller ones"),
     ],
 )
 def test_an_invalid_blend_is_refused(words, complaint):
@@ -56,7 +57,9 @@ def test_a_split_is_normalised_and_padded_with_zeros():
     assert parse_split("7") == (1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "9;1"])
+@pytest.mark.parametrize(
+    "text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "9;1", "1e308,1e308"]
+)
 def test_an_invalid_split_is_refused(text):
     with pytest.raises(ConfigError, match=r"is no split; give up to three numbers.*980,10,10"):
         parse_split(text)

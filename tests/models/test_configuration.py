@@ -131,3 +131,32 @@ def test_a_folder_has_weights_when_it_holds_them_whole_or_in_shards(tmp_path: Pa
 
 def test_a_name_on_the_hub_is_taken_to_have_weights() -> None:
     assert has_weights("EleutherAI/gpt-neo-125m")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "sentence"),
+    [
+        (
+            "llama",
+            "num_attention_heads=4,num_key_value_heads=8",
+            "The llama model has num_attention_heads=4 and num_key_value_heads=8, and the first "
+            "must be a multiple of the second",
+        ),
+        ("gpt_oss", "num_attention_heads=4", "num_key_value_heads=8, and the first must be a"),
+        ("llama", "num_key_value_heads=0", "cannot have num_key_value_heads=0: it must be at"),
+        ("llama", "head_dim=0", "cannot have head_dim=0"),
+        ("gpt2", "n_head=0", "The gpt2 model cannot have num_attention_heads=0"),
+        ("gpt2", "n_embd=0", "cannot have hidden_size=0"),
+        ("gpt2", "n_layer=-1", "cannot have num_hidden_layers=-1"),
+        ("gpt2", "vocab_size=0", "cannot have vocab_size=0"),
+    ],
+)
+def test_impossible_sizes_are_refused(model_type: str, overrides: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(model_type=model_type, config_overrides=overrides)
+
+
+def test_latent_attention_may_have_any_number_of_key_value_heads() -> None:
+    config = load(model_type="deepseek_v3", config_overrides="num_attention_heads=4")
+
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 128)

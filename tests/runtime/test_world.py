@@ -1,6 +1,8 @@
 """Ranks from the variables that schedulers set, as seen on Slurm 22.05 and MPICH 4.0."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -200,3 +202,37 @@ def test_a_task_of_srun_has_its_rank_without_torchrun(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert world_from_environment() == World(rank=5, local_rank=1, world_size=8)
     assert launch_id() is not None
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and RANK is not set: unset WORLD_SIZE to train"),
+        ({"WORLD_SIZE": "2", "RANK": "y"}, "variable RANK is 'y', not a whole number: unset it"),
+        ({"WORLD_SIZE": "x", "RANK": "0"}, "variable WORLD_SIZE is 'x', not a whole number"),
+        ({"LOCAL_RANK": ""}, "variable LOCAL_RANK is '', not a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, and WORLD_SIZE 2 allows ranks up to 1"),
+        ({"RANK": "1"}, "RANK is 1, and WORLD_SIZE 1 allows ranks up to 0"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x", "PMI_LOCAL_RANK": "0"}, "variable PMI_SIZE is 'x'"),
+        ({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "x"}, "variable SLURM_STEP_NUM_TASKS is 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT do not say where rank 0"),
+        ({**UNDER_TORCHRUN, "MASTER_PORT": "h"}, "variable MASTER_PORT is 'h', not a whole number"),
+    ],
+)
+def test_variables_that_are_no_launchers_are_refused(environ, variables, sentence):
+    for name, value in variables.items():
+        environ.setenv(name, value)
+    with pytest.raises(ParallelError, match=sentence):
+        adopt_launcher()
+
+
+def test_the_trainer_refuses_such_variables_in_one_sentence(environ):
+    environ.setenv("WORLD_SIZE", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "llm.trainers.gpt"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == (
+        "error: WORLD_SIZE is 2, and RANK is not set: unset WORLD_SIZE to train with one process, "
+        "or start the processes with torchrun, srun or mpiexec.\n"
+    )

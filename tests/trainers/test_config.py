@@ -242,6 +242,23 @@ def test_options_that_do_not_fit_together_are_refused(changes, words):
 
 
 @pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--timeout", "1e99"], "--timeout must be at most 604800, not 1e+99."),
+        (["--per_device_eval_batch_size", "1" * 30], "must be at most 1000000, not 1111111"),
+        (["--pad_vocab_to_multiple_of", "1" * 30], "must be at most 1000000, not 1111111"),
+        (["--ema_tokens", "1" * 30], "must be at most 1e+15, not 1111111"),
+        (["--kfac", "--kfac_damping", "1e308"], "must be at most 1e+30, not 1e+308"),
+        (["--sample_prompt", "caf\udce9"], "--sample_prompt 'caf\\udce9' is not UTF-8 text"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(words, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--train_file", "a.txt", "--model_name_or_path", "gpt2", *words])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         TOKENS,

@@ -51,6 +51,7 @@ class KFACOptions:
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
         "kfac_compat and the library.",
         above=0,
+        at_most=1e30,
     )
     kfac_kl_clip: float | None = _kfac_option(
         None,

@@ -128,6 +128,7 @@ class RunOptions:
         "three times as long. 0 waits for ever.",
         group=RUN,
         at_least=0,
+        at_most=604_800,
     )
     fast_malloc: bool = option(
         True,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.config.command_line import config_file_of, log_former_names, parse
-from llm.errors import ConfigError, LLMError, PeerLostError
+from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.deterministic import deterministic_kernels
 from llm.runtime.file_limit import raise_file_limit
@@ -40,7 +40,12 @@ logger = logging.getLogger("llm")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
-    world = world_from_environment()
+    try:
+        world = world_from_environment()
+    except ParallelError as error:
+        set_up_logging(rank=0)  # no rank is known, so each process logs the error
+        logger.error(f"error: {error}")
+        return 2
     set_up_logging(rank=world.rank)
     watch_launcher()
     try:
