@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
@@ -22,7 +23,7 @@ from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.plan.__main__ import main
 from llm.plan.batch_size import largest_batch
-from llm.plan.estimate import Estimate, checkpoint_bytes, estimate, nearest, search, transfers
+from llm.plan.estimate import Estimate, checkpoint_bytes, estimate, search, transfers
 from llm.plan.job import DEVICES, Job
 from llm.plan.memory import _Stage, in_flight
 from llm.plan.options import PlanOptions
@@ -33,6 +34,7 @@ from llm.plan.rank_model import (
     shard_sizes,
     split_model,
 )
+from llm.plan.remedy import find_remedy
 from llm.plan.trace import MemoryMeter
 
 SMALL = {
@@ -321,7 +323,7 @@ def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding() -> No
     assert {plan.tokens_per_step for plan in plans.values()} == {16 * 64}
 
 
-def test_the_search_puts_the_fastest_that_fits_first_and_names_the_nearest() -> None:
+def test_the_search_puts_the_fastest_that_fits_first() -> None:
     job = job_of(gpus_per_node=4, global_batch_size=64, memory_gib=0.008)
     found = search(job)
 
@@ -330,8 +332,40 @@ def test_the_search_puts_the_fastest_that_fits_first_and_names_the_nearest() -> 
     assert found[: len(fitting)] == fitting
     rates = [plan.tokens_per_second for plan in fitting]
     assert rates == sorted(rates, reverse=True)
-    near = nearest(found, ParallelDims(replicate=4))
-    assert near in [plan.layout for plan in fitting]
+
+
+SMALLER = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+SMALLEST = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+RECOMPUTED = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "remedy"),
+    [
+        (0.27, SMALLER),
+        (0.03, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, **RECOMPUTED}),
+        (0.013, {**SMALLEST, **RECOMPUTED, "data_parallel_shard_size": 2}),
+        (0.001, None),
+    ],
+)
+def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(
+    memory_gib: float, remedy: dict[str, Any] | None
+) -> None:
+    changes = {
+        "gpus_per_node": 4,
+        "num_layers": 8,
+        "block_size": 256,
+        "per_device_train_batch_size": 16,
+        "config_overrides": "vocab_size=512,n_positions=256",
+        "memory_gib": memory_gib,
+    }
+    job = job_of(**changes)
+
+    found = find_remedy(job, None)
+
+    assert not estimate(job, job.layout).fits
+    assert found == remedy
+    assert found is None or plan_of(**{**changes, **found}).fits
 
 
 def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size() -> None:
@@ -411,7 +445,32 @@ def test_a_fraction_of_a_node_hour_is_not_rounded_to_0(capsys: Any) -> None:
 
 def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys: Any) -> None:
     assert main([*WORDS, "--memory_gib", "0.001"]) == 1
-    assert "no layout of these devices does" in capsys.readouterr().out
+    assert "nor another layout of these devices helps" in capsys.readouterr().out
+
+    assert main([*WORDS, "--memory_gib", "0.009"]) == 1
+    verdict = re.search(r"It does not fit, .*", capsys.readouterr().out)[0]
+    assert verdict.endswith(
+        "It fits with --per_device_train_batch_size 4 --gradient_accumulation_steps 2."
+    )
+
+
+class _Initialized(TorchFunctionMode):
+    """Records which functions of torch.nn.init are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plan_draws_no_initial_weights_which_would_take_most_of_its_time() -> None:
+    with _Initialized() as initialized:
+        plan_of()
+    assert initialized.names == set()
 
 
 def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:

@@ -36,6 +36,8 @@ _SIZE_NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+_MOST_LAYERS = 1000
+"""The deepest model that was trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -155,21 +157,29 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
 def _check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes with which the library fails only when the model is built, or runs."""
     text = config.get_text_config()
-    for name in _SIZE_NAMES:
-        size = getattr(text, name, None)
-        if isinstance(size, int) and size < 1:
+    values = text.to_dict()  # not attributes, which raise where layers may differ
+    stated = {name: values.get(text.attribute_map.get(name, name)) for name in _SIZE_NAMES}
+    sizes = {name: size for name, size in stated.items() if isinstance(size, int)}
+    remedy = "change config.json or --config_overrides."
+    for name, size in sizes.items():
+        if size < 1:
             raise ConfigError(
-                f"The {config.model_type} model cannot have {name}={size}: it must be at least 1. "
-                "Change config.json or --config_overrides."
+                f"The {config.model_type} model cannot have {name}={size}, which must be at least "
+                f"1: {remedy}"
             )
-    heads, key_heads = (getattr(text, name, None) for name in _SIZE_NAMES[-2:])
-    grouped = isinstance(heads, int) and isinstance(key_heads, int)
+    if sizes.get("num_hidden_layers", 0) > _MOST_LAYERS:
+        raise ConfigError(
+            f"The {config.model_type} model cannot have num_hidden_layers="
+            f"{sizes['num_hidden_layers']}, more than {_MOST_LAYERS}: {remedy}"
+        )
+    heads = sizes.get("num_attention_heads", 1)
+    key_heads = sizes.get("num_key_value_heads", heads)
     # Latent attention computes keys and values for every head, whatever the configuration says.
-    if grouped and heads % key_heads and not hasattr(text, "kv_lora_rank"):
+    if heads % key_heads and "kv_lora_rank" not in values:
         raise ConfigError(
             f"The {config.model_type} model has num_attention_heads={heads} and "
             f"num_key_value_heads={key_heads}, and the first must be a multiple of the second: "
-            "change config.json or --config_overrides."
+            f"{remedy}"
         )
 
 

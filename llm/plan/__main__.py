@@ -41,8 +41,9 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     from llm.plan import render
     from llm.plan.batch_size import largest_batch
     from llm.plan.coordinate_check import coordinate_check
-    from llm.plan.estimate import estimate, nearest, search
+    from llm.plan.estimate import estimate, search
     from llm.plan.job import Job
+    from llm.plan.remedy import find_remedy
 
     if options.coordinate_check:
         return coordinate_check(options), True
@@ -55,12 +56,12 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     if ranked == []:
         raise ConfigError("No layout divides this batch, these layers and these devices.")
     plan = ranked[0] if ranked else estimate(job, job.layout)
-    near = None if plan.fits else nearest(ranked or search(job), job.layout)
+    remedy = None if plan.fits else find_remedy(job, ranked)
     if options.plot is not None:
         render.draw((ranked or [plan])[: options.top], limit=job.usable, path=options.plot)
     if options.json:
-        return [json.dumps(render.to_json(job, plan, near, ranked), indent=1)], plan.fits
-    lines = render.text(job, plan, near)
+        return [json.dumps(render.to_json(job, plan, remedy, ranked), indent=1)], plan.fits
+    lines = render.text(job, plan, remedy)
     if ranked is not None:
         lines = [*render.table(job, ranked), "", "the first of them:", *lines]
     return lines, plan.fits

@@ -224,18 +224,5 @@ def _layouts(world_size: int, tensor: int, context: int) -> Iterator[ParallelDim
             )
 
 
-def nearest(estimates: list[Estimate], layout: ParallelDims) -> ParallelDims | None:
-    """Return the layout that fits and differs least from another; of several, the fastest."""
-
-    def distance(other: Estimate) -> tuple[int, float]:
-        """Count how often a size is doubled or halved, roughly."""
-        pairs = zip(other.layout.sizes, layout.sizes, strict=True)
-        steps = sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in pairs)
-        return steps, -other.tokens_per_second
-
-    best = min((e for e in estimates if e.fits), key=distance, default=None)
-    return None if best is None else best.layout
-
-
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

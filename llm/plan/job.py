@@ -4,8 +4,11 @@ import copy
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from llm.data.batch_plan import BatchPlan, plan_batches
@@ -73,6 +76,19 @@ DEVICES = {
 }
 
 
+class _SkippedInit(TorchFunctionMode):
+    """Skips `torch.nn.init`, which takes most of the time to make a model on the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and return the tensor as it is in place of one that initializes it."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
 class Job:
     """A run to plan; traces and layer counts are computed once for each layout.
 
@@ -104,7 +120,7 @@ class Job:
         self.device = _device(options)
         self._memory = int(self.device.gib * GIB)
         self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
-        self.optimizer = optimizer_memory(options, self.outline())
+        self.optimizer = optimizer_memory(options, self._whole_model)
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
@@ -115,15 +131,16 @@ class Job:
         if "flash" in (options.attention_implementation or ""):
             # Its package need not be installed, and SDPA's kernel keeps the same tensors.
             options = dataclasses.replace(options, attention_implementation=None)
-        return build_model(
-            options,
-            self._config,
-            weights_from=None,
-            seed=0,
-            device=torch.device("meta"),
-            vocab_size=self._config.get_text_config().vocab_size,
-            tensor_parallel_size=options.tensor_parallel_size,
-        )
+        with _SkippedInit():
+            return build_model(
+                options,
+                self._config,
+                weights_from=None,
+                seed=0,
+                device=torch.device("meta"),
+                vocab_size=self._config.get_text_config().vocab_size,
+                tensor_parallel_size=options.tensor_parallel_size,
+            )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:
         """Return the batches of the run, of a batch that grows those of the largest.
@@ -186,8 +203,12 @@ class Job:
         )
 
     @functools.cached_property
+    def _whole_model(self) -> PreTrainedModel:
+        return self.outline()
+
+    @functools.cached_property
     def _modules(self) -> PipelineModules:
-        return find_pipeline_modules(self.outline())
+        return find_pipeline_modules(self._whole_model)
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
         """Assign layers to the ranks of a pipeline as the trainer does.

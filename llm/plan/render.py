@@ -1,13 +1,12 @@
 """An estimate as text, as JSON and as a plot."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
-from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, checkpoint_bytes
 from llm.plan.job import GIB, Job
 from llm.plan.memory import KINDS
@@ -16,13 +15,13 @@ _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#b
 _DAY = 86400.0
 
 
-def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
+def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
     """Return the lines that describe a layout.
 
     Args:
         job: The run.
         plan: Estimate of the layout.
-        near: The nearest layout that fits, None if this one does or none does.
+        remedy: Options with which it would fit, None if it does or nothing helps.
     """
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
@@ -35,7 +34,7 @@ def text(job: Job, plan: Estimate, near: ParallelDims | None) -> list[str]:
         "each rank",
         "",
         *_memory_lines(job, plan),
-        _verdict(job, plan, near),
+        _verdict(job, plan, remedy),
         "",
         *_traffic_lines(plan),
         "",
@@ -66,7 +65,7 @@ def table(job: Job, estimates: list[Estimate]) -> list[str]:
 
 
 def to_json(
-    job: Job, plan: Estimate, near: ParallelDims | None, estimates: list[Estimate] | None
+    job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
     """Return all numbers in bytes, seconds and FLOPs; arguments as of `text` and `table`."""
     options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
@@ -79,7 +78,7 @@ def to_json(
         "usable_memory": job.usable,
         "micro_batch_size": device_batch_size(options),
         **_estimate_json(plan),
-        "nearest": None if near is None else dataclasses.asdict(near),
+        "fits_with": remedy,
         "efficiency": options.efficiency,
         "budget_tokens": job.budget(plan.layout),
         "days": days,
@@ -126,16 +125,17 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     ]
 
 
-def _verdict(job: Job, plan: Estimate, near: ParallelDims | None) -> str:
+def _verdict(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
     left = job.usable - plan.memory.total
     if plan.fits:
         return f"It fits: {_gib(left)} are left."
-    if near is None:
+    if remedy is None:
         return (
-            f"It does not fit, by {_gib(-left)}, and no layout of these devices does: take more of "
-            "them, a smaller --per_device_train_batch_size, or --gradient_checkpointing."
+            f"It does not fit, by {_gib(-left)}, and neither a smaller micro-batch, recomputation "
+            "nor another layout of these devices helps: take more of them."
         )
-    return f"It does not fit, by {_gib(-left)}. The nearest layout that does: {near.describe()}."
+    words = " ".join(f"--{name} {value}" for name, value in remedy.items())
+    return f"It does not fit, by {_gib(-left)}. It fits with {words}."
 
 
 def _traffic_lines(plan: Estimate) -> list[str]:

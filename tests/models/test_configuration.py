@@ -143,12 +143,13 @@ def test_a_name_on_the_hub_is_taken_to_have_weights() -> None:
             "must be a multiple of the second",
         ),
         ("gpt_oss", "num_attention_heads=4", "num_key_value_heads=8, and the first must be a"),
-        ("llama", "num_key_value_heads=0", "cannot have num_key_value_heads=0: it must be at"),
+        ("llama", "num_key_value_heads=0", "cannot have num_key_value_heads=0, which must"),
         ("llama", "head_dim=0", "cannot have head_dim=0"),
         ("gpt2", "n_head=0", "The gpt2 model cannot have num_attention_heads=0"),
         ("gpt2", "n_embd=0", "cannot have hidden_size=0"),
         ("gpt2", "n_layer=-1", "cannot have num_hidden_layers=-1"),
         ("gpt2", "vocab_size=0", "cannot have vocab_size=0"),
+        ("gpt2", "n_layer=20000", "num_hidden_layers=20000, more than 1000"),
     ],
 )
 def test_impossible_sizes_are_refused(model_type: str, overrides: str, sentence: str) -> None:

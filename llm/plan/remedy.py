@@ -1,0 +1,98 @@
+"""Options with which a run fits that does not: the cheapest change, in the order of the guide."""
+
+import bisect
+import dataclasses
+from typing import Any
+
+from llm.data.options import device_batch_size
+from llm.models.options import recomputation
+from llm.parallel.dims import ParallelDims
+from llm.plan.estimate import Estimate, estimate, search
+from llm.plan.job import Job
+from llm.plan.options import PlanOptions
+
+_SIZES = {
+    "data_parallel_shard_size": "shard",
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+}
+"""Options of the layout and their axes, the first choice first."""
+
+
+def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | None:
+    """Return the options to change so that a run fits; None if nothing helps.
+
+    A smaller micro-batch of the same global batch comes first, then recomputation, then shards,
+    tensor, pipeline and context parallelism.
+
+    Args:
+        job: A run that does not fit.
+        ranked: The result of `search` for it, if there is one.
+    """
+    options = job.options
+    full = {} if recomputation(options) == "full" else {"activation_checkpointing": "full"}
+    for changes in ({}, full) if full else ({},):
+        resized = _largest_micro_batch(options, changes)
+        if resized is not None:
+            return {**resized, **changes}
+    best: tuple[tuple[float, ...], dict[str, Any]] | None = None
+    settings = [{}, full, {**_micro_batch(options, 1), **full}]
+    for number, changes in enumerate(settings):
+        if changes in settings[:number]:
+            continue
+        found = ranked if ranked and not changes else search(_changed(options, changes))
+        for one in (one for one in found if one.fits):
+            cost = _cost(one, job.layout, number)
+            if best is None or cost < best[0]:
+                best = cost, {**changes, **_layout_options(one.layout, options)}
+        if best is not None and not any(best[0][:3]):
+            break  # shards are enough
+    return None if best is None else best[1]
+
+
+def _largest_micro_batch(options: PlanOptions, changes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options of the largest micro-batch with which the layout fits, or None."""
+    given = device_batch_size(options)
+    sizes = [size for size in range(1, given + bool(changes)) if given % size == 0]
+
+    def is_too_large(size: int) -> bool:
+        job = _changed(options, {**_micro_batch(options, size), **changes})
+        return not estimate(job, job.layout).fits
+
+    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return _micro_batch(options, sizes[fitting - 1]) if fitting else None
+
+
+def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
+    """Return the options of a smaller micro-batch in the same global batch."""
+    given = device_batch_size(options)
+    if size == given:
+        return {}
+    changes = {"per_device_train_batch_size": size}
+    if options.global_batch_size is None:
+        steps = options.gradient_accumulation_steps * given // size
+        changes["gradient_accumulation_steps"] = steps
+    return changes
+
+
+def _changed(options: PlanOptions, changes: dict[str, Any]) -> Job:
+    return Job(dataclasses.replace(options, **changes))
+
+
+def _cost(one: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
+    """Return what a layout costs next to another: first its context parallelism, last its time."""
+
+    def distance(axis: str) -> int:
+        """Count how often a size is doubled or halved, roughly."""
+        size: int = getattr(one.layout, axis)
+        before: int = getattr(layout, axis)
+        return abs(size.bit_length() - before.bit_length()) + (size != before)
+
+    shard, *others = map(distance, _SIZES.values())
+    return *reversed(others), setting, shard, -one.tokens_per_second
+
+
+def _layout_options(layout: ParallelDims, options: PlanOptions) -> dict[str, int]:
+    sizes = {name: getattr(layout, axis) for name, axis in _SIZES.items()}
+    return {name: size for name, size in sizes.items() if size != getattr(options, name)}
