@@ -62,7 +62,7 @@ def parse_blend(
     if weighted and not any(weights):
         raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
     if not math.isfinite(sum(weights)):
-        raise ConfigError(f"{option} has weights whose sum is not finite; give smaller ones.")
+        raise ConfigError(f"{option} has weights with a sum that is not finite; give smaller ones.")
     return paths, weights if weighted else None
 
 

@@ -155,7 +155,7 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
 
 
 def _check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes with which the library fails only when the model is built, or runs."""
+    """Refuse sizes that fail in the library only later, when the model is built or runs."""
     text = config.get_text_config()
     values = text.to_dict()  # not attributes, which raise where layers may differ
     stated = {name: values.get(text.attribute_map.get(name, name)) for name in _SIZE_NAMES}

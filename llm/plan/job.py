@@ -82,7 +82,7 @@ class _SkippedInit(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function, and return the tensor as it is in place of one that initializes it."""
+        """Run a function; one of `torch.nn.init` returns its tensor unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == nn.init.__name__:
             return kwargs.get("tensor", args[0] if args else None)

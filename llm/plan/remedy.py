@@ -1,4 +1,4 @@
-"""Options with which a run fits that does not: the cheapest change, in the order of the guide."""
+"""The cheapest change that makes a run fit, in the order of the guide on parallelism."""
 
 import bisect
 import dataclasses
@@ -52,7 +52,7 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
 
 
 def _largest_micro_batch(options: PlanOptions, changes: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the options of the largest micro-batch with which the layout fits, or None."""
+    """Return the options of the largest micro-batch that fits in this layout, or None."""
     given = device_batch_size(options)
     sizes = [size for size in range(1, given + bool(changes)) if given % size == 0]
 

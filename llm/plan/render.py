@@ -21,7 +21,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
     Args:
         job: The run.
         plan: Estimate of the layout.
-        remedy: Options with which it would fit, None if it does or nothing helps.
+        remedy: Options that make it fit; None if it fits already, or nothing helps.
     """
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length

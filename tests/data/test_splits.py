@@ -43,7 +43,7 @@ def test_prefixes_stand_alone_or_each_follows_its_weight():
         ([float("nan"), "a"], "gives the weight nan"),
         ([float("inf"), "a"], "gives the weight inf"),
         ([0.0, "a", 0.0, "b"], "gives every source the weight 0"),
-        ([1e308, "a", 1e308, "b"], "has weights whose sum is not finite; give smaller ones"),
+        ([1e308, "a", 1e308, "b"], "has weights with a sum that is not finite; give smaller ones"),
     ],
 )
 def test_an_invalid_blend_is_refused(words, complaint):
