@@ -1,5 +1,6 @@
 """`llm-trainers PROGRAM`: every program under one name, and help that is quick."""
 
+import logging
 import subprocess
 import sys
 
@@ -11,8 +12,11 @@ from tests.support.package import MODULES, name_of
 
 @pytest.fixture(autouse=True)
 def command(monkeypatch):
-    """A program finds its arguments in sys.argv, which the command sets."""
+    """The process of the command: its arguments and its log, which programs change."""
+    logger = logging.getLogger("llm")
     monkeypatch.setattr(sys, "argv", ["/usr/bin/llm-trainers"])
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
