@@ -148,7 +148,9 @@ def check(config: PrepareConfig) -> None:
     problems = []
     if bool(config.input) == (config.dataset_name is not None):
         problems.append("Name the text with either --input or --dataset_name.")
-    if config.output_prefix is None:
+    if config.text_column == "":
+        problems.append("--text_column is empty; name the JSON key or column with the text.")
+    if not config.output_prefix:
         problems.append("Say where to write to with --output_prefix.")
     if (config.tokenizer_name is None) == (config.vocab_file is None):
         problems.append(
@@ -231,7 +233,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
 
     assert config.output_prefix is not None  # `check` asks for it
     prefix = Path(config.output_prefix)
-    key = config.text_column or "text"
+    key = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
         from llm.data.text.hub import dataset_sources
 
@@ -243,6 +245,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
                 trust_remote_code=config.trust_remote_code,
                 splits=[config.dataset_split],
                 streaming=config.streaming,
+                file_option="--input",
             )[config.dataset_split]
         ]
     else:

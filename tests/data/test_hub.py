@@ -84,12 +84,15 @@ def test_token_files_of_the_misread_directory_are_not_reused(folder, tmp_path, m
     assert {**before, "dataset": str(tmp_path / "text"), "whole_directory": False} == renamed
 
 
-def test_a_saved_data_set_is_read_and_its_configuration_ignored(folder, tmp_path):
+def test_a_saved_data_set_is_read_without_configuration_and_says_so(folder, tmp_path, caplog):
     datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
 
     found = splits(tmp_path / "saved", "wikitext-2-raw-v1")
 
     assert texts_of(found["validation"]) == ["three"]
+    assert (
+        "--dataset_config_name wikitext-2-raw-v1 has no effect: save_to_disk wrote" in caplog.text
+    )
 
 
 def test_a_saved_single_split_is_the_training_text(folder, tmp_path):
@@ -198,8 +201,12 @@ def test_a_path_without_a_folder_does_not_ask_the_hub(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         splits("./none")
     write(tmp_path / "a.txt", "x\n")
-    with pytest.raises(DataError, match="name it with --train_file"):
+    with pytest.raises(DataError, match=r"a\.txt is a file; name it with --train_file\."):
         splits(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt is a file; name it with --input\."):
+        splits(tmp_path / "a.txt", file_option="--input")
+    with pytest.raises(DataError, match="--dataset_name is empty"):
+        splits("")
 
 
 def test_the_identity_of_a_data_set_needs_no_library(folder, monkeypatch):

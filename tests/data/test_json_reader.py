@@ -186,7 +186,7 @@ def test_a_wrong_record_of_an_array_is_named_or_skipped(tmp_path, content, messa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[{"text": "a"}', "line 1: malformed JSON"),
+        (b'[{"text": "a"}', r"line 1: malformed JSON, .*; mend the array, or write each of its"),
         (b'[{"text":\n "a"},\n]', "line 3: malformed JSON"),
         (b'[{"text": "a"}] [', "line 1: malformed JSON"),
         (b'[{"text": "\xff"}]', "byte 12 is not UTF-8"),
@@ -195,8 +195,9 @@ def test_a_wrong_record_of_an_array_is_named_or_skipped(tmp_path, content, messa
 def test_a_broken_array_is_refused_even_when_skipping(tmp_path, content, message):
     path = write(tmp_path / "a.json", content)
 
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as raised:
         texts_of(source(path), BadRecordPolicy("skip"))
+    assert "--on_error skip" not in str(raised.value)
 
 
 def test_an_empty_array_holds_no_text(tmp_path):

@@ -1,6 +1,7 @@
 import fcntl
 import multiprocessing
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,8 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import checksums, read_sidecar, verify
 from llm.data.preparation.output_files import Output
 from llm.data.text.sources import file_source
-from llm.errors import DataError
-from tests.support.corpora import ListSource, error_on_a_full_disk, write
+from llm.errors import ConfigError, DataError
+from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write
 from tests.support.preparation import (
     THREE,
     FailingSource,
@@ -253,6 +254,22 @@ def test_an_existing_last_output_is_refused_before_the_first_is_written(tmp_path
 def test_an_empty_text_is_refused(tmp_path, sources, message):
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "wiki", sources)
+    assert names(tmp_path) == []
+
+
+def test_a_tokenizer_without_tokens_is_not_reported_as_empty_documents(tmp_path):
+    tokenizer = replace(byte_tokenizer(), encode_slow=lambda text: [], name="none.json", size=0)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"a holds text, but the tokenizer none\.json makes no token of it; check its voc",
+    ):
+        prepare(
+            tmp_path / "wiki",
+            [ListSource(["", "some text"], name="a")],
+            encoding={"tokenizer": tokenizer, "end_token": None},
+        )
+
     assert names(tmp_path) == []
 
 

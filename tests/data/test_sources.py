@@ -1,6 +1,7 @@
 import bz2
 import gzip
 import json
+import logging
 import lzma
 import os
 
@@ -9,7 +10,8 @@ import zstandard
 
 from llm.data.text.sources import check_unchanged, file_source, text_sources
 from llm.errors import DataError
-from tests.support.corpora import texts_of, write
+from tests.support.corpora import ListSource, texts_of, write
+from tests.support.preparation import prepare
 
 PACK = {
     ".gz": gzip.compress,
@@ -38,7 +40,8 @@ def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
 
     for path, message in {
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
-        tmp_path: "is no file; for a folder of files use --dataset_name",
+        tmp_path: "is a folder; name it with --dataset_name",
+        "/dev/null": "--train_file /dev/null is not a regular file; write its text to a file",
         tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
         tmp_path / "a.parquet.gz": r"all but the last also packed, as in \.jsonl\.gz \(\.gz",
         tmp_path / "empty.txt": r"empty\.txt is empty",
@@ -139,12 +142,25 @@ def test_a_folder_gives_all_files_of_a_known_kind_but_hidden_ones(tmp_path):
     ]
 
 
-def test_token_files_and_unfinished_files_in_a_folder_are_ignored(tmp_path):
-    (tmp_path / "wiki.parts").mkdir()
-    for name in ("wiki.json", "wiki.bin", "wiki.parts/plan.json", "other.json"):
-        write(tmp_path / name, "{}")
+def test_token_files_and_unfinished_files_are_left_out_and_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    (tmp_path / "x.parts").mkdir()
+    write(tmp_path / "x.parts" / "plan.json", "{}")
+    write(tmp_path / "a.txt", "one\n")
+    prepare(tmp_path / "wiki", [ListSource(["two"])])
 
-    assert names(tmp_path) == [f"{tmp_path}/other.json"]
+    assert names(tmp_path) == [f"{tmp_path}/a.txt"]
+    assert caplog.messages[-1] == (
+        f"--input {tmp_path}: 4 of 5 files are left out, which are hidden, token files or of "
+        f"another kind, such as {tmp_path}/wiki.bin"
+    )
+
+
+def test_a_json_file_beside_an_unrelated_bin_is_text(tmp_path):
+    write(tmp_path / "a.json", '{"text": "one"}')
+    write(tmp_path / "a.bin", "firmware")
+
+    assert names(tmp_path) == [f"{tmp_path}/a.json"]
 
 
 def test_a_hidden_folder_may_be_named(tmp_path):
@@ -203,6 +219,7 @@ def test_a_path_pattern_or_folder_without_files_is_refused(tmp_path):
     write(tmp_path / "empty" / "a.pdf", "x")
 
     for name, message in {
+        "": "--input has an empty name; name files, patterns and folders",
         tmp_path / "none.txt": r"--input .*none\.txt does not exist, or its folder",
         tmp_path / "*.jsonl": r"--input .*\*\.jsonl matches no file that can be read; check",
         tmp_path / "empty": r"is a folder without any file of a known kind: \.txt, \.csv",

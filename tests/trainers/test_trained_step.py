@@ -180,7 +180,7 @@ def test_a_step_or_rank_that_is_none_is_refused(short_run, capsys, words, senten
 
 def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), "--step", "1"]) == 2
-    assert "nowhere has no config.toml" in capsys.readouterr().err
+    assert "nowhere is not a folder; name the --output_dir of a run." in capsys.readouterr().err
 
 
 def test_token_files_that_have_gone_or_changed_are_refused(bench, capsys):

@@ -31,8 +31,9 @@ from llm.data.preparation.output_files import (
 )
 from llm.data.preparation.shards import ShardStats
 from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
+from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
-from llm.errors import DataError
+from llm.errors import ConfigError, DataError, LLMError
 from llm.runtime.files import try_lock, write_whole
 
 SHARD_BYTES = 1 << 26
@@ -120,8 +121,8 @@ def _prepare_file(
             )
             try:
                 check_unchanged(sources)
-                _check_shards(names, stats, output)
-            except DataError:  # the same command would fail on these shards again
+                _check_shards(sources, stats, output, encoding)
+            except LLMError:  # the same command would fail on these shards again
                 shutil.rmtree(folder)
                 raise
             assemble_output(
@@ -143,11 +144,20 @@ def _prepare_file(
         log.info(f"wrote {prefix}.bin")
 
 
-def _check_shards(names: list[str], stats: list[ShardStats], output: Output) -> None:
-    """Refuse shards without text, or of which all would go to nanoGPT's `val.bin`."""
+def _check_shards(
+    sources: list[Source], stats: list[ShardStats], output: Output, encoding: Encoding
+) -> None:
+    """Refuse shards without tokens, or a split that would move them all to nanoGPT's `val.bin`."""
     documents = sum(shard.documents for shard in stats)
     if not documents:
+        names = list(dict.fromkeys(source.name for source in sources))
         held = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
+        policy = BadRecordPolicy("skip")
+        if any(text for source in sources for batch in source.batches(policy) for text in batch):
+            raise ConfigError(
+                f"{held} text, but the tokenizer {encoding.tokenizer.name} makes no token of it; "
+                f"check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
+            )
         empty = sum(shard.empty for shard in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
         raise DataError(f"{held} no text{reason}.")

@@ -33,6 +33,7 @@ def dataset_sources(
     trust_remote_code: bool,
     splits: Sequence[str] = ("train", "validation"),
     streaming: bool = False,
+    file_option: str = "--train_file",
 ) -> dict[str, Source]:
     """Return the splits of a Hub data set or a local folder.
 
@@ -47,14 +48,17 @@ def dataset_sources(
         trust_remote_code: As for `datasets.load_dataset`.
         splits: Names of the splits.
         streaming: Read the data set over the network while it is used, with no copy on disk.
+        file_option: The option for a file, for messages.
 
     Raises:
-        DataError: `dataset_name` is a file, a path at which there is nothing, or a folder with
+        DataError: `dataset_name` is empty, a file, a path that does not exist, or a folder with
             a broken link.
     """
+    if not dataset_name:  # which pathlib takes for the working directory
+        raise DataError("--dataset_name is empty; name a data set or a folder.")
     path = Path(dataset_name)
     if path.is_file():
-        raise DataError(f"--dataset_name {dataset_name} is a file; name it with --train_file.")
+        raise DataError(f"--dataset_name {dataset_name} is a file; name it with {file_option}.")
     if not path.is_dir() and (path.is_absolute() or dataset_name.startswith(("./", "../", "~"))):
         raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
     loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code, streaming)
@@ -163,6 +167,11 @@ class _DatasetLoader:
         inner = self.folder / self.config if self.config else self.folder
         for folder in (inner, self.folder):
             if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+                if self.config and folder == self.folder:
+                    log.warning(
+                        f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
+                        f"{self.name}, which has no configurations"
+                    )
                 return datasets.load_from_disk(str(folder))
         try:
             return datasets.load_dataset(str(self.folder), self.config, **self._options)

@@ -94,23 +94,20 @@ def _parse_line(raw: bytes) -> Any:
         return _parse_json(raw.decode())
     except UnicodeDecodeError as error:
         raise DataError(not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"malformed JSON, {error.msg} (column {error.colno}); mend the line, or prepare the "
+            "file with --on_error skip."
+        ) from error
 
 
-def _parse_json(text: str, path: Path | None = None) -> Any:
-    """Parse JSON as Python does; an error names the file and the line if it is given the path."""
+def _parse_json(text: str) -> Any:
     try:
         # NaN and numbers of any length, which orjson does not read, are read here. The values are
         # not used, and int() refuses more than 4,300 digits.
         return json.loads(text, parse_int=lambda digits: 0)
-    except json.JSONDecodeError as error:
-        line = error.lineno
-        fault = (
-            f"malformed JSON, {error.msg} (column {error.colno}); mend the line, or prepare the "
-            "file with --on_error skip."
-        )
-    except RecursionError:  # 10^5 brackets
-        line, fault = 1, "the brackets are nested too deep for JSON."
-    raise DataError(fault if path is None else f"{path}, line {line}: {fault}")
+    except RecursionError as error:  # 10^5 brackets
+        raise DataError("the brackets are nested too deep for JSON.") from error
 
 
 def json_records(chunk: FileChunk) -> Iterator[list[str]]:
@@ -125,11 +122,19 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
         return
     whole = b"".join(chunk.line_blocks())
     try:
-        records = _parse_json(whole.decode(), path)
+        records = _parse_json(whole.decode())
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
         ) from error
+    except json.JSONDecodeError as error:
+        # Without its brackets and commas, an array has no records that could be skipped.
+        raise DataError(
+            f"{path}, line {error.lineno}: malformed JSON, {error.msg} (column {error.colno}); "
+            "mend the array, or write each of its records on a line of a .jsonl file."
+        ) from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     column = _column_of(records, path) if chunk.text_column is None else chunk.text_column
     yield from record_batches(
         records,

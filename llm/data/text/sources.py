@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import glob
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ _READERS: dict[str, Reader] = {
     ".parquet": parquet_records,
 }
 KINDS = (".txt", *_READERS)
+
+log = logging.getLogger("llm.data")
 
 
 class Source(Protocol):
@@ -109,8 +112,10 @@ def file_source(
         raise DataError(
             f"{option} {path} does not exist, or its folder may not be read; check the path."
         )
+    if path.is_dir():
+        raise DataError(f"{option} {path} is a folder; name it with --dataset_name.")
     if not path.is_file():
-        raise DataError(f"{option} {path} is no file; for a folder of files use --dataset_name.")
+        raise DataError(f"{option} {path} is not a regular file; write its text to a file first.")
     if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
         raise DataError(
             f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, all but the "
@@ -149,8 +154,16 @@ def text_sources(
     """
     paths: list[Path] = []
     for name in inputs:
+        if not name:  # which pathlib takes for the working directory
+            raise DataError("--input has an empty name; name files, patterns and folders.")
         if os.path.isdir(name):
-            files = [path for path in _walk(Path(name)) if _is_text(path, Path(name))]
+            found = _walk(Path(name))
+            files = [path for path in found if _is_text(path, Path(name))]
+            if left_out := sorted({*found} - {*files}):
+                log.info(
+                    f"--input {name}: {len(left_out):,} of {len(found):,} files are left out, "
+                    f"which are hidden, token files or of another kind, such as {left_out[0]}"
+                )
             if not files:
                 raise DataError(
                     f"--input {name} is a folder without any file of a known kind: "
@@ -216,10 +229,22 @@ def refuse_broken_links(paths: list[Path], where: str) -> None:
 def _is_text(path: Path, folder: Path) -> bool:
     relative = path.relative_to(folder)
     hidden = any(name.startswith(".") for name in relative.parts)
-    # Token files and the folder of an interrupted preparation may lie beside their text.
+    # Token files and the folder of an interrupted preparation may be next to their text.
     unfinished = any(name.endswith(".parts") for name in relative.parts[:-1])
-    sidecar = path.suffix == ".json" and path.with_suffix(".bin").exists()
-    return path.is_file() and not (hidden or unfinished or sidecar) and kind_of(path) in KINDS
+    if not path.is_file() or hidden or unfinished or kind_of(path) not in KINDS:
+        return False
+    return not (path.suffix == ".json" and _is_sidecar(path))
+
+
+def _is_sidecar(path: Path) -> bool:
+    if not path.with_suffix(".bin").exists():
+        return False
+    from llm.data.formats.sidecar import read_sidecar  # here, since it loads numpy
+
+    try:
+        return read_sidecar(path.with_suffix("")) is not None
+    except DataError:  # a text that has the name of a sidecar by chance
+        return False
 
 
 class _File:

@@ -32,9 +32,11 @@ def read_config(run: Path) -> GPTConfig:
     """Return the configuration of a run.
 
     Raises:
-        CheckpointError: The folder has no `config.toml`.
+        CheckpointError: The folder does not exist or lacks `config.toml`.
         ConfigError: It cannot be read.
     """
+    if not run.is_dir():
+        raise CheckpointError(f"{run} is not a folder; name the --output_dir of a run.")
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
     return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
