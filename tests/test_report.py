@@ -138,6 +138,15 @@ def test_the_page_is_written_into_the_run_and_named(run, capsys):
     assert "first: training report" in (run / "report.html").read_text()
 
 
+def test_the_page_replaces_an_earlier_page_and_no_other_file(run, capsys):
+    assert main([str(run)]) == main([str(run)]) == 0
+
+    metrics = (run / "metrics.jsonl").read_bytes()
+    assert main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
+    assert "metrics.jsonl exists and was not written by llm.report" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_the_page_needs_nothing_but_itself(run):
     page = page_of(run)
     assert Reader(page).links == []

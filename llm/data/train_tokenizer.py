@@ -162,13 +162,20 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     check_options(options)
     started = time.monotonic()
     num_threads = bounded_workers(options.num_workers, most=max(_THREADS, num_cores()))
+    output = Path(str(options.output_dir))
+    sources = text_sources(options.input, text_column=options.text_column)
+    for path in (path for source in sources for path in source.files):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ConfigError(
+                f"--input {path} is in --output_dir {output}, which would replace it; name another "
+                "folder."
+            )
     texts = TrainingTexts(
-        text_sources(options.input, text_column=options.text_column),
+        sources,
         lines=options.library == "sentencepiece",
         max_sentences=options.max_sentences,
         seed=options.seed,
     )
-    output = Path(str(options.output_dir))
     unfinished = output.parent / f".{output.name}.{os.getpid()}.unfinished"
     try:
         unfinished.mkdir(parents=True)
@@ -179,6 +186,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
                 raise texts.error from None
             raise
         report = _report(unfinished, texts)
+        check_output(output, overwrite=options.overwrite)  # again: training may take hours
         replaced = unfinished.with_suffix(".replaced")
         if output.exists():
             output.rename(replaced)
@@ -204,16 +212,7 @@ def check_options(options: TrainTokenizerOptions) -> None:
         raise ConfigError("No text is named: give files, patterns or folders with --input.")
     if options.output_dir is None:
         raise ConfigError("No output is named: give the folder to write with --output_dir.")
-    output = Path(options.output_dir)
-    if output.exists() and not options.overwrite:
-        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
-    if output.exists():
-        names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-        if others := sorted(names - _FILES if output.is_dir() else names):
-            raise ConfigError(
-                f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
-                "--overwrite does not replace it; name another folder."
-            )
+    check_output(Path(options.output_dir), overwrite=options.overwrite)
     lacking = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
     if options.normalization in lacking[options.library]:
         raise ConfigError(
@@ -228,6 +227,24 @@ def check_options(options: TrainTokenizerOptions) -> None:
         raise ConfigError(
             f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
             f"{END_OF_TEXT} need {NUM_BYTES + 1}."
+        )
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it is a tokenizer from here and may be replaced.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
+    names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+    if others := sorted(names - _FILES if output.is_dir() else names):
+        raise ConfigError(
+            f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
+            "--overwrite does not replace it; name another folder."
         )
 
 

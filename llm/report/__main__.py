@@ -16,6 +16,10 @@ from llm.errors import ConfigError
 from llm.report.runs import X, read_runs
 from llm.runtime.files import write_whole
 
+_PAGE_TITLE = b": training report</title>"
+"""Marks a page, which may replace an earlier page and no other file."""
+_HEAD_BYTES = 1 << 14
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
@@ -78,6 +82,13 @@ def write_report(options: ReportOptions) -> list[Path]:
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name an HTML file.")
+    if output.exists():
+        with output.open("rb") as file:
+            is_page = _PAGE_TITLE in file.read(_HEAD_BYTES)
+        if not is_page:
+            raise ConfigError(
+                f"--output {output} exists and was not written by llm.report; name another file."
+            )
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     runs = read_runs([Path(run) for run in options.runs])
     try:

@@ -369,6 +369,37 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+def test_a_text_in_the_output_folder_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    text = tmp_path / "out" / "tokenizer.json"
+    text.write_text('{"text": "the only copy"}')
+
+    assert train(text, tmp_path / "out", "--vocab_size", "300", "--overwrite") == 2
+
+    assert "out, which would replace it; name another folder" in error_of(capsys)
+    assert text.read_text() == '{"text": "the only copy"}'
+
+
+def test_a_folder_that_appears_during_the_training_is_left_alone(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def report(*arguments: Any) -> str:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("precious")
+        return ""
+
+    monkeypatch.setattr("llm.data.train_tokenizer._report", report)
+
+    assert train(corpus, tmp_path / "out", "--vocab_size", "300") == 2
+    assert "exists already; pass --overwrite" in error_of(capsys)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
 def test_a_failure_leaves_the_old_folder_and_nothing_else(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
