@@ -68,6 +68,19 @@ def test_a_text_file_may_be_one_document_of_many_texts(tmp_path):
     assert verify(tmp_path / "wiki") == []
 
 
+@pytest.mark.parametrize("one_document", [False, True])
+@pytest.mark.parametrize("prefix", [[], [7]])
+def test_a_piece_that_is_added_to_each_line_is_reported(tmp_path, caplog, prefix, one_document):
+    tokenizer = replace(byte_tokenizer(), encode_slow=lambda text: [*prefix, *ids(text)])
+    lines = ListSource(["ab\n", "c"], one_document=one_document)
+
+    prepare(tmp_path / "wiki", [lines], encoding={"tokenizer": tokenizer, "end_token": None})
+
+    assert tokens(tmp_path / "wiki") == [*prefix, *ids("ab\n"), *prefix, *ids("c")]
+    said = "a text file is encoded line by line, and this tokenizer adds a piece to each line"
+    assert (said in caplog.text) == (one_document and bool(prefix))
+
+
 def test_no_file_has_its_final_name_before_the_end(tmp_path):
     seen = []
 

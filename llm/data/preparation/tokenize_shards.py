@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
+from llm.data.preparation.encoder import Encoder, Encoding, OtherIds, make_encoder
 from llm.data.preparation.shards import ShardStats, read_shard, remove_shard, write_shard
 from llm.data.text.sources import Source
 from llm.errors import DataError
@@ -120,6 +120,8 @@ def _encode(
     threads = workers // max(1, processes)
     # Made before the fork, so that all processes use one copy in memory.
     encoder = make_encoder(encoding, threads=threads, fast=fast)
+    if any(source.one_document for source, _ in missing):
+        _warn_of_line_prefixes(encoder)
     sizes = [source.num_bytes for source, _ in missing]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     # Texts, tokens, bytes of text, bytes read and whether it is done, of each missing shard.
@@ -157,6 +159,17 @@ def _encode(
     for number in range(len(missing)):
         work(number)
         report_totals()
+
+
+def _warn_of_line_prefixes(encoder: Encoder) -> None:
+    """Log a warning if a tokenizer, such as SentencePiece's, adds a piece to each line."""
+    # One text per call, which starts no threads: this process may fork later.
+    whole, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
+    if whole.size < first.size + second.size:
+        log.warning(
+            "a text file is encoded line by line, and this tokenizer adds a piece to each line, "
+            "such as a space in front; to encode documents as a whole, give them as JSON Lines"
+        )
 
 
 def run_in_processes(
