@@ -121,7 +121,7 @@ def _encode(
     # Made before the fork, so that all processes use one copy in memory.
     encoder = make_encoder(encoding, threads=threads, fast=fast)
     if any(source.one_document for source, _ in missing):
-        _warn_of_line_prefixes(encoder)
+        _warn_of_lines(encoder)
     sizes = [source.num_bytes for source, _ in missing]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     # Texts, tokens, bytes of text, bytes read and whether it is done, of each missing shard.
@@ -161,14 +161,15 @@ def _encode(
         report_totals()
 
 
-def _warn_of_line_prefixes(encoder: Encoder) -> None:
-    """Log a warning if a tokenizer, such as SentencePiece's, adds a piece to each line."""
+def _warn_of_lines(encoder: Encoder) -> None:
+    """Log a warning if lines get other ids than their text, as SentencePiece's models give them."""
     # One text per call, which starts no threads: this process may fork later.
     whole, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
-    if whole.size < first.size + second.size:
+    if not np.array_equal(whole, np.concatenate([first, second])):
         log.warning(
-            "a text file is encoded line by line, and this tokenizer adds a piece to each line, "
-            "such as a space in front; to encode documents as a whole, give them as JSON Lines"
+            "a text file is encoded line by line, and this tokenizer treats the start of each line "
+            "as the start of a text, usually by a space in front; to encode documents as a whole, "
+            "give them as JSON Lines"
         )
 
 
