@@ -320,14 +320,14 @@ def former_validation(output: Output) -> list[Path]:
     if not found:
         return []
     fault = f"{found[-1]} exists, and --validation_split_percentage 0 writes no validation text"
+    if len(found) < 2 or verify(beside(prefix, ".bin")):
+        raise DataError(
+            f"{fault}. The file is not removed, since no val.json shows that this program wrote "
+            f"it; move it away, or choose another {output.option}."
+        )
     if not output.overwrite:
         raise DataError(
             f"{fault}; choose another {output.option}, or pass --overwrite to remove the file."
-        )
-    if len(found) < 2 or verify(beside(prefix, ".bin")):
-        raise DataError(
-            f"{fault}. --overwrite does not remove the file, since no val.json shows that it was "
-            f"written by this program; move it away, or choose another {output.option}."
         )
     return found
 
