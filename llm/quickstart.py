@@ -26,12 +26,16 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code of the trainer.
     """
-    source = shipped_examples()
-    if not (FOLDER / _CONFIG).exists():
-        # Wrong options and --help end here, before anything is written.
-        trainer.parse_args(["--config", str(source / _CONFIG), *argv])
-        copy_examples(source)
-    sys.argv[1:] = ["--config", str(FOLDER / _CONFIG), *argv]
+    config = FOLDER / _CONFIG
+    if not config.exists():
+        source = shipped_examples()
+        try:
+            trainer.parse_args(["--config", str(source / _CONFIG), *argv])  # --help ends here
+        except ConfigError:
+            config = source / _CONFIG  # nothing is copied; the trainer reports it for all ranks
+        else:
+            copy_examples(source)
+    sys.argv[1:] = ["--config", str(config), *argv]
     return trainer.main()
 
 
