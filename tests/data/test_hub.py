@@ -74,16 +74,6 @@ def test_the_name_of_a_builder_without_such_a_folder_is_refused(tmp_path, monkey
         splits(name)["train"].exists()
 
 
-def test_token_files_of_the_misread_directory_are_not_reused(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = splits("data")["train"].identity()
-    folder.rename(tmp_path / "text")
-
-    renamed = splits("text")["train"].identity()
-
-    assert {**before, "dataset": str(tmp_path / "text"), "whole_directory": False} == renamed
-
-
 def test_a_saved_data_set_is_read_without_configuration_and_says_so(folder, tmp_path, caplog):
     datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
 

@@ -17,9 +17,6 @@ from llm.errors import DataError, first_line
 
 _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000
-_ONCE_MISREAD = {"arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml"}
-"""Earlier versions read the whole working directory instead of a folder with one of these names.
-Its identity has changed, so that a run does not reuse token files of that text."""
 _STRINGS = ("string", "large_string", "string_view")
 
 log = logging.getLogger("llm.data")
@@ -239,8 +236,6 @@ class _DatasetSplit:
                 [str(file.relative_to(folder)), *stamped.values()]
                 for file, stamped in self.files.items()
             ]
-            if str(Path(self._loader.name)) in _ONCE_MISREAD:
-                identity["whole_directory"] = False
         return identity
 
     def exists(self) -> bool:
