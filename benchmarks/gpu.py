@@ -1,281 +1,453 @@
-"""Measure training on a GPU: model FLOP utilisation, memory and precisions of several programs.
+"""Measure training on a GPU: speed, model FLOP utilization and memory of several programs.
 
-python -m benchmarks.gpu --help. Without a GPU `--models toy` runs everything on the CPU, which
-only shows that the benchmark works.
+python -m benchmarks.gpu --help. Each result is kept and the report written as soon as a program has
+been measured, and a benchmark that was stopped continues from there. Without a GPU `--models toy`
+runs everything on the CPU, which only shows that the benchmark works.
 """
 
+import importlib.metadata
 import json
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from benchmarks.measure import Case, CaseFailed, Usage, figures, interleave, median, run
+from benchmarks.gpu_programs import (
+    MODELS,
+    Training,
+    flops_per_token,
+    nanogpt_program,
+    our_program,
+    peer_program,
+    write_model,
+    write_tokens,
+)
+from benchmarks.gpu_timing import Period, Program, is_out_of_memory, time_program
+from benchmarks.measure import CaseFailed, say
 from benchmarks.report import (
     Goal,
     ReportOptions,
     Section,
     at_least,
     at_most,
+    check_folder,
     machine,
-    program_table,
     render,
     run_benchmark,
+    table,
 )
-from benchmarks.shapes import SHAPES, Inputs, Shape, make_inputs
-from benchmarks.training import nanogpt_case, our_case, peer_case
 from llm.config.options import option
 from llm.errors import ConfigError
 
-Model = Literal["gpt2", "gpt2-xl", "llama-1b", "toy"]
-Precision = Literal["bf16", "fp16", "no"]
-_NANO = "nanoGPT compiled, bf16"
-_MODELS: dict[str, Shape] = {
-    "gpt2": Shape(
-        name="GPT-2 124M", layers=12, width=768, heads=12,
-        block_size=1024, batch_size=16, vocab_size=50_257, steps=60,
-    ),
-    "gpt2-xl": Shape(
-        name="GPT-2 XL 1.5B", layers=48, width=1600, heads=25,
-        block_size=1024, batch_size=8, vocab_size=50_257, steps=40,
-    ),
-    "llama-1b": Shape(
-        name="Llama 1B", layers=16, width=2048, heads=32,
-        block_size=2048, batch_size=4, vocab_size=32_000, steps=40,
-    ),
-    "toy": SHAPES["toy"],
-}  # fmt: skip
-_LEAST_MFU = {"gpt2": 0.5, "gpt2-xl": 0.55, "llama-1b": 0.55}
+ModelName = Literal["124M", "350M", "1.1B", "toy"]
+Part = Literal["speed", "precisions", "kfac"]
+_BF16 = ("--mixed_precision", "bf16", "--torch_compile")
+_KFAC_INTERVAL = 50
+"""Steps between the updates of K-FAC's factors and bases."""
+_KFAC_FLAGS = (
+    *("--kfac", "--kfac_factor_update_steps", str(_KFAC_INTERVAL)),
+    *("--kfac_inv_update_steps", str(_KFAC_INTERVAL)),
+)
+_FLAGS = {
+    "llm": _BF16,
+    "llm, not compiled": ("--mixed_precision", "bf16", "--no_torch_compile"),
+    "llm, fp16": ("--mixed_precision", "fp16", "--torch_compile"),
+    "llm, TF32": ("--mixed_precision", "no", "--torch_compile"),
+    "llm, AdamW, 8k tokens": _BF16,
+    "llm, K-FAC, 8k tokens": (*_BF16, *_KFAC_FLAGS),
+}
+_PEERS = {"plain loop": "plain_loop", "HF Trainer": "hf_trainer"}
+_NANOGPT = "nanoGPT"
+_PRECISIONS = ("llm, not compiled", "llm, fp16", "llm, TF32")
+_KFAC = ("llm, AdamW, 8k tokens", "llm, K-FAC, 8k tokens")
+_KFAC_TOKENS = 8192
+_WARM_UP = 30
+_LIMIT = 600.0
+_LEAST_MFU = {"124M": 0.5, "350M": 0.5, "1.1B": 0.55}
 _TORCHTITAN = (
     "torchtitan publishes 6,667 tokens/s a GPU, 33 to 39 % MFU, for Llama 3.1 8B on 8 H100, "
     "compiled, in bf16 (its benchmarks of December 2024)"
 )
-_KFAC_TOKENS = 8192
-"""Tokens of a step in the comparison of K-FAC's step with AdamW's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPUBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
-    models: tuple[Model, ...] = option(
-        ("gpt2", "gpt2-xl", "llama-1b"), "Models to train.", group="Run"
+    models: tuple[ModelName, ...] = option(
+        ("124M", "350M", "1.1B"), "Models to train.", group="Run"
     )
-    precisions: tuple[Precision, ...] = option(
-        ("bf16", "fp16", "no"), "Precisions of our runs, bf16 among them.", group="Run"
+    lengths: tuple[int, ...] = option(
+        (1024, 2048, 4096),
+        "Tokens of a sample. Only the first one is used for other parts than speed.",
+        group="Run",
+        at_least=2,
     )
-    compile: bool = option(True, "Also measure bf16 with --torch_compile.", group="Run")
-    largest: bool = option(
-        True, "Search the largest micro-batch that fits, for ours and a plain loop.", group="Run"
+    only: tuple[Part, ...] = option(
+        ("speed", "precisions", "kfac"),
+        "Parts to measure: all programs in bf16; our other precisions and uncompiled steps; "
+        "K-FAC's step and AdamW's.",
+        group="Run",
     )
-    repeats: int = option(3, "Runs of each program, interleaved.", group="Run", at_least=1)
-    nanogpt: str | None = option(None, "A checkout of nanoGPT, for gpt2.", group="Peers")
+    seconds: float = option(
+        10.0, "Seconds of steps that count, at least, after 30 steps.", group="Run", above=0
+    )
+    repeats: int = option(1, "Runs of each program, interleaved.", group="Run", at_least=1)
+    rows: str | None = option(
+        None,
+        "File that keeps the results, from which a benchmark that was stopped continues; remove "
+        "it when the code has changed. OUTPUT.rows if not given.",
+        group="Run",
+    )
+    nanogpt: str | None = option(None, "A checkout of nanoGPT, for 124M and 350M.", group="Peers")
     peer_python: str = option(sys.executable, "The Python that runs nanoGPT.", group="Peers")
 
 
-def check(options: GPUBenchmarkOptions) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A program to measure.
+
+    Attributes:
+        model: Name of the model.
+        length: Tokens of a sample.
+        program: Name of the program.
+        repeat: Number of the run, from 0.
+    """
+
+    model: str
+    length: int
+    program: str
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """The GPU.
+
+    Attributes:
+        name: As torch names it.
+        memory: Bytes.
+    """
+
+    name: str
+    memory: float
+
+
+def check(options: GPUBenchmarkOptions, card: Card | None) -> None:
     """Refuse options that cannot work.
 
     Raises:
-        ConfigError: There is no GPU for such a model, no bf16 to compare with, or no nanoGPT.
+        ConfigError: The GPU, nanoGPT or a folder is missing.
     """
-    if device_name() is None and set(options.models) - {"toy"}:
+    if card is None and set(options.models) - {"toy"}:
         raise ConfigError(
             "--models " + " ".join(options.models) + " need a GPU, and torch sees none; --models "
             "toy runs the programs without one."
         )
-    if "bf16" not in options.precisions:
-        raise ConfigError("--precisions must have bf16, which the others are compared with.")
     if options.nanogpt is not None and not Path(options.nanogpt, "train.py").is_file():
         raise ConfigError(f"--nanogpt {options.nanogpt} holds no train.py.")
     if shutil.which(options.peer_python) is None:
         raise ConfigError(f"--peer_python {options.peer_python} cannot be run.")
+    check_folder("rows", options.rows)
 
 
-def device_name() -> str | None:
-    """Return the GPU's name, read in another process so that this one stays small."""
+def find_card() -> Card | None:
+    """Return the GPU, which another process reads, so that this one takes none of its memory."""
     source = (
-        "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+        "import json, torch\n"
+        "if torch.cuda.is_available():\n"
+        "    found = torch.cuda.get_device_properties(0)\n"
+        "    print(json.dumps([found.name, found.total_memory]))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return Card(*json.loads(done.stdout)) if done.stdout.strip() else None
 
 
-def inputs_of(model: str, shape: Shape, folder: Path) -> Inputs:
-    """Make text, tokens and a configuration, for a Llama in place of GPT-2's."""
-    inputs = make_inputs(shape, folder)
-    if model == "llama-1b":
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": shape.layers,
-            "hidden_size": shape.width,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": 8,
-            "intermediate_size": 4 * shape.width,
-            "max_position_embeddings": shape.block_size,
-            "vocab_size": shape.vocab_size,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        (inputs.model / "config.json").write_text(json.dumps(config))
-    return inputs
-
-
-def cases_of(
-    options: GPUBenchmarkOptions, model: str, shape: Shape, inputs: Inputs, folder: Path
-) -> list[Case]:
-    """Return all programs, each training one model."""
-    cases = [
-        our_case(
-            shape,
-            inputs,
-            folder,
-            name=f"llm, {precision}",
-            flags=("--mixed_precision", precision, "--no_torch_compile"),
-        )
-        for precision in options.precisions
-    ]
-    if options.compile:
-        flags = ("--mixed_precision", "bf16", "--torch_compile")
-        cases.append(our_case(shape, inputs, folder, name="llm, bf16, compiled", flags=flags))
-    cases += [
-        peer_case(
-            f"plain loop, {precision}", "plain_loop", shape, inputs, folder, precision=precision
-        )
-        for precision in options.precisions
-    ]
-    cases.append(
-        peer_case("HF Trainer, bf16", "hf_trainer", shape, inputs, folder, precision="bf16")
-    )
-    if options.nanogpt is not None and model == "gpt2":
-        nano = nanogpt_case(
-            shape,
-            inputs,
-            folder,
-            checkout=Path(options.nanogpt).resolve(),
-            python=str(Path(shutil.which(options.peer_python) or "").absolute()),
-            compiled=True,
-            device="cuda",
-            dtype="bfloat16",
-        )
-        cases.append(replace(nano, name=_NANO))
-    return cases
-
-
-def kfac_cases(shape: Shape, inputs: Inputs, folder: Path) -> list[Case]:
-    """Return AdamW and K-FAC on steps of at most `_KFAC_TOKENS` tokens."""
-    samples = max(1, min(shape.batch_size, _KFAC_TOKENS // shape.block_size))
-    smaller = replace(shape, batch_size=samples)
-    return [
-        our_case(smaller, inputs, folder, name=name, flags=("--mixed_precision", "bf16", *flags))
-        for name, flags in (("AdamW", ()), ("K-FAC", ("--kfac",)))
-    ]
-
-
-def measure(options: GPUBenchmarkOptions, model: str, folder: Path) -> Section:
-    """Measure speed and memory of all programs on one model."""
-    shape = _MODELS[model]
-    inputs = inputs_of(model, shape, folder / "inputs")
-    cases = cases_of(options, model, shape, inputs, folder)
-    run(cases[0])  # warm-up: tokenises
-    results = interleave(cases, options.repeats)
-    steps = interleave(kfac_cases(shape, inputs, folder), options.repeats)
-    bf16 = results["llm, bf16"]
-
-    def cells(_: str, runs: Sequence[Usage]) -> Sequence[str]:
-        speed = median(runs, "tokens_per_second")
-        # The peers' MFU follows from ours by speed, since they train the same model.
-        share = median(bf16, "mfu") * speed / median(bf16, "tokens_per_second") if bf16 else 0.0
-        return [
-            f"{speed:,.0f}",
-            f"{share:.1%}",
-            _one(runs, "memory_megabytes"),
-            _one(runs, "milestone_seconds"),
-        ]
-
-    header = ["program", "tokens/s", "MFU", "peak MB of the device", "first step, s"]
-    lines = program_table(header, results, cells)
-    found = goals(model, results)
-    if all(steps.values()):
-        adamw, kfac = (median(runs, "tokens_per_second") for runs in steps.values())
-        lines += ["", f"K-FAC's median step takes {adamw / kfac:.2f} of AdamW's, in bf16."]
-        if model in _LEAST_MFU:
-            name = f"{shape.name}: K-FAC's step, AdamW's = 1"
-            found.append(at_most(name, adamw / kfac, 1.15, ""))
-    if options.largest:
-        lines += ["", *largest_batches(shape, inputs, folder)]
-    return Section(title=str(shape), lines=lines, goals=found)
-
-
-def _one(runs: Sequence[Usage], name: str) -> str:
-    value = median(runs, name) if figures(runs, name) else float("nan")
-    return "" if value != value else f"{value:,.0f}"
-
-
-def largest_batches(shape: Shape, inputs: Inputs, folder: Path) -> list[str]:
-    """Search the largest batch that fits in bf16, for ours and for the plain loop; return lines."""
+def rows_of(options: GPUBenchmarkOptions) -> list[Row]:
+    """Return what to measure: every program once before any of them is repeated."""
     found = []
-    for name in ("llm", "plain loop"):
-        batch, fits = shape.batch_size, 0
-        # Doubled each time, with a bound for the toy, which always fits.
-        while batch <= 64 * shape.batch_size:
-            tried = replace(shape, batch_size=batch, steps=3)
-            flags = ("--mixed_precision", "bf16", "--no_torch_compile")
-            case = (
-                our_case(tried, inputs, folder, name="largest", flags=flags)
-                if name == "llm"
-                else peer_case("largest", "plain_loop", tried, inputs, folder, precision="bf16")
-            )
-            try:
-                run(case)
-            except CaseFailed:
-                break
-            fits, batch = batch, 2 * batch
-        found.append(f"Largest micro-batch in bf16, doubling, {name}: {fits} samples.")
-        found.append("")
-    return found[:-1]
-
-
-def goals(model: str, results: dict[str, list[Usage]]) -> list[Goal]:
-    """Return the goals of a model."""
-    ours = results.get("llm, bf16, compiled") or results["llm, bf16"]
-    found: list[Goal] = []
-    if not ours or model not in _LEAST_MFU:
-        return found
-    name = _MODELS[model].name
-    best = max(ours, results["llm, bf16"], key=lambda runs: median(runs, "tokens_per_second"))
-    found.append(at_least(f"{name}: MFU in bf16", median(best, "mfu"), _LEAST_MFU[model]))
-    if results.get(_NANO):
-        ratio = median(best, "tokens_per_second") / median(results[_NANO], "tokens_per_second")
-        found.append(at_least(f"{name}: speed of nanoGPT compiled", ratio, 1.1))
-    if results.get("llm, fp16"):
-        half = results["llm, fp16"]
-        ratio = median(half, "tokens_per_second") / median(
-            results["llm, bf16"], "tokens_per_second"
-        )
-        found.append(at_least(f"{name}: fp16's speed, bf16 = 1", ratio, 0.95))
-        if results.get("llm, no"):
-            memory = median(half, "memory_megabytes") / median(
-                results["llm, no"], "memory_megabytes"
-            )
-            found.append(at_most(f"{name}: fp16's memory, fp32 = 1", memory, 0.99, ""))
+    for repeat in range(options.repeats):
+        for model in options.models:
+            for length in options.lengths:
+                programs: list[str] = []
+                if "speed" in options.only:
+                    has_peer = options.nanogpt is not None and not MODELS[model].is_llama
+                    programs += ["llm", *[_NANOGPT] * has_peer, *_PEERS]
+                if length == options.lengths[0]:
+                    programs += _PRECISIONS if "precisions" in options.only else ()
+                    programs += _KFAC if "kfac" in options.only else ()
+                found += [
+                    Row(model=model, length=length, program=program, repeat=repeat)
+                    for program in programs
+                ]
     return found
 
 
+class Kept:
+    """The figures of finished rows, by row.
+
+    Args:
+        path: File with a line for each; None keeps none.
+        conditions: What they hold for: the GPU, the version of torch, and the duration.
+    """
+
+    def __init__(self, path: Path | None, conditions: Mapping[str, Any]) -> None:
+        self._path, self._conditions = path, dict(conditions)
+        self.figures: dict[Row, dict[str, Any]] = {}
+        if path is None or not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A line without its end is that of a benchmark that was killed while writing it.
+        lines = [line for line in lines if line.endswith("\n")]
+        path.write_text("".join(lines), encoding="utf-8")
+        for row, of, figures in map(json.loads, lines):
+            if of == self._conditions:
+                self.figures[Row(**row)] = figures
+
+    def add(self, row: Row, figures: dict[str, Any]) -> None:
+        """Keep the figures of a row; those of a program that failed are not read again."""
+        self.figures[row] = figures
+        say(f"{row.model}, {row.length}, {row.program}: {json.dumps(figures)}")
+        if self._path is not None and "failed" not in figures:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([asdict(row), self._conditions, figures]) + "\n")
+
+
+class Measurer:
+    """Runs the programs.
+
+    Args:
+        options: The options.
+        card: The GPU, if there is one.
+        folder: Where inputs and working folders are.
+    """
+
+    def __init__(self, options: GPUBenchmarkOptions, card: Card | None, folder: Path) -> None:
+        self._options, self._card, self._folder = options, card, folder
+        self.model_folder = cache(self._model_folder)
+        self._tokens_folder = cache(self._write_tokens)
+
+    def _model_folder(self, model: str, length: int) -> Path:
+        """Return the folder of a model's configuration."""
+        folder = self._folder / "models" / f"{model}-{length}"
+        write_model(MODELS[model], length, folder)
+        return folder
+
+    def _write_tokens(self, vocab_size: int) -> Path:
+        folder = self._folder / f"tokens-{vocab_size}"
+        write_tokens(vocab_size, folder)
+        return folder
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """Return a program's figures, with half the batch while memory is short.
+
+        Returns:
+            Those of `Timed`, and `batch_size`; or what the program said, as `failed`.
+        """
+        shape = MODELS[row.model]
+        memory = 80e9 if self._card is None else self._card.memory
+        training = Training(
+            model=self.model_folder(row.model, row.length),
+            tokens=self._tokens_folder(shape.vocab_size),
+            shape=shape,
+            length=row.length,
+            batch_size=shape.batch_size(row.length, memory=memory),
+            on_gpu=self._card is not None,
+        )
+        period = Period(warm_up=_WARM_UP, seconds=self._options.seconds)
+        if row.program in _KFAC:
+            # Its first steps update more often; then whole intervals, with the steps that update.
+            period = replace(period, warm_up=2 * _KFAC_INTERVAL, multiple=_KFAC_INTERVAL)
+            samples = max(1, _KFAC_TOKENS // row.length)
+            training = replace(training, batch_size=min(training.batch_size, samples))
+        while True:
+            try:
+                timed = time_program(self.program(row, training), period, limit=_LIMIT)
+            except CaseFailed as error:
+                if not is_out_of_memory(str(error)) or training.batch_size == 1:
+                    return {"failed": str(error)}
+                training = replace(training, batch_size=training.batch_size // 2)
+                continue
+            return {"batch_size": training.batch_size, **timed.as_json()}
+
+    def program(self, row: Row, training: Training) -> Program:
+        """Return the program of a row."""
+        folder = self._folder / "run"
+        if row.program in _PEERS:
+            return peer_program(_PEERS[row.program], training, folder)
+        if row.program == _NANOGPT:
+            assert self._options.nanogpt is not None
+            python = str(Path(shutil.which(self._options.peer_python) or "").absolute())
+            checkout = Path(self._options.nanogpt).resolve()
+            return nanogpt_program(training, folder, checkout=checkout, python=python)
+        flags: Sequence[str] = _FLAGS[row.program]
+        if self._card is None:  # in the precision that is fast there, and not compiled
+            flags = _KFAC_FLAGS if row.program == _KFAC[1] else ()
+        return our_program(training, folder, flags)
+
+
+Figures = dict[str, list[dict[str, Any]]]
+"""The figures of every run of one model at one length, by program."""
+
+
+def section(
+    model: str, length: int, found: Figures, *, flops: float, peak: float | None
+) -> Section:
+    """Return the table of one model at one length, and its goals.
+
+    Args:
+        model: Name of the model.
+        length: Tokens of a sample.
+        found: The figures.
+        flops: FLOPs per token.
+        peak: FLOP/s of the GPU in half precision, if they are known.
+    """
+    header = [
+        *("program", "samples", "tokens/s", "ms per step", "median ms", "MFU"),
+        *("allocated, GB", "in use, GB", "first reading, s", "MHz", "W", "°C"),
+    ]
+    lines, rows = [], []
+    for program, runs in found.items():
+        failed = [run["failed"] for run in runs if "failed" in run]
+        if failed:
+            lines += ["", f"{program} failed: {' '.join(failed[0].split())[-300:]}"]
+            continue
+        speeds = [1000 * run["batch_size"] * length / run["ms"] for run in runs]
+        speed = statistics.median(speeds)
+        spread = f" ({min(speeds):,.0f}-{max(speeds):,.0f})" if len(runs) > 1 else ""
+        knows_peak = peak is not None and "TF32" not in program
+        rows.append(
+            [
+                program,
+                _cell(runs, "batch_size"),
+                f"{speed:,.0f}{spread}",
+                _cell(runs, "ms", digits=2),
+                _cell(runs, "ms_median", digits=2),
+                f"{speed * flops / peak:.1%}" if knows_peak and peak else "",
+                _cell(runs, "allocated", unit=1e9, digits=2),
+                _cell(runs, "used", unit=1e9, digits=2),
+                _cell(runs, "first_line", digits=1),
+                *(_cell(runs, name) for name in ("mhz", "watts", "celsius")),
+            ]
+        )
+    return Section(
+        title=f"{MODELS[model].name}, {length:,} tokens",
+        lines=[*table(header, rows), *lines],
+        goals=goals(model, length, found, flops=flops, peak=peak),
+    )
+
+
+def _cell(runs: Sequence[Mapping[str, Any]], name: str, *, unit: float = 1, digits: int = 0) -> str:
+    value = _median(runs, name)
+    return "" if value is None else f"{value / unit:,.{digits}f}"
+
+
+def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [run[name] for run in runs if run.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
+def goals(
+    model: str, length: int, found: Figures, *, flops: float, peak: float | None
+) -> list[Goal]:
+    """Return the goals of a model at a length, of what has been measured; arguments as above."""
+    if model not in _LEAST_MFU:
+        return []
+    name = f"{MODELS[model].name}, {length:,} tokens"
+    reached: list[Goal] = []
+    speeds = {
+        program: statistics.median(run["batch_size"] * length / run["ms"] for run in runs)
+        for program, runs in found.items()
+        if runs and not any("failed" in run for run in runs)
+    }
+    ours = speeds.get("llm")
+    if ours is not None and peak is not None:
+        mfu = 1000 * ours * flops / peak
+        reached.append(at_least(f"{name}: MFU in bf16", mfu, _LEAST_MFU[model]))
+    if ours is not None and _NANOGPT in speeds:
+        ratio = ours / speeds[_NANOGPT]
+        reached.append(at_least(f"{name}: speed, nanoGPT's = 1", ratio, 1.1))
+    if ours is not None and "llm, fp16" in speeds:
+        ratio = speeds["llm, fp16"] / ours
+        reached.append(at_least(f"{name}: fp16's speed, bf16's = 1", ratio, 0.95))
+    adamw, kfac = (speeds.get(program) for program in _KFAC)
+    if adamw is not None and kfac is not None:
+        # Of whole intervals, with the steps that update factors and bases.
+        reached.append(at_most(f"{name}: K-FAC's step, AdamW's = 1", adamw / kfac, 1.15, ""))
+    return reached
+
+
 def report(options: GPUBenchmarkOptions, folder: Path) -> str:
-    """Measure all chosen models and return the report."""
-    check(options)
+    """Measure what is not measured yet; return the report, and write it after every row."""
+    card = find_card()
+    check(options, card)
+    path = options.rows or (options.output and f"{options.output}.rows")
+    conditions = {
+        "card": card.name if card else "none",
+        "torch": importlib.metadata.version("torch"),
+        "seconds": options.seconds,
+    }
+    kept = Kept(Path(path) if path else None, conditions)
+    rows, measurer = rows_of(options), Measurer(options, card, folder)
+
+    @cache
+    def flops(model: str, length: int) -> float:
+        return flops_per_token(measurer.model_folder(model, length), length)
+
+    def write() -> str:
+        text = render_rows(rows, kept.figures, card, flops)
+        if options.output is not None:
+            Path(options.output).write_text(text, encoding="utf-8")
+        return text
+
+    for row in rows:
+        if row not in kept.figures:
+            kept.add(row, measurer.measure(row))
+            write()
+    return write()
+
+
+def render_rows(
+    rows: Sequence[Row],
+    figures: Mapping[Row, dict[str, Any]],
+    card: Card | None,
+    flops: Callable[[str, int], float],
+) -> str:
+    """Return the report of the rows that have figures, and name the others.
+
+    Args:
+        rows: All rows.
+        figures: Those of finished ones.
+        card: The GPU, if there is one.
+        flops: Returns the FLOPs per token of a model and a length.
+    """
+    from llm.metrics.hardware import peak_flops
+
+    missing = [row for row in rows if row not in figures]
     facts = [
         *machine(("torch", "transformers", "accelerate")),
-        f"GPU: {device_name() or 'none, so that the figures say nothing'}",
-        f"Medians of {options.repeats} interleaved runs",
+        f"GPU: {card.name if card else 'none, so that the figures say nothing'}",
+        "Programs read their loss every 10 steps; the time is the mean over all counted steps",
         _TORCHTITAN,
     ]
-    sections = [measure(options, model, folder / model) for model in options.models]
+    if missing:
+        names = ", ".join(f"{row.model} {row.length} {row.program}" for row in missing)
+        facts.append(f"Not measured yet: {names}")
+    found: dict[tuple[str, int], Figures] = {}
+    for row in rows:
+        if row in figures:
+            runs = found.setdefault((row.model, row.length), {}).setdefault(row.program, [])
+            runs.append(figures[row])
+    peak = peak_flops(card.name) if card else None
+    sections = [
+        section(model, length, runs, flops=flops(model, length), peak=peak)
+        for (model, length), runs in found.items()
+    ]
     return render("Training on a GPU", facts, sections)
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from benchmarks import kfac_report
 from benchmarks.corpus import make_tokens
 from benchmarks.kfac_bases import diagonal_shares
@@ -124,11 +126,15 @@ class KFACBenchmarkOptions(ReportOptions):
     step_tokens: int = option(
         8192, "Tokens of a timed step, in samples of 256.", group="Step", at_least=256
     )
+    device: Literal["cpu", "cuda"] = option("cpu", "Where the models train.", group="Run")
     turns: int = option(
         200, "Timed steps, at least; whole intervals between bases.", group="Step", at_least=1
     )
-    jobs: int = option(
-        len(os.sched_getaffinity(0)), "Trainings at once, of one thread each.", group="Run"
+    jobs: int | None = option(
+        None,
+        "Trainings at once, of one thread each; by default one for each core, or one on a GPU.",
+        group="Run",
+        at_least=1,
     )
     trainings: str | None = option(
         None,
@@ -149,6 +155,8 @@ def check(options: KFACBenchmarkOptions) -> None:
     """
     if "adamw" not in options.methods:
         raise ConfigError("--methods must have adamw, whose loss the others should reach.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU, and torch sees none; leave the option out.")
     if options.text is not None and not Path(options.text).exists():
         raise ConfigError(f"--text {options.text} is neither a folder of tokens nor a file.")
     if "soap-library" in options.methods and not _installed("pytorch_optimizer"):
@@ -172,7 +180,7 @@ def _installed(package: str) -> bool:
 
 def _common(options: KFACBenchmarkOptions) -> dict[str, Any]:
     """Return the settings that all trainings share."""
-    names = ("batch_size", "block_size", "width", "layers", "max_dim", "mixed_precision")
+    names = ("device", "batch_size", "block_size", "width", "layers", "max_dim", "mixed_precision")
     intervals = ("factor_update_steps", "inv_update_steps", "soap_update_steps")
     common = {name: getattr(options, name) for name in (*names, *intervals)}
     text = _text(options).resolve()
@@ -370,7 +378,8 @@ def report(options: KFACBenchmarkOptions, _: Path) -> str:
     """Measure all chosen parts and return the report."""
     check(options)
     kept = options.trainings or (options.output and f"{options.output}.trainings")
-    trainings = Trainings(_common(options), jobs=options.jobs, kept=Path(kept) if kept else None)
+    jobs = options.jobs or (len(os.sched_getaffinity(0)) if options.device == "cpu" else 1)
+    trainings = Trainings(_common(options), jobs=jobs, kept=Path(kept) if kept else None)
     sections: list[Section] = []
     if "convergence" in options.only:
         sections.append(convergence_section(options, trainings))
@@ -378,7 +387,10 @@ def report(options: KFACBenchmarkOptions, _: Path) -> str:
         sections.append(bases_section(options))
     if "step" in options.only:
         sections += step_sections(options, trainings)
-    return render("K-FAC", machine(["torch", "transformers"]), sections)
+    facts = machine(["torch", "transformers"])
+    if options.device == "cuda":
+        facts.append(f"GPU: {torch.cuda.get_device_name()}")
+    return render("K-FAC", facts, sections)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,13 +90,16 @@ def record(
     statistics: dict[str, _Statistics],
     batches: Iterable[tuple[Tensor, Tensor]],
 ) -> None:
-    """Add the gradients and tokens of some batches, in float32, to the layers' statistics."""
+    """Add the gradients and tokens of some batches, in float32, to the layers' statistics.
+
+    Statistics are on the host, wherever the model is.
+    """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
     def keep(kept: dict[str, Tensor], name: str, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, *tensors: Any) -> None:
-            kept[name] = tensors[index][0].detach().flatten(0, 1)
+            kept[name] = tensors[index][0].detach().flatten(0, 1).cpu()
 
         return hook
 
@@ -115,7 +118,7 @@ def record(
         objective.backward()
         for name, layer in layers.items():
             assert layer.weight.grad is not None
-            gradient = layer.weight.grad.clone() / ids.numel()
+            gradient = layer.weight.grad.cpu() / ids.numel()
             statistics[name].add(gradient, inputs[name], outputs[name])
     for handle in handles:
         handle.remove()

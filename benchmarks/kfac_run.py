@@ -45,9 +45,12 @@ class Text:
             and whose last tenth is for validation.
         batch_size: Windows of a step.
         block_size: Tokens of a window.
+        device: Where batches are.
     """
 
-    def __init__(self, path: Path, *, batch_size: int, block_size: int) -> None:
+    def __init__(
+        self, path: Path, *, batch_size: int, block_size: int, device: torch.device
+    ) -> None:
         if path.is_dir():
             parts = [np.memmap(path / f"{name}.bin", dtype=np.uint16) for name in ("train", "val")]
             self.vocab_size = 1 + int(max(part.max() for part in parts))
@@ -61,6 +64,7 @@ class Text:
             for part in parts
         )
         self.batch_size = batch_size
+        self._device = device
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return windows and the next tokens, each [batch_size, block_size]: one pass a time."""
@@ -68,18 +72,17 @@ class Text:
         while True:
             order = generator.permutation(len(self._train))
             for start in range(0, len(order) - self.batch_size + 1, self.batch_size):
-                yield _pair(self._train[order[start : start + self.batch_size]])
+                yield self._pair(self._train[order[start : start + self.batch_size]])
 
     def validation(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the same windows each time, spread over the validation tokens."""
         chosen = np.linspace(0, len(self._validation) - 1, number).astype(int)
         for start in range(0, number, 32):
-            yield _pair(self._validation[chosen[start : start + 32]])
+            yield self._pair(self._validation[chosen[start : start + 32]])
 
-
-def _pair(windows: Any) -> tuple[Tensor, Tensor]:
-    ids = torch.from_numpy(windows.astype(np.int64))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def _pair(self, windows: Any) -> tuple[Tensor, Tensor]:
+        ids = torch.from_numpy(windows.astype(np.int64)).to(self._device)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
@@ -101,7 +104,7 @@ def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
         config,
         weights_from=None,
         seed=settings["seed"],
-        device=torch.device("cpu"),
+        device=torch.device(settings["device"]),
         vocab_size=vocab_size,
     )
 
@@ -109,7 +112,12 @@ def model_of(settings: dict[str, Any], vocab_size: int) -> Any:
 def text_of(settings: dict[str, Any], batch_size: int | None = None) -> Text:
     """Open the tokens of a training from its settings."""
     size = batch_size or settings["batch_size"]
-    return Text(Path(settings["text"]), batch_size=size, block_size=settings["block_size"])
+    return Text(
+        Path(settings["text"]),
+        batch_size=size,
+        block_size=settings["block_size"],
+        device=torch.device(settings["device"]),
+    )
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -130,6 +138,7 @@ class Stepper:
 
     def __init__(self, settings: dict[str, Any], model: Any) -> None:
         self._kfac: KFAC | None = None
+        self._loss_scale = torch.ones((), device=settings["device"])
         self.optimizer: torch.optim.Optimizer
         chosen = METHODS[settings["method"]]
         intervals: dict[str, Any] = {}
@@ -165,7 +174,7 @@ class Stepper:
         """Return the context for the passes of a step."""
         if self._kfac is None:
             return contextlib.nullcontext()
-        return self._kfac.capture_stats(token_weight=1 / tokens, loss_scale=torch.ones(()))
+        return self._kfac.capture_stats(token_weight=1 / tokens, loss_scale=self._loss_scale)
 
     def step(self, model: Any, learning_rate: float) -> None:
         """Precondition, clip and update."""
@@ -208,12 +217,13 @@ class Training:
     def __init__(self, options: dict[str, Any], model: Any) -> None:
         self._model, self._loss = model, LanguageModelLoss(model)
         self._stepper = Stepper(options, model)
+        self._device = options["device"]
         self._bf16 = options["mixed_precision"] == "bf16"
 
     def step(self, inputs: Tensor, labels: Tensor, *, learning_rate: float) -> None:
         """Train on one batch."""
         with self._stepper.capture_stats(inputs.numel()):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+            with torch.autocast(self._device, torch.bfloat16, enabled=self._bf16):
                 objective, _ = self._loss(inputs, labels)
             (objective / inputs.numel()).backward()
         self._stepper.step(self._model, learning_rate)
@@ -223,7 +233,7 @@ class Training:
         """Return the nats a token over the same windows each time."""
         total, tokens = 0.0, 0
         for inputs, labels in text.validation(_VALIDATION_WINDOWS):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+            with torch.autocast(self._device, torch.bfloat16, enabled=self._bf16):
                 total += float(self._loss(inputs, labels)[1])
             tokens += inputs.numel()
         return total / tokens
@@ -255,6 +265,7 @@ def time_steps(options: dict[str, Any]) -> Taken:
         for method in order:
             began = time.perf_counter()
             trainings[method].step(*batch, learning_rate=options["learning_rate"])
+            torch.get_device_module(options["device"]).synchronize()
             taken[method].append(1000 * (time.perf_counter() - began))
         # Rotated, since the first method of a round finds the caches of the last one.
         order = [*order[1:], order[0]]

@@ -93,21 +93,15 @@ class Inputs:
 def make_inputs(shape: Shape, folder: Path) -> Inputs:
     """Write a configuration, a tokenizer, and text for all steps."""
     model = folder / "gpt2"
-    model.mkdir(parents=True)
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": shape.layers,
-        "n_embd": shape.width,
-        "n_head": shape.heads,
-        "n_positions": shape.block_size,
-        "vocab_size": shape.vocab_size,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(model, shape.vocab_size)
+    write_gpt2(
+        model,
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        positions=shape.block_size,
+        vocab_size=shape.vocab_size,
+    )
+    write_tokenizer(model, shape.vocab_size)
     draw = random.Random(0)
     ids = [draw.randrange(1, shape.vocab_size) for _ in range((shape.steps + 20) * shape.tokens)]
     lines = [" ".join(f"w{i}" for i in ids[at : at + 250]) for at in range(0, len(ids), 250)]
@@ -123,7 +117,28 @@ def make_inputs(shape: Shape, folder: Path) -> Inputs:
     return Inputs(model=model, text=text, validation=validation, tokens=tokens)
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_gpt2(
+    folder: Path, *, layers: int, width: int, heads: int, positions: int, vocab_size: int
+) -> None:
+    """Make a folder with the configuration of a GPT-2 without dropout."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": width,
+        "n_head": heads,
+        "n_positions": positions,
+        "vocab_size": vocab_size,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with one token for each word of an artificial vocabulary."""
     vocab = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, vocab_size)}}
     tokenizer = {
         "version": "1.0",

@@ -74,15 +74,13 @@ def nanogpt_case(
     checkout: Path,
     python: str,
     compiled: bool,
-    device: str = "cpu",
-    dtype: str = "float32",
 ) -> Case:
     """Return the case of nanoGPT's train.py as shipped."""
     name = "nanoGPT compiled" if compiled else "nanoGPT eager"
     data = os.path.relpath(inputs.tokens, checkout / "data")
     settings: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
+        "device": "cpu",
+        "dtype": "float32",
         "compile": compiled,
         "dataset": data,
         "out_dir": str(folder / name.replace(" ", "-") / "out"),
@@ -144,16 +142,13 @@ def llm_pytorch_case(
     )
 
 
-def peer_case(
-    name: str, program: str, shape: Shape, inputs: Inputs, folder: Path, **settings: str
-) -> Case:
+def peer_case(name: str, program: str, shape: Shape, inputs: Inputs, folder: Path) -> Case:
     """Return the case of a program of benchmarks/peers, which prints its own figures."""
     sizes = {
         "steps": shape.steps,
         "batch_size": shape.batch_size,
         "block_size": shape.block_size,
         "warm_up": int(_WARM_UP * shape.steps),
-        **settings,
     }
     return Case(
         name=name,

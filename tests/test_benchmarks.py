@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu, report
+from benchmarks import report
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
@@ -21,6 +22,9 @@ from benchmarks.kfac_report import horizon_goals, horizon_lines, shares, steps_t
 from benchmarks.measure import Case, CaseFailed, Usage, interleave, median, run
 from benchmarks.mup import best, section, shift
 from llm.errors import DataError
+from tests.support import made_up_device
+from tests.support.ranks import run_ranks, values
+from tests.support.strict_mode import Strict
 from tests.support.tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -345,44 +349,6 @@ def test_a_family_is_measured_beside_a_plain_loop():
     assert any(line.startswith("| gpt2 | ") for line in done.stdout.splitlines())
 
 
-def gpu_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    # Where there is a GPU, the toy needs it no more than elsewhere.
-    hidden = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-
-
-@pytest.mark.benchmarks
-def test_the_programs_of_the_gpu_benchmark_run_at_toy_size():
-    toy = ("--models", "toy", "--precisions", "bf16", "--no_compile", "--no_largest")
-    done = gpu_benchmark(*toy, "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    assert "- GPU: none, so that the figures say nothing" in done.stdout
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    speeds = {row[0][2:]: float(row[1].replace(",", "")) for row in rows if row[0] != "| program"}
-    assert speeds.keys() == {"llm, bf16", "plain loop, bf16", "HF Trainer, bf16"}
-    assert "K-FAC's median step takes" in done.stdout
-    assert min(speeds.values()) > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((), "need a GPU, and torch sees none"),
-        (("--models", "toy", "--precisions", "no"), "--precisions must have bf16"),
-        (("--models", "toy", "--nanogpt", "nowhere"), "--nanogpt nowhere holds no train.py."),
-    ],
-)
-def test_the_gpu_benchmark_refuses_what_it_cannot_measure(
-    arguments, complaint, capsys, monkeypatch
-):
-    monkeypatch.setattr(gpu, "device_name", lambda: None)
-    assert gpu.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert said.count("\n") == 1
-
-
 def test_steps_to_a_loss_are_read_from_losses_at_several_horizons():
     losses = {100: 5.0, 200: 4.0, 400: 3.0, 800: 2.0}  # a straight line in the logarithm
     assert steps_to(losses, 3.5) == pytest.approx(100 * 2**1.5, rel=0.01)
@@ -500,6 +466,34 @@ def test_what_a_step_with_kfac_costs_is_measured_in_steps_of_adamw():
     assert [float(row[2]) > 1 for row in rows if row[0] == "| ekfac"] == [True]
 
 
+def kfac_steps_on_a_made_up_gpu() -> tuple[str, dict[str, int], int]:
+    """Where the weights are, how many steps were timed, and how often the host waited."""
+    from benchmarks import kfac_run
+
+    made_up_device.install(rank=0, world_size=1)
+    made_up_device.cast_as_on_cuda()
+    waits: list[int] = []
+    torch.get_device_module(made_up_device.NAME).synchronize = lambda: waits.append(1)
+    settings = {
+        "methods": ["adamw", "ekfac", "soap"], "device": made_up_device.NAME, "turns": 2,
+        "text": "examples/data/shakespeare.txt", "batch_size": 2, "block_size": 32, "width": 32,
+        "layers": 1, "seed": 0, "mixed_precision": "bf16", "factor_update_steps": 2,
+        "inv_update_steps": 2, "soap_update_steps": 2, "max_dim": None, "learning_rate": 1e-3,
+        "betas": (0.9, 0.95),
+    }  # fmt: skip
+    with Strict():
+        taken = kfac_run.time_steps(settings)
+        device = kfac_run.model_of(settings, vocab_size=65).device.type
+    return device, {method: len(times) for method, times in taken.items()}, len(waits)
+
+
+def test_steps_with_kfac_are_timed_on_a_gpu_once_it_has_finished_them():
+    [(device, timed, waits)] = values(run_ranks(kfac_steps_on_a_made_up_gpu, 1))
+    assert device == made_up_device.NAME
+    assert timed == {"adamw": 2, "ekfac": 2, "soap": 2}
+    assert waits == 6
+
+
 @pytest.mark.benchmarks
 def test_the_bases_of_kfac_and_soap_are_compared():
     done = kfac_benchmark(*TOY_KFAC, "--only", "bases")
@@ -516,6 +510,7 @@ def test_the_bases_of_kfac_and_soap_are_compared():
     [
         (("--methods", "adamw", "--only", "step", "--plot", "kfac.png"), "--only step leaves out"),
         (("--methods", "ekfac"), "--methods must have adamw"),
+        (("--device", "cuda"), "--device cuda needs a GPU, and torch sees none"),
         (("--text", "nowhere.txt"), "--text nowhere.txt is neither a folder of tokens nor a file."),
         (("--methods", "adamw", "soap-library"), "or leave soap-library out."),
         (("--methods", "adamw", "--plot", "kfac.png"), "pip install matplotlib"),
@@ -529,6 +524,7 @@ def test_the_kfac_benchmark_refuses_before_it_trains(arguments, complaint):
         "def without(name, package=None):\n"
         "    return None if name in ('pytorch_optimizer', 'matplotlib') else find(name, package)\n"
         "importlib.util.find_spec = without\n"
+        "import torch; torch.cuda.is_available = lambda: False\n"
     )
     done = kfac_benchmark(*arguments, source=absent)
     assert done.returncode == 2

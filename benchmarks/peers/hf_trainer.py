@@ -1,4 +1,7 @@
-"""Train with Hugging Face's Trainer on packed samples, as run_clm does; print the speed as JSON.
+"""Train with Hugging Face's Trainer on packed samples, as run_clm does.
+
+It prints a line with each reading of the loss, and at the end the speed as JSON. On a GPU it trains
+in bf16, compiled.
 
 python -m benchmarks.peers.hf_trainer MODEL_FOLDER TOKENS '{"steps": ..., ...}'
 """
@@ -11,7 +14,7 @@ import time
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 from transformers import TrainingArguments as Arguments
 
 
@@ -32,7 +35,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock(TrainerCallback):
-    """Remembers when each step ended."""
+    """Remembers when each step ended, and prints when the Trainer has read the loss."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -41,9 +44,15 @@ class Clock(TrainerCallback):
         """Called by the Trainer."""
         self.times.append(time.perf_counter())
 
+    def on_log(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        """Called by the Trainer."""
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        print(f"step {state.global_step} peak {peak}", flush=True)
+
 
 def main() -> None:
     """Train, then print tokens per second after the warm-up."""
+    on_gpu = torch.cuda.is_available()
     folder, tokens, text = sys.argv[1:]
     sizes = json.loads(text)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -56,11 +65,16 @@ def main() -> None:
             per_device_train_batch_size=sizes["batch_size"],
             learning_rate=1e-3,
             weight_decay=0.1,
-            logging_steps=10,
+            logging_steps=sizes.get("log_steps", 10),
+            logging_nan_inf_filter=False,  # which reads every loss on a GPU
             save_strategy="no",
             report_to="none",
-            use_cpu=not torch.cuda.is_available(),
-            bf16=sizes.get("precision") == "bf16",
+            disable_tqdm=True,
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
+            tf32=on_gpu or None,
+            torch_compile=on_gpu,
+            dataloader_num_workers=2 if on_gpu else 0,
         ),
         train_dataset=Samples(tokens, sizes["block_size"]),
         callbacks=[clock],

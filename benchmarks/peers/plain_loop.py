@@ -1,51 +1,65 @@
-"""Train in the loop of the libraries' introductions, on any device; print speed and memory.
+"""Train any model in the loop of nanoGPT; print a line with each reading of the loss.
 
-python -m benchmarks.peers.plain_loop MODEL_FOLDER TOKENS '{"steps": ..., "precision": "bf16", ...}'
+The model of transformers and the loss are compiled as one, weights are float32 under bf16 autocast,
+AdamW is fused, and batches are random windows, copied from pinned memory during the step before.
+
+python -m benchmarks.peers.plain_loop MODEL_FOLDER TOKENS '{"steps": ..., "log_steps": ..., ...}'
 """
 
 import json
-import statistics
 import sys
-import time
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
-
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
-    """Train, then print tokens per second after the warm-up and the peak of the device's memory."""
-    folder, tokens, text = sys.argv[1:]
+    """Train; print the finished steps and the peak of the device's memory."""
+    folder, path, text = sys.argv[1:]
     sizes = json.loads(text)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
-    half = _HALF.get(sizes["precision"])
-    scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
-    batch, length = sizes["batch_size"], sizes["block_size"]
-    ids = np.fromfile(tokens, dtype=np.uint16)[: batch * length].astype(np.int64)
-    inputs = torch.from_numpy(ids).view(batch, length).to(device)
-    times = []
-    for _ in range(sizes["steps"]):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            loss = model(input_ids=inputs, labels=inputs).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-4,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    length, batch_size = sizes["block_size"], sizes["batch_size"]
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(tokens) - length, (batch_size,)).tolist()
+        windows = np.stack([tokens[at : at + length + 1] for at in starts]).astype(np.int64)
+        ids = torch.from_numpy(windows)
         if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    figures = {"tokens_per_second": batch * length / statistics.median(times[sizes["warm_up"] :])}
-    if on_gpu:
-        figures["memory_megabytes"] = torch.cuda.max_memory_allocated() / 1e6
-    print(json.dumps(figures))
+            ids = ids.pin_memory().to(device, non_blocking=True)
+        return ids[:, :-1], ids[:, 1:]
+
+    def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    compiled = torch.compile(loss_of) if on_gpu else loss_of
+    batch = draw()
+    for step in range(1, sizes["steps"] + 1):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
+            loss = compiled(*batch)
+        batch = draw()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % sizes["log_steps"] == 0:
+            loss.item()  # waits for the step
+            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+            print(f"step {step} peak {peak}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,271 @@
+"""The benchmark of training on a GPU, rehearsed on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Card, Row, goals, rows_of, section
+from benchmarks.gpu_programs import MODELS, flops_per_token, write_model, write_tokens
+from benchmarks.gpu_timing import Period, Program, Sampler, Timed, time_program
+from benchmarks.measure import CaseFailed
+
+ROOT = Path(__file__).parent.parent
+TIMED = Timed(
+    ms=100.0, ms_median=99.0, steps=100, first_line=20.0, allocated=40 * 10**9, used=50 * 10**9,
+    mhz=1980.0, watts=650.0, celsius=60.0,
+)  # fmt: skip
+
+
+def program(folder: Path, source: str) -> Program:
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    return Program(
+        command=command, folder=folder / "run", line=r"^step (?P<step>\d+) (?P<peak>\d+)"
+    )
+
+
+def test_time_counts_after_the_warm_up_and_the_program_is_killed_then(tmp_path):
+    source = """
+        import itertools, time
+        for step in itertools.count(10, 10):
+            time.sleep(0.8 if step <= 20 else 0.1)
+            print("step", step, 1000 + step)
+    """
+    period = Period(warm_up=20, seconds=0.8, multiple=50)
+    timed = time_program(program(tmp_path, source), period, limit=60)
+    assert timed.steps in (50, 100)  # 100, unless the machine is so busy that 50 take 0.8 s
+    assert timed.ms * timed.steps >= 800
+    assert 10 <= timed.ms < 40  # the steps before take 80
+    assert 10 <= timed.ms_median < 40
+    assert timed.first_line > 0.8
+    assert timed.allocated == 1020 + timed.steps
+
+
+@pytest.mark.parametrize(
+    ("source", "limit", "complaint"),
+    [
+        ("print('step 1 1'); exit('no such kernel')", 60, "exit code 1 after 1 .*no such kernel"),
+        ("import time; time.sleep(60)", 0.5, "took [0-9]+ s after 0 readings of its loss"),
+    ],
+)
+def test_a_program_that_ends_or_hangs_has_failed(tmp_path, source, limit, complaint):
+    with pytest.raises(CaseFailed, match=f"(?s){complaint}"):
+        time_program(program(tmp_path, source), Period(warm_up=0, seconds=9), limit=limit)
+
+
+def test_the_gpu_is_sampled_while_steps_count(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    printed = """\
+        100, 50.0, 30, 70000
+        1980, 650.0, 60, 40000
+        1950, [N/A], 61, 1
+        1960, 640.0, 62, 50000"""
+    script.write_text(f"#!{sys.executable}\nprint({printed!r})\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    sampler = Sampler()
+    sampler._thread.join(timeout=60)
+    sampler.stop()
+    times = [at for at, _ in sampler._rows]
+    figures = sampler.figures(since=times[1])
+    assert figures == {"mhz": 1970, "watts": 645, "celsius": 61, "used": 70000 * 2**20}
+
+
+def test_without_nvidia_smi_nothing_is_sampled(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    sampler = Sampler()
+    sampler.stop()
+    nothing = {"mhz": None, "watts": None, "celsius": None, "used": None}
+    assert sampler.figures(since=0) == nothing
+
+
+def test_a_token_is_as_frequent_as_its_rank_says(tmp_path):
+    write_tokens(50_257, tmp_path / "tokens", 200_000)
+    ids = np.fromfile(tmp_path / "tokens" / "train.bin", dtype=np.uint16)
+    counts = np.bincount(ids)
+    assert len(ids) == 200_000
+    assert counts[0] / counts[9] == pytest.approx(10, rel=0.1)
+    assert counts[0] / len(ids) == pytest.approx(1 / (np.log(50_257) + 0.5772), rel=0.05)
+
+
+def test_a_micro_batch_fills_the_memory_of_the_gpu():
+    sizes = {
+        (name, length, gib): MODELS[name].batch_size(length, memory=gib * 2**30)
+        for name, length, gib in [
+            ("124M", 1024, 79.1),
+            ("124M", 4096, 79.1),
+            ("124M", 1024, 39.4),
+            ("1.1B", 2048, 139.8),
+            ("1.1B", 4096, 15.8),
+        ]
+    }
+    assert list(sizes.values()) == [64, 16, 32, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("124M", 124e6), ("350M", 355e6), ("1.1B", 1.1e9)]
+)
+def test_models_have_the_size_of_their_name(tmp_path, name, parameters):
+    write_model(MODELS[name], 1024, tmp_path / "model")
+    shape = MODELS[name]
+    attention = 12 * shape.layers * shape.width * 1024
+    weights = (flops_per_token(tmp_path / "model", 1024) - attention) / 6
+    # Without positions, and of an untied pair of embedding and head only the head.
+    assert weights + shape.vocab_size * shape.width * shape.is_llama == pytest.approx(
+        parameters, rel=0.02
+    )
+
+
+def measured(monkeypatch, *arguments: str, results: list[object]) -> list[str]:
+    """Run the benchmark with results, or errors, in place of programs; return the programs."""
+    ran: list[str] = []
+
+    def time_one(program: Program, period: Period, *, limit: float) -> Timed:
+        result = results[len(ran)]
+        ran.append(" ".join(program.command))
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, Timed)
+        return result
+
+    monkeypatch.setattr(gpu, "time_program", time_one)
+    monkeypatch.setattr(gpu, "write_tokens", lambda *_: None)
+    gpu.main(["--models", "124M", "--lengths", "1024", *arguments])
+    return ran
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    monkeypatch.setattr(gpu, "find_card", lambda: Card("NVIDIA H100 80GB HBM3", 85e9))
+
+
+def test_a_stopped_benchmark_has_written_its_rows_and_continues(h100, tmp_path, monkeypatch):
+    report = tmp_path / "report.md"
+    arguments = ["--only", "speed", "precisions", "--output", str(report)]
+    stopped = [TIMED, TIMED, CaseFailed("no kernel"), TIMED, KeyboardInterrupt()]
+    ran = measured(monkeypatch, *arguments, results=stopped)
+    assert len(ran) == 5
+    text = report.read_text()
+    assert "| llm | 64 | 655,360 | 100.00 | 99.00 |" in text
+    assert "Not measured yet: 124M 1024 llm, fp16, 124M 1024 llm, TF32" in text
+    assert "HF Trainer failed: no kernel" in text
+
+    ran = measured(monkeypatch, *arguments, results=[TIMED, TIMED, TIMED])
+    failed, *missing = ran
+    assert "benchmarks.peers.hf_trainer" in failed
+    assert ["--mixed_precision fp16" in command for command in missing] == [True, False]
+    assert ["--mixed_precision no" in command for command in missing] == [False, True]
+    assert "Not measured yet" not in report.read_text()
+
+
+def test_half_the_batch_is_tried_while_memory_is_short(h100, tmp_path, monkeypatch):
+    short = CaseFailed("exit code 1: torch.OutOfMemoryError: CUDA out of memory.")
+    report = tmp_path / "report.md"
+    arguments = ["--only", "speed", "--output", str(report)]
+    ran = measured(monkeypatch, *arguments, results=[short, short, TIMED, TIMED, TIMED])
+    sizes = [command.split("--per_device_train_batch_size ")[1].split()[0] for command in ran[:3]]
+    assert sizes == ["64", "32", "16"]
+    assert "| llm | 16 | 163,840 |" in report.read_text()
+
+
+def test_a_program_that_failed_is_named_and_has_no_figures():
+    ours = {"batch_size": 64, **TIMED.as_json()}
+    found = {"llm": [ours, {**ours, "ms": 110.0}], "plain loop": [{"failed": "exit code 1: bad"}]}
+    lines = section("124M", 1024, found, flops=1e9, peak=989e12).lines
+    assert lines[2] == (
+        "| llm | 64 | 625,571 (595,782-655,360) | 105.00 | 99.00 | 63.3% | 40.00 | 50.00 | 20.0 "
+        "| 1,980 | 650 | 60 |"
+    )
+    assert lines[3:] == ["", "plain loop failed: exit code 1: bad"]
+
+
+def test_goals_compare_means_of_what_was_measured():
+    ours = {"batch_size": 8, **TIMED.as_json()}
+    found = {
+        "llm": [ours],
+        "nanoGPT": [{**ours, "ms": 120.0}],
+        "llm, fp16": [{**ours, "ms": 110.0}],
+        "llm, AdamW, 8k tokens": [{**ours, "ms": 100.0, "ms_median": 100.0}],
+        "llm, K-FAC, 8k tokens": [{**ours, "ms": 120.0, "ms_median": 100.0}],
+    }
+    reached = goals("124M", 1024, found, flops=1e9, peak=1e14)
+    assert {goal.what.partition("tokens: ")[2]: goal.measured for goal in reached} == {
+        "MFU in bf16: at least 0.5x": "0.82x",
+        "speed, nanoGPT's = 1: at least 1.1x": "1.20x",
+        "fp16's speed, bf16's = 1: at least 0.95x": "0.91x",
+        "K-FAC's step, AdamW's = 1: at most 1.15": "1.20",
+    }
+    assert goals("124M", 1024, {}, flops=1e9, peak=1e14) == []
+
+
+def test_every_program_runs_once_before_one_is_repeated():
+    options = gpu.GPUBenchmarkOptions(models=("350M", "1.1B"), repeats=2, nanogpt="nanoGPT")
+    rows = rows_of(options)
+    half = len(rows) // 2
+    assert [row.repeat for row in rows] == [0] * half + [1] * half
+    assert rows[:half] == [replace(row, repeat=0) for row in rows[half:]]
+    assert Row(model="350M", length=4096, program="nanoGPT", repeat=0) in rows
+    assert not any(row.program == "nanoGPT" for row in rows if row.model == "1.1B")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "need a GPU, and torch sees none"),
+        (("--models", "toy", "--nanogpt", "nowhere"), "--nanogpt nowhere holds no train.py."),
+        (("--models", "toy", "--rows", "no/folder/x"), "a folder that does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, complaint, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "find_card", lambda: None)
+    assert gpu.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+NANOGPT = """
+import sys, time
+assert "--log_interval=10" in sys.argv and "--max_iters=1000000" in sys.argv
+for step in range(10**6):
+    time.sleep(0.001)
+    if step % 10 == 0:
+        print(f"iter {step}: loss 10.9, time 1.00ms, mfu -100.00%")
+"""
+
+
+@pytest.mark.benchmarks
+def test_all_programs_are_timed_at_toy_size(tmp_path):
+    (tmp_path / "train.py").write_text(NANOGPT)  # prints what nanoGPT's prints
+    report = tmp_path / "report.md"
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu", "--models", "toy", "--lengths", "32"),
+        *("--only", "speed", "kfac", "--seconds", "0.5", "--nanogpt", str(tmp_path)),
+        *("--output", str(report)),
+    ]
+    # Where there is a GPU, the toy needs it no more than elsewhere.
+    hidden = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "- GPU: none, so that the figures say nothing" in done.stdout
+    assert report.read_text() == done.stdout[:-1]
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    speeds = {row[0][2:]: float(row[2].replace(",", "")) for row in rows if row[0] != "| program"}
+    assert speeds.keys() == {
+        *("llm", "nanoGPT", "plain loop", "HF Trainer"),
+        *("llm, AdamW, 8k tokens", "llm, K-FAC, 8k tokens"),
+    }
+    assert min(speeds.values()) > 0
+    kept = [json.loads(line) for line in Path(f"{report}.rows").read_text().splitlines()]
+    assert kept[-1][2]["steps"] % 50 == 0  # whole intervals between K-FAC's updates
+
+    again = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.partition("## ")[2] == done.stdout.partition("## ")[2]
