@@ -7,6 +7,7 @@ be read or written.
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from llm.trainers.gpt.trained_model import (
     follow_best,
     load_trained,
     read_config,
+    read_while_training,
 )
 
 if TYPE_CHECKING:
@@ -168,7 +170,9 @@ def _places(path: Path) -> tuple[Path, Path]:
 
 def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """Return the lines of the list, and the exit code."""
-    entries = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
+    seen = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
+    # Those that a running training has not removed meanwhile.
+    entries = [entry for entry in seen if os.path.lexists(entry.path)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
@@ -257,9 +261,13 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     step, target = options.export[0], Path(options.export[1])
     _check_empty(target, f"--export {step}")
     config = _in_dtype(read_config(run), options)
-    chosen = choose_checkpoint(folder, step, option="--export")
     _prepare_libraries()
-    model, tokenizer = load_trained(config, chosen, ema=options.ema)
+
+    def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
+        chosen = choose_checkpoint(folder, step, option="--export")
+        return chosen, *load_trained(config, chosen, ema=options.ema)
+
+    chosen, model, tokenizer = read_while_training(folder, read)
     known: dict[str, object] = {"steps": chosen.step}
     if options.ema:
         known["weights"] = "their exponential moving average"
@@ -278,6 +286,23 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     target, number = Path(output), options.last
     _check_empty(target, "--output")
     config = _in_dtype(read_config(run), options)
+    chosen, model, tokenizer, state = read_while_training(
+        folder, lambda: _read_mean(config, folder, number)
+    )
+    steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
+    _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})
+    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
+    write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
+    return (
+        f"The mean of the weights after steps {steps} is exported: "
+        f"AutoModelForCausalLM.from_pretrained('{target}') loads it."
+    )
+
+
+def _read_mean(
+    config: GPTConfig, folder: Path, number: int
+) -> tuple[list[Checkpoint], "PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
+    """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
     newest = list_checkpoints(folder)[-number:]
     if len(newest) < number:
         raise ConfigError(f"--last {number}: {folder} holds {len(newest)} valid checkpoints only.")
@@ -287,18 +312,9 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     from llm.trainers.gpt.model_copies import check_same_model
 
     check_same_model(config, chosen)
-
     # Without weights of its own, which would double the memory.
     model, tokenizer = build_untrained(config, chosen[-1], device="meta")
-    steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
-    state = mean_state(chosen, model)
-    _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})
-    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
-    write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
-    return (
-        f"The mean of the weights after steps {steps} is exported: "
-        f"AutoModelForCausalLM.from_pretrained('{target}') loads it."
-    )
+    return chosen, model, tokenizer, mean_state(chosen, model)
 
 
 def _check_empty(target: Path, option: str) -> None:

@@ -24,7 +24,12 @@ from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, world_from_environment
-from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
+from llm.trainers.gpt.trained_model import (
+    choose_checkpoint,
+    load_trained,
+    read_config,
+    read_while_training,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -224,13 +229,17 @@ def _holds_model(folder: Path) -> bool:
 
 def _open_checkpoint(run: Path, name: str) -> "Model":
     config = read_config(run)
-    if (Path(name) / MANIFEST).is_file():
-        chosen = read_valid(Path(name))
-    else:
-        chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
     quiet_libraries()
-    _say(f"The model after step {chosen.step:,}, of {chosen.path}.")
-    return load_trained(config, chosen)
+
+    def read() -> "Model":
+        if (Path(name) / MANIFEST).is_file():
+            chosen = read_valid(Path(name))
+        else:
+            chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
+        _say(f"The model after step {chosen.step:,}, of {chosen.path}.")
+        return load_trained(config, chosen)
+
+    return read_while_training(run / "checkpoints", read)
 
 
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":

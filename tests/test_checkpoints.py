@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.options import CheckpointOptions
+from llm.checkpoint.retention import remove
 from llm.checkpoint.save import Saver
 from llm.checkpoints import main
 from llm.config.toml import to_toml
+from llm.generate import main as generate
 from llm.models.configuration import load_config
+from llm.tokenizers import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from tests.support.checkpoints import Part, filled, save, saver_of
 from tests.support.models import tiny_model
@@ -98,6 +103,21 @@ def test_an_invalid_checkpoint_is_listed_with_its_fault_and_not_newest(run, caps
     assert listed["30"].endswith("valid, latest")
     assert ".step_00000080.tmp, 8" in output
     assert "the next save clears it away" in output
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_listed_as_not_valid(run, capsys):
+    folder = run / "checkpoints"
+    (folder / "step_00000099").write_text("no folder")
+
+    assert main([str(run)]) == 0
+
+    output = capsys.readouterr().out
+    assert "not valid: it has no manifest.json" in rows(output)["99"]
+    assert rows(output)["30"].endswith("valid, latest")
+    # A training that saves this step takes the name.
+    save(folder, 99, keep_checkpoints=5)
+    assert main([str(run)]) == 0
+    assert rows(capsys.readouterr().out)["99"].endswith("valid, latest")
 
 
 def test_verify_detects_damage_of_unchanged_size_and_exits_with_1(run, capsys):
@@ -361,3 +381,63 @@ def test_a_full_disk_ends_an_export_with_a_sentence(trained, tmp_path, capsys, m
     assert error.startswith(f"error: {tmp_path / 'out'} cannot be written: ")
     assert "No space left on device" in error
     assert os.listdir(tmp_path / "out") == []
+
+
+MOMENTS = {
+    "as it is verified": (Checkpoint, "problem"),
+    "before the tokenizer is read": (load_tokenizer, "load_tokenizer"),
+    "before the weights are read": (HuggingFaceStorageReader, "read_metadata"),
+}
+
+
+@pytest.fixture(params=MOMENTS)
+def training(request, trained, tmp_path, monkeypatch):
+    """A run that saves step 4 and removes step 2 while a program reads step 2."""
+    folder = tmp_path / "training"
+    shutil.copytree(trained, folder, symlinks=True)
+    (folder / "model.safetensors").unlink()
+    saved = folder / "checkpoints"
+    (saved / "best").unlink()
+    (saved / "step_00000004").rename(saved / ".step_00000004.tmp")
+    owner, name = MOMENTS[request.param]
+    original = getattr(owner, name)
+
+    def interrupted(*args, **options):
+        is_listing = name == "problem" and not options
+        if (saved / ".step_00000004.tmp").exists() and not is_listing:
+            (saved / ".step_00000004.tmp").rename(saved / "step_00000004")
+            remove(saved / "step_00000002")
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return folder
+
+
+def test_the_newest_checkpoint_is_read_if_one_is_removed_meanwhile(training, tmp_path, capsys):
+    assert main([str(training), "--export", "latest", str(tmp_path / "out")]) == 0
+
+    said = capsys.readouterr()
+    assert "step_00000004 is exported" in said.out
+    removed = training / "checkpoints" / "step_00000002"
+    assert said.err == f"{removed} was removed while it was read, by a running training.\n"
+
+
+def test_text_is_generated_by_the_newest_if_one_is_removed_meanwhile(training, capsys):
+    assert generate([str(training), "--seed", "1", "--max_new_tokens", "5"]) == 0
+    assert "step_00000002 was removed while it was read" in capsys.readouterr().err
+
+
+def test_the_mean_is_that_of_the_newest_if_one_is_removed_meanwhile(training, tmp_path, capsys):
+    words = ["average", str(training), "--last", "1", "--output", str(tmp_path / "out")]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "after steps 4 is exported" in said.out
+    assert "step_00000002 was removed while it was read" in said.err
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_named(training, tmp_path, capsys):
+    assert main([str(training), "--export", "2", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "step_00000002 was removed while it was read, by a running training." in error
+    assert "--export 2 names no checkpoint of" in error
+    assert "there are 4, latest and best." in error

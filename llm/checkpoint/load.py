@@ -63,7 +63,8 @@ def newest_valid(
         try:
             return read_valid(path, verifiers=verifiers)
         except CheckpointError as error:
-            say(f"A checkpoint is passed over. {error}")
+            if path.exists():  # a running training may have removed it
+                say(f"A checkpoint is passed over. {error}")
     return None
 
 

@@ -42,7 +42,7 @@ def leftovers(folder: Path) -> list[Path]:
 def clear_leftovers(folder: Path) -> None:
     """Remove what saves and removals that were killed have left behind."""
     for leftover in leftovers(folder):
-        shutil.rmtree(leftover)
+        _delete(leftover)
     for replaced in folder.glob(f"step_*{REPLACED}"):
         if replaced.with_suffix("").exists():
             remove(replaced)
@@ -100,4 +100,11 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; a kill in between leaves no folder that counts as one."""
     doomed = path.with_name(f".{path.name}.removed.tmp")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:  # not from here, but under the name of a checkpoint
+        path.unlink()

@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from llm.checkpoint.format import (
     MODEL_FOLDER,
@@ -26,6 +27,10 @@ from llm.trainers.gpt.config import GPTConfig
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+_Read = TypeVar("_Read")
+_TRIES = 5
 
 
 def read_config(run: Path) -> GPTConfig:
@@ -137,8 +142,9 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         ConfigError: There is none of that step.
     """
     if step == "latest":
+        listed = checkpoint_folders(folder)
         newest = newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
-        if newest is None:
+        if newest is None or not os.path.lexists(listed[-1]):
             raise CheckpointError(f"{folder} holds no valid checkpoint.")
         return newest
     if step == BEST:
@@ -154,6 +160,31 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
             "latest and best."
         )
     return read_valid(there[-1])
+
+
+def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
+    """Return what `read` reads from checkpoints, and call it again if training removes one of them.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+        read: Chooses and reads checkpoints.
+
+    Raises:
+        CheckpointError: Training removes them faster than they are read.
+    """
+    for _ in range(_TRIES):
+        listed = checkpoint_folders(folder)
+        try:
+            return read()
+        except Exception:
+            removed = [path for path in listed if not os.path.lexists(path)]
+            if not removed:
+                raise
+        sys.stderr.write(f"{removed[-1]} was removed while it was read, by a running training.\n")
+    raise CheckpointError(
+        f"A running training has removed checkpoints of {folder} {_TRIES} times while they were "
+        "read; wait until it has ended, or let it keep more with --keep_checkpoints."
+    )
 
 
 def load_trained(

@@ -24,10 +24,10 @@ from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
-from llm.trainers.gpt.trained_model import read_config, with_copies
+from llm.trainers.gpt.trained_model import read_config, read_while_training, with_copies
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
 """Options that a resume may have changed since (`--change_on_resume`)."""
@@ -76,14 +76,19 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     if "total_samples" in order:  # in place of a length by other options, or by a cooldown
         length = dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
         config = replace(config, **length)  # type: ignore[arg-type]
-    for newest in list_checkpoints(RunFolder(run).checkpoints)[-1:]:
-        config = with_copies(config, newest)
-    tokenizer = load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        trust_remote_code=config.trust_remote_code,
-    )
-    model_config = load_config(config)
+    checkpoints = RunFolder(run).checkpoints
+
+    def read_model() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
+        newest = list_checkpoints(checkpoints)[-1:]
+        named = with_copies(config, newest[0]) if newest else config
+        tokenizer = load_tokenizer(
+            named,
+            model_name_or_path=named.model_name_or_path,
+            trust_remote_code=named.trust_remote_code,
+        )
+        return tokenizer, load_config(named)
+
+    tokenizer, model_config = read_while_training(checkpoints, read_model)
     corpus = open_corpus(
         config,
         tokenizer=tokenizer,
