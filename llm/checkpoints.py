@@ -23,6 +23,7 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.checkpoint.retention import BEST, leftovers
+from llm.checkpoint.run_folder import run_around
 from llm.config.command_line import parse
 from llm.config.options import lacking, option
 from llm.config.program import program
@@ -320,6 +321,8 @@ def _read_mean(
 def _check_empty(target: Path, option: str) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
+    if (run := run_around(target)) is not None:
+        raise ConfigError(f"{option} {target} lies within the files of the run {run}.")
 
 
 def _prepare_libraries() -> None:

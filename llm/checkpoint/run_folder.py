@@ -69,8 +69,7 @@ class RunFolder:
             raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
         self.check_usable()
         trained, exported = self._own_files()
-        is_run = "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
-        if trained + exported and not is_run:
+        if trained + exported and not self._holds_run():
             names = [str(path.relative_to(self.path)) for path in trained + exported]
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ConfigError(
@@ -83,6 +82,11 @@ class RunFolder:
                 f"--output_dir {self.path} holds a run already ({', '.join(names)}): go on with "
                 "it by --resume_from_checkpoint, remove it by --overwrite_output_dir, or name "
                 "another folder."
+            )
+        if not trained and (other := run_around(self.path)) is not None:
+            raise ConfigError(
+                f"--output_dir {self.path} lies within the files of the run {other}; name a folder "
+                "outside of them."
             )
         folders = {path.parent for path in trained if path.parent != self.path}
         links = sorted(folder for folder in folders if folder.is_symlink())
@@ -116,6 +120,9 @@ class RunFolder:
                 f"--output_dir {self.path}: {there} cannot be written to ({error.strerror}); name "
                 "another folder."
             ) from error
+
+    def _holds_run(self) -> bool:
+        return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
         """Return the files of a training and those of an export.
@@ -256,6 +263,15 @@ class RunFolder:
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 
 
+def run_around(path: Path) -> Path | None:
+    """Return the run that keeps its checkpoints or logs in the folder of a path, or None."""
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        if folder.name in _FOLDERS and RunFolder(folder.parent)._holds_run():
+            return folder.parent
+    return None
+
+
 def _places(*paths: Path) -> set[Path]:
     """Return paths as written, with the links in their folders followed, and with all followed."""
     places = set()
@@ -280,23 +296,28 @@ def check_unchanged(
     current: dict[str, object],
     *,
     allowed: tuple[str, ...],
-    refusal: str = "The run cannot be resumed",
+    branch_from: Path | None = None,
 ) -> None:
-    """Refuse to resume if a fixed option has changed.
+    """Refuse to resume or to branch if a fixed option has changed.
 
     Args:
         saved: The fixed options of the checkpoint.
         current: The fixed options of this start.
         allowed: Options that may differ nevertheless.
-        refusal: The beginning of the message.
+        branch_from: The parent's checkpoint, if the start begins a branch.
 
     Raises:
         CheckpointError: An option differs; the message lists all of them.
     """
     changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
+    if changed and branch_from is not None:
+        raise CheckpointError(
+            f"A branch of {branch_from} cannot have other settings: {'; '.join(changed)}. Leave "
+            "them out, or allow a change with --change_on_resume NAME."
+        )
     if changed:
         raise CheckpointError(
-            f"{refusal} with other settings: {'; '.join(changed)}. Give them their "
+            f"The run cannot be resumed with other settings: {'; '.join(changed)}. Give them their "
             "old values, allow a change with --change_on_resume NAME, or start another run in "
             "another --output_dir."
         )

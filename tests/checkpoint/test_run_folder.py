@@ -205,5 +205,31 @@ def test_every_changed_setting_is_listed_in_one_error():
     assert "--change_on_resume" in str(caught.value)
 
 
+def test_a_branch_with_changed_settings_is_told_what_a_branch_can_do():
+    parent = Path("runs/a/checkpoints/step_00000004")
+    with pytest.raises(CheckpointError) as caught:
+        check_unchanged({"seed": 1}, {"seed": 2}, allowed=(), branch_from=parent)
+    assert str(caught.value) == (
+        "A branch of runs/a/checkpoints/step_00000004 cannot have other settings: seed was 1 and "
+        "is 2. Leave them out, or allow a change with --change_on_resume NAME."
+    )
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/new", "tensorboard/a/b"])
+def test_a_run_does_not_begin_within_the_files_of_another(tmp_path, name):
+    other = RunFolder(tmp_path / "other")
+    other.path.mkdir()
+    RunFolder(tmp_path / "other" / name).check(resume=False, overwrite=False)
+    other.say("finished")
+    for resume in (False, True):
+        with pytest.raises(ConfigError) as caught:
+            RunFolder(tmp_path / "other" / name).check(resume=resume, overwrite=False)
+        assert str(caught.value) == (
+            f"--output_dir {tmp_path / 'other' / name} lies within the files of the run "
+            f"{tmp_path / 'other'}; name a folder outside of them."
+        )
+    RunFolder(tmp_path / "other" / "beside").check(resume=False, overwrite=False)
+
+
 def test_an_allowed_change_of_a_setting_is_accepted():
     check_unchanged({"seed": 1}, {"seed": 2}, allowed=("seed",))

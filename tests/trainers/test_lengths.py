@@ -1,7 +1,14 @@
 """Budgets in tokens and batches that grow: whole runs, compared with runs in steps and samples."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from llm.checkpoint.format import Checkpoint
+from llm.errors import CheckpointError
+from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.lengths import saved_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.refusals import assert_refused
@@ -194,4 +201,18 @@ def test_a_growing_batch_is_kept_on_resume_and_another_one_refused(bench):
     assert longer.metrics[-1]["samples"] == 24
     other = bench.train("kept", global_batch_size="4@0,16@256", **{**options, "max_train_steps": 4})
     assert other.codes == [2]
-    assert "global_batch_size was '4@0,8@256' and is '4@0,16@256'" in other.output
+    assert "global_batch_size was '4@0,8@250' and is '4@0,16@256'" in other.output
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_a_refused_batch_is_shown_as_it_was_written(branches):
+    # In steps of 4 samples of 32 tokens, the first of 8 samples begins at token 2,048.
+    batch = {"global_batch_size": "4@0,8@2048", "batch_option": "4@0,8@2K"}
+    path = Path("runs/a/checkpoints/step_00000002")
+    start = Checkpoint(path=path, step=2, saved_at="", world_size=1, metadata=batch, files={})
+    setup = SimpleNamespace(start=start, branch_from=start if branches else None, block_size=32)
+    assert saved_batch(GPTConfig(global_batch_size="4@0,8@2K"), setup) == "4@0,8@2048"
+    with pytest.raises(CheckpointError) as caught:
+        saved_batch(GPTConfig(global_batch_size="4@0,8@4K"), setup)
+    assert "global_batch_size was '4@0,8@2K' and is '4@0,8@4K'." in str(caught.value)
+    assert f"A branch of {path}" in str(caught.value) or not branches

@@ -63,7 +63,7 @@ def find_parent(
         saved,
         fixed_options(config, like=saved),
         allowed=allowed if config.cooldown_tokens is None else (*allowed, *_OF_COOLDOWN),
-        refusal=f"A branch cannot go on from {parent.path}",
+        branch_from=parent.path,
     )
     return parent
 

@@ -7,7 +7,6 @@ from fractions import Fraction
 import torch
 from transformers import PreTrainedConfig
 
-from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import batch_phases
@@ -43,23 +42,26 @@ def budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def saved_batch(
-    config: GPTConfig, resume_from: Checkpoint | None, *, block_size: int
-) -> int | str | None:
-    """Return the global batch of the checkpoint that a run resumes from, if it keeps that.
+def saved_batch(config: GPTConfig, setup: RunSetup) -> int | str | None:
+    """Return the global batch of the checkpoint that a run starts from, if it keeps that.
 
     The order of samples depends on it: on another number of ranks, accumulation changes.
 
     Raises:
         CheckpointError: The options have another one.
     """
-    if resume_from is None or "global_batch_size" in config.change_on_resume:
+    if setup.start is None or "global_batch_size" in config.change_on_resume:
         return None
-    saved: int | str = resume_from.metadata["global_batch_size"]
+    saved: int | str = setup.start.metadata["global_batch_size"]
     given = saved if config.global_batch_size is None else config.global_batch_size
-    phases = (batch_phases(batch, block_size=block_size) for batch in (saved, given))
+    phases = (batch_phases(batch, block_size=setup.block_size) for batch in (saved, given))
     if len({tuple(each) for each in phases}) > 1:
-        check_unchanged({"global_batch_size": saved}, {"global_batch_size": given}, allowed=())
+        check_unchanged(
+            {"global_batch_size": setup.start.metadata.get("batch_option") or saved},
+            {"global_batch_size": given},
+            allowed=(),
+            branch_from=setup.branch_from.path if setup.branch_from else None,
+        )
     return saved
 
 
@@ -152,7 +154,7 @@ def plan_training(
         num_parameters=budget_parameters(
             config, setup.model_config, vocab_size=len(setup.tokenizer)
         ),
-        global_batch_size=saved_batch(config, setup.start, block_size=setup.block_size),
+        global_batch_size=saved_batch(config, setup),
     )
     plan, schedule = add_cooldown(config, branch, plan, block_size=setup.block_size)
     if setup.branch_from is not None and setup.branch_from.step >= plan.total_steps:

@@ -109,10 +109,14 @@ def resolve(config: GPTConfig, setup: TrainSetup) -> GPTConfig:
 
 def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
     """Return what every checkpoint records of the run."""
+    batch = config.global_batch_size  # with the user's units, for messages
+    if batch is None and setup.start is not None and not config.change_on_resume:
+        batch = setup.start.metadata.get("batch_option")
     return {
         "fixed": fixed_options(config),
         "logged": logged_options(config),
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        "batch_option": batch,
         "data": setup.data_digest,
         "tokenizer": fingerprint(setup.tokenizer),
         "initial_weights": setup.initial_weights,
