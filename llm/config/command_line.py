@@ -94,7 +94,7 @@ def parse(
     check_ranges(config)
     _check_text(config)
     for name, text in paths(config):
-        if not text:
+        if not text and name in values:
             raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
         if is_too_long(text):
             raise ConfigError(
