@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
@@ -18,7 +17,6 @@ from llm.data.mixture import Mixture, Stage
 from llm.data.order import WindowSampler
 from llm.errors import DataError
 
-_DIGEST_TOKENS = 1 << 16
 _READ_BYTES = 32 * 2**20
 
 log = logging.getLogger("llm.data")
@@ -141,17 +139,6 @@ class Corpus:
     train: tuple[CorpusSource, ...]
     validation: tuple[CorpusSource, ...]
     stages: tuple[Stage, ...] = ()
-
-
-def digest_of(sources: Sequence[CorpusSource]) -> str:
-    """Return a digest of a split: of sizes, and of the tokens at both ends of each source."""
-    state = xxhash.xxh3_128()
-    for source in sources:
-        tokens = source.stream.tokens
-        state.update(str(source.stream.num_tokens).encode())
-        for end in (tokens[:_DIGEST_TOKENS], tokens[-_DIGEST_TOKENS:]):
-            state.update(np.ascontiguousarray(end).tobytes())
-    return str(state.hexdigest())
 
 
 class Samples:

@@ -70,7 +70,14 @@ def write_flat(path: Path, tokens: list[int]) -> Path:
     return path
 
 
-def describe(prefix: Path, *, fingerprint: str, largest_token: int, text_bytes: int = 0) -> None:
+def describe(
+    prefix: Path,
+    *,
+    fingerprint: str,
+    largest_token: int,
+    text_bytes: int = 0,
+    checksums: dict[str, list[str]] | None = None,
+) -> None:
     """A sidecar with these facts."""
     sidecar = Sidecar(
         tokenizer="some-tokenizer",
@@ -87,7 +94,7 @@ def describe(prefix: Path, *, fingerprint: str, largest_token: int, text_bytes: 
         largest_token=largest_token,
         sources=[],
         plan="0",
-        checksums={},
+        checksums=checksums or {},
     )
     write_sidecar(prefix, sidecar)
 

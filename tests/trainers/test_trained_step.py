@@ -246,3 +246,23 @@ def test_of_a_hundred_gigabytes_only_the_samples_and_the_ends_are_read(tmp_path,
     assert {divmod(start, length) for start in starts} <= set(numbers)
     # 8 samples and both ends, around which the system may read some megabytes.
     assert pages_in_memory(tmp_path / "vast.bin") < 20_000  # of 24 million
+
+
+def test_data_in_another_order_between_equal_ends_are_refused(bench, capsys):
+    prefix, documents = bench.folder / "ordered", random_documents(10_000, seed=3)
+    write_pair(prefix, documents)
+    options = {"train_file": None, "train_data_path": [prefix], "max_train_steps": 2}
+    run = bench.train_well("ordered-run", checkpointing_steps=1, **options)
+    argv = [str(run.folder), "--step", "1"]
+    assert main(argv) == 0
+
+    middle = documents[4_000:6_000]
+    write_pair(prefix, [*documents[:4_000], *middle[1_000:], *middle[:1_000], *documents[6_000:]])
+
+    assert main(argv) == 2
+    assert "names are no longer those that step 1 was trained on" in capsys.readouterr().err
+    again = bench.train(
+        "ordered-run", checkpointing_steps=1, resume_from_checkpoint=True, **options
+    )
+    assert again.codes == [2]
+    assert "The training data are no longer those" in again.output

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.verify import Verifiers
-from llm.data.corpus import Samples, digest_of, hold_in_memory
+from llm.data.corpus import Samples, hold_in_memory
+from llm.data.data_digest import digest_of
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import document_ends

@@ -15,6 +15,7 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
+from llm.data.data_digest import has_changed
 from llm.data.options import LENGTHS, SOURCES
 from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import CheckpointError, ConfigError
@@ -131,7 +132,9 @@ def check_folder(
     run.check(resume=resume, overwrite=config.overwrite_output_dir)
 
 
-def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: str) -> None:
+def check_same_data(
+    config: GPTConfig, checkpoint: Checkpoint | None, digest: dict[str, Any]
+) -> None:
     """Refuse to resume with other training data.
 
     Raises:
@@ -139,9 +142,8 @@ def check_same_data(config: GPTConfig, checkpoint: Checkpoint | None, digest: st
     """
     if checkpoint is None:
         return
-    before = checkpoint.metadata.get("data")
     allowed = set(SOURCES) & set(config.change_on_resume)
-    if before is not None and before != digest and not allowed:
+    if has_changed(checkpoint.metadata.get("data"), digest) and not allowed:
         raise CheckpointError(
             f"The training data are no longer those with which {checkpoint.path} was reached, "
             "although the options that name them are the same; restore them, allow the change with "

@@ -78,7 +78,7 @@ class TrainSetup(RunSetup):
 
     Attributes:
         branch: Where the run left its parent; None if it is no branch.
-        data_digest: Digest of the training tokens.
+        data_digest: Digests of the training tokens, from `data_digest.digest_of`.
         samples: The training samples.
         plan: Batch arithmetic.
         skipped: The samples that are left out.
@@ -86,7 +86,7 @@ class TrainSetup(RunSetup):
     """
 
     branch: Branch | None
-    data_digest: str
+    data_digest: dict[str, Any]
     samples: Samples
     plan: BatchPlan
     skipped: SkippedSamples

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import CorpusSource, Samples, digest_of
+from llm.data.corpus import CorpusSource, Samples
+from llm.data.data_digest import digest_of, has_changed
 from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
@@ -59,7 +60,7 @@ class TrainedStep:
 
 
 def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None) -> TrainedStep:
-    """Find the samples of a step, without reading more than the ends of the token files.
+    """Find the samples of a step, without reading more than parts of the token files.
 
     Args:
         run: Folder of a run, finished or not.
@@ -96,7 +97,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         ends=None,
         trust_remote_code=config.trust_remote_code,
     )
-    if order.get("data") not in (None, digest_of(corpus.train)):
+    if has_changed(order.get("data"), digest_of(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."

@@ -1,0 +1,68 @@
+"""What a checkpoint records of the training tokens, so that a change of them is noticed."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llm.data.corpus import CorpusSource
+from llm.data.formats.sidecar import read_sidecar
+
+_END_TOKENS = 1 << 16
+_PLACES, _PLACE_TOKENS = 64, 1 << 10
+
+
+def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
+    """Return digests of a split, without reading more than parts of its token files.
+
+    Returns:
+        As JSON has them: `ends`, of the sizes and the tokens at both ends of each source; `places`,
+        of the tokens at 64 places of each; `sidecars`, for each source the digest of the checksums
+        in its sidecar, or None without a sidecar.
+
+    Raises:
+        DataError: A sidecar is damaged.
+    """
+    ends, places = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for source in sources:
+        tokens = source.stream.tokens
+        ends.update(str(source.stream.num_tokens).encode())
+        for end in (tokens[:_END_TOKENS], tokens[-_END_TOKENS:]):
+            ends.update(np.ascontiguousarray(end).tobytes())
+        last = max(0, tokens.size - _PLACE_TOKENS)
+        for number in range(_PLACES):
+            start = last * number // (_PLACES - 1)
+            places.update(np.ascontiguousarray(tokens[start : start + _PLACE_TOKENS]).tobytes())
+    return {
+        "ends": ends.hexdigest(),
+        "places": places.hexdigest(),
+        "sidecars": [_sidecar_digest(source) for source in sources],
+    }
+
+
+def _sidecar_digest(source: CorpusSource) -> str | None:
+    sidecar = read_sidecar(source.stream.file.prefix)
+    if sidecar is None:
+        return None
+    text = json.dumps(sidecar.checksums, sort_keys=True)
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def has_changed(saved: object, digest: dict[str, Any]) -> bool:
+    """Return whether the data differ from those that a checkpoint or a start has recorded.
+
+    Args:
+        saved: What `digest_of` returned then; the string `ends` alone in runs of earlier versions;
+            None in runs that have recorded nothing.
+        digest: What `digest_of` returns now.
+    """
+    if saved is None:
+        return False
+    if not isinstance(saved, dict):
+        return saved != str(digest["ends"])
+    # A sidecar that was added or removed since says nothing about the tokens.
+    both = zip(saved["sidecars"], digest["sidecars"], strict=False)
+    sidecars_differ = any(None not in (before, now) and before != now for before, now in both)
+    return sidecars_differ or any(saved[name] != digest[name] for name in ("ends", "places"))
