@@ -6,6 +6,7 @@ manifest with sizes and checksums comes last. Then the folder is renamed and its
 Only after that are old checkpoints removed.
 """
 
+import contextlib
 import json
 import logging
 import threading
@@ -162,6 +163,7 @@ class Saver:
         except Exception as error:  # raised by `finish`, in the training thread
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
+            self._remove_unfinished()
             self._error = CheckpointError(
                 f"The checkpoint of step {snapshot.step} could not be written to {self._folder} "
                 f"({problem}); earlier checkpoints are untouched."
@@ -173,6 +175,12 @@ class Saver:
             f"written in {time.perf_counter() - began:.1f} s).",
             extra=event("save", step=snapshot.step, checkpoint=name_of(snapshot.step)),
         )
+
+    def _remove_unfinished(self) -> None:
+        """Free the space of a save that failed, which a full disk needs for the status."""
+        if self._rank == 0:
+            with contextlib.suppress(OSError):
+                clear_leftovers(self._folder)
 
     def _write(self, snapshot: Snapshot) -> str | None:
         """Try once; return the error of any rank, or None."""
@@ -212,9 +220,12 @@ class Saver:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         # One rank plans for all of them, but knows the files of its own tensors only.
-        file_of = {
-            name: n for files in self._all_gather(snapshot.file_of) for name, n in files.items()
-        }
+        file_of, written = {}, set()
+        for files, names in self._all_gather((snapshot.file_of, [*snapshot.tensors])):
+            file_of.update(files)
+            written.update(names)
+        if unwritten := file_of.keys() - written:
+            raise CheckpointError(f"no rank writes {min(unwritten)}")
         writer = HuggingFaceStorageWriter(
             str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
         )

@@ -68,7 +68,8 @@ def assign_writers(
             loads[writer] += tensor.nbytes
             if writer == rank:
                 own[path] = tensor
-    sharded = [(path, tensor) for path, tensor in items if isinstance(tensor, DTensor)]
+    # No rank writes a sharded tensor without elements.
+    sharded = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
     for number, (path, tensor) in enumerate(sharded):
         axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         num_shards = math.prod(size for size, placement in axes if not placement.is_replicate())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llm.checkpoint import run_folder
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.errors import CheckpointError, ConfigError
 
@@ -180,14 +181,47 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monke
 
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path):
-    first = RunFolder(tmp_path / "run")
-    first.lock()
+    run = RunFolder(tmp_path / "run")
     owner = rf"in use by process {os.getpid()} on {socket.gethostname()} since 20\d\d-\d\d-\d\d "
-    for _ in range(2):  # who is refused leaves the owner's words
-        with pytest.raises(ConfigError, match=owner):
-            RunFolder(tmp_path / "run").lock()
-    first._lock.close()
-    RunFolder(tmp_path / "run").lock()
+    with run.lock():
+        for _ in range(2):  # who is refused leaves the owner's words
+            with pytest.raises(ConfigError, match=owner):
+                RunFolder(tmp_path / "run").lock().__enter__()
+    with RunFolder(tmp_path / "run").lock():
+        pass
+
+
+def test_a_lock_leaves_nothing_behind_unless_the_folder_was_opened(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "wiki")
+    with run.lock():
+        assert run.path.is_dir()
+    assert not list(tmp_path.iterdir())
+
+    run.path.mkdir(parents=True)
+    (run.path / "notes.txt").touch()
+    with run.lock():
+        assert (run.path / ".lock").exists()
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+    with run.lock():
+        run.is_open = True
+    assert (run.path / ".lock").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_the_status_is_written_over_the_former_one(tmp_path, monkeypatch, number):
+    run = RunFolder(tmp_path)
+    run.say("running")
+
+    def refuse(path, text):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(run_folder, "write_whole", refuse)
+    run.say("failed", reason="CheckpointError: no space", step=7)
+    run.say("failed", reason="no", step=7)
+
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["reason"], status["step"]) == ("failed", "no", 7)
 
 
 def test_the_status_file_records_the_state_and_its_reason(tmp_path):

@@ -141,6 +141,32 @@ def test_large_tensors_are_spread_evenly_over_ranks_and_files(monkeypatch):
     assert max(loads) - min(loads) <= 4 * 1040
 
 
+def save_what_differs(folder: Path) -> str:
+    """Saves a part of which each rank has other tensors, although all are to have the same."""
+    rank, world_size = join()
+    saver = Saver(
+        CheckpointOptions(),
+        folder,
+        parts={"part": Part({f"layer.{rank}": torch.ones(3)})},
+        metadata={},
+        rank=rank,
+        world_size=world_size,
+    )
+    saver.save(step=1, eval_loss=None)
+    try:
+        saver.finish(last=True)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_tensor_that_no_rank_writes_makes_the_save_fail(tmp_path):
+    for said in values(run_ranks(save_what_differs, 2, tmp_path)):
+        assert "could not be written" in said
+        assert "(no rank writes part/layer.1)" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_files_of_a_rank_are_read_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_FILE_BYTES", 10)
     part = every_kind(1)
@@ -281,6 +307,7 @@ def test_a_failed_save_is_reported_and_training_continues(
     assert "(No space left on device); earlier checkpoints are untouched." in said
     assert said.endswith("Training goes on.")
     assert newest_valid(tmp_path).step == 1
+    assert os.listdir(tmp_path) == ["step_00000001"]  # nothing takes up the disk's last space
 
     monkeypatch.setattr(os, "fsync", FailsAt())
     saver.save(step=3, eval_loss=None)

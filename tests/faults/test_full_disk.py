@@ -82,6 +82,7 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, st
     )
     assert "Traceback" not in run.output
     assert run.read_json("status.json")["status"] == "failed"
+    assert checkpoints(run) == ["step_00000004"]
     resumed = train(bench, "full", [], resume_from_checkpoint=True)
     assert resumed.codes == [0, 0]
     assert "at step 4" in resumed.output

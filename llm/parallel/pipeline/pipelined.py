@@ -259,12 +259,12 @@ class PipelineStrategy(ShardedStrategy):
         super().load_state_dict({**state, **selected})
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks of this rank's stage; those of the first one for a tied weight."""
-        key, _, name = path.removeprefix("strategy/").removeprefix("kfac/").partition("/")
-        if key not in ("model", "optimizer", "ema", "factors"):
-            return range(self.world_size)
-        tied = name.partition("/")[0] in self._cut.tied
-        stage = 0 if tied else self._stage_rank
+        """Return the ranks of this rank's stage; those of the first one for a tied weight.
+
+        This holds for every part of a checkpoint, so a new part needs no entry here. If several
+        stages hold the same tensor, torch.distributed.checkpoint writes one copy.
+        """
+        stage = self._stage_rank if self._cut.tied.isdisjoint(path.split("/")) else 0
         return self.dims.groups("replicate", "shard", "context", "tensor")[stage]
 
     def full_state_dict(self) -> dict[str, Tensor]:
