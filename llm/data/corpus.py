@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, beside
+from llm.data.formats.megatron import TokenFile, beside, mapping_of
 from llm.data.mixture import Mixture, Stage
 from llm.data.order import WindowSampler
 from llm.errors import DataError
@@ -60,6 +60,7 @@ class TokenStream:
         self.num_documents = file.num_documents if num_documents is None else num_documents
         self.num_bytes = num_bytes
         self._vocab_size = vocab_size
+        self._mapping = mapping_of(file.tokens)
         self._views: dict[int, NDArray[Any]] = {}
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
@@ -73,8 +74,9 @@ class TokenStream:
             Token ids [num_windows, length] in the dtype of the file.
 
         Raises:
-            DataError: An id is beyond the vocabulary.
+            DataError: An id is beyond the vocabulary, or the file has become shorter.
         """
+        self._check_size()
         windows = self._copy(starts % self.num_tokens, length)
         # Checked here and not when the file is opened, which would read all of it.
         if self._vocab_size is not None and windows.size:
@@ -86,6 +88,22 @@ class TokenStream:
                 error.found_here = True  # other ranks read other windows
                 raise error
         return windows
+
+    def _check_size(self) -> None:
+        """Refuse to read from a file that was cut: the kernel would end this process (SIGBUS)."""
+        if self._mapping is None:
+            return
+        try:
+            size = self._mapping.size()
+        except OSError:  # removed on a network file system
+            size = 0
+        if size < self.file.tokens.nbytes:
+            error = DataError(
+                f"{self.file.prefix}.bin was cut while it was in use: {size:,} of its "
+                f"{self.file.tokens.nbytes:,} bytes are left. Restore it and resume the run."
+            )
+            error.found_here = True  # other ranks may read other files
+            raise error
 
     def _copy(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         windows = np.empty((starts.size, length), self.tokens.dtype)

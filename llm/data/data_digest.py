@@ -1,4 +1,4 @@
-"""What a checkpoint records of the training tokens, so that a change of them is noticed."""
+"""Digests of the training tokens, by which a resume notices that the data have changed."""
 
 import json
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,22 @@ def test_a_negative_token_is_refused(tmp_path):
 
     with pytest.raises(DataError, match="holds the token id -5"):
         known.windows(np.array([0]), 3)
+
+
+def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path):
+    ring = stream(tmp_path, start=0, stop=10)
+    assert ring.windows(np.array([0]), 3).tolist() == [[0, 1, 2]]
+
+    os.truncate(tmp_path / "text.bin", 10)
+
+    with pytest.raises(DataError, match=r"text\.bin was cut while it was in use: 10 of its 40 "):
+        ring.windows(np.array([0]), 3)
+
+
+def test_a_file_that_is_replaced_by_another_is_read_as_it_was(tmp_path):
+    ring = stream(tmp_path, start=0, stop=10)
+
+    (tmp_path / "other.bin").write_bytes(b"")
+    (tmp_path / "other.bin").replace(tmp_path / "text.bin")
+
+    assert ring.windows(np.array([0]), 3).tolist() == [[0, 1, 2]]

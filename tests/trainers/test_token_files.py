@@ -1,5 +1,6 @@
 """Training from token files that were prepared before: alone, as blends, on any ranks."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
+from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
@@ -283,3 +285,31 @@ def test_documents_that_cannot_be_kept_apart_are_refused(bench, tmp_path):
         data_path=words(bench, "wiki_text_document"),
         reset_attention_mask=True,
     )
+
+
+def train_and_cut(argv: list[str], path: Path) -> int:
+    """The trainer, whose training data another program cuts during the third step."""
+    from llm.trainers.gpt import main
+    from llm.trainers.gpt.loop import Trainer
+
+    step = Trainer.train_step
+
+    def cut_and_step(trainer: Trainer, batch) -> None:
+        if trainer.state.step == 2:
+            os.truncate(path, 100)
+        step(trainer, batch)
+
+    Trainer.train_step = cut_and_step
+    return main.main(argv)
+
+
+def test_a_token_file_that_is_cut_during_training_ends_the_run_with_a_sentence(bench):
+    prefix = write_pair(bench.folder / "cut", random_documents(200, seed=1))
+    argv = bench.command("cut-run", train_file=None, train_data_path=prefix)
+
+    run = Run(bench.folder / "cut-run", run_ranks(train_and_cut, 1, argv, Path(f"{prefix}.bin")))
+
+    assert run.codes == [2], run.output
+    assert f"error: {prefix}.bin was cut while it was in use: 100 of its " in run.output
+    status = run.read_json("status.json")
+    assert (status["status"], status["reason"][:9]) == ("failed", "DataError")

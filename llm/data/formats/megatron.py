@@ -15,6 +15,7 @@
     i8[S]     optional: a mode for each sequence (multimodal data sets); not read here
 """
 
+import mmap
 import os
 import stat
 import struct
@@ -78,6 +79,14 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, or just emptied
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"The token file {path} cannot be read: {reason}.") from error
+
+
+def mapping_of(mapped: NDArray[Any]) -> mmap.mmap | None:
+    """Return the memory map of an array that `map_file` returned; None for an empty file."""
+    base: Any = mapped
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
 
 
 def write_index(

@@ -15,6 +15,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples
 from llm.data.data_digest import digest_of, has_changed
+from llm.data.formats.megatron import mapping_of
 from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
@@ -133,10 +134,9 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
 
 def _read_no_further(mapped: NDArray[Any]) -> None:
     """Keep the system from reading up to megabytes of a mapped file around each sample."""
-    while isinstance(mapped.base, np.ndarray):
-        mapped = mapped.base
-    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-        mapped.base.madvise(mmap.MADV_RANDOM)
+    mapping = mapping_of(mapped)
+    if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_RANDOM)
 
 
 def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
