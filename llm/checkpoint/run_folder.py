@@ -1,6 +1,7 @@
 """The folder of a run: which run owns it, its status, its configuration."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -8,12 +9,13 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.runtime.files import try_lock, write_whole
+from llm.runtime.files import sync, try_lock, write_whole
 from llm.runtime.logging import append_event
 
 Status = Literal["running", "finished", "preempted", "failed"]
@@ -44,10 +46,15 @@ _LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
 
 
 class RunFolder:
-    """The folder that a run writes to; it need not exist yet."""
+    """The folder that a run writes to; it need not exist yet.
+
+    Attributes:
+        is_open: Whether this start writes to it. Earlier failures leave the folder unchanged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_open = False
         self.checkpoints = path / "checkpoints"
         self.stacks = path / "stacks"
         self.metrics = path / "metrics.jsonl"
@@ -192,25 +199,44 @@ class RunFolder:
             return {}
         return status if isinstance(status, dict) else {}
 
-    def lock(self) -> None:
-        """Lock the folder against other runs until this process ends, however it ends.
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the folder against other runs inside the context, or until this process ends.
+
+        If the context ends before `open`, what the lock has added to the file system is removed.
 
         Raises:
             ConfigError: Another process writes to it, such as the same job started twice.
             DataError: It cannot be written to.
         """
+        path = self.path / ".lock"
+        new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Appending keeps what another owner has written, for the message below.
-            self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
-            try_lock(self._lock.fileno())
-            self._lock.truncate(0)
+            lock = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
+            self._write_owner(lock)
+            try:
+                yield
+            finally:
+                if not self.is_open:
+                    with contextlib.suppress(OSError):
+                        for place in new:
+                            place.unlink() if place == path else place.rmdir()
+
+    def _write_owner(self, lock: IO[str]) -> None:
+        try:
+            try_lock(lock.fileno())
+            lock.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
-            self._lock.flush()
+            lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+            lock.flush()
         except BlockingIOError as error:
-            self._lock.seek(0)
-            owner = self._lock.read() or "another process"
+            lock.seek(0)
+            owner = lock.read() or "another process"
             raise ConfigError(
                 f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name "
                 "another folder."
@@ -249,7 +275,11 @@ class RunFolder:
             raise self._unwritable(error) from error
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
-        """Write `status.json`, since launchers hide exit codes; an end is an event too."""
+        """Write `status.json`, since launchers hide exit codes; an end is an event too.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         content = {
             "status": status,
             "reason": reason,
@@ -258,7 +288,17 @@ class RunFolder:
             "pid": os.getpid(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        write_whole(self.path / "status.json", json.dumps(content, indent=1) + "\n")
+        path, text = self.path / "status.json", json.dumps(content, indent=1) + "\n"
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+                raise
+            # On a full disk, the block that holds the former status can still be written to.
+            with path.open("r+", encoding="utf-8") as file:
+                file.write(text)
+                file.truncate()
+                sync(file)
         if status != "running":
             append_event(self.events, "stop", step=step, status=status, reason=reason)
 

@@ -56,6 +56,7 @@ class Interruption:
 
     def __init__(self, *, after: float | None = None) -> None:
         self.received: signal.Signals | None = None
+        self._exit_code: int | None = None
         self._first = 0.0
         self._deadline = time.monotonic() + (math.inf if after is None else after)
 
@@ -76,13 +77,26 @@ class Interruption:
             if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._record)
 
+    def keep_exit_code(self) -> None:
+        """Let a further signal end the process with `EXIT_PREEMPTED`: everything is saved."""
+        self._exit_code = EXIT_PREEMPTED
+
+    def ignore(self) -> None:
+        """Ignore signals from here on; call before the end of the program.
+
+        Python restores the default handlers when it shuts down, which may take half a second: a
+        signal would then replace the exit code.
+        """
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
+
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._first = signal.Signals(number), now
         elif now - self._first > SAME_REQUEST_SECONDS:
             # sys.exit would run atexit handlers, which may wait for a collective that hangs.
-            os._exit(128 + number)
+            os._exit(128 + number if self._exit_code is None else self._exit_code)
 
 
 class SaveTimer:

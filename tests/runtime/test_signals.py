@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -54,3 +55,63 @@ def test_only_a_rank_stops_when_the_process_that_started_it_dies(launched, secon
     command = [sys.executable, "-c", ORPHANED, str(seconds)]
     environment = {**os.environ, **launched}
     assert subprocess.check_output(command, env=environment, text=True).strip() == reason
+
+
+# Python restores the default handlers before it destroys the objects of modules.
+LATE = """
+import os, signal
+from llm.runtime.signals import EXIT_PREEMPTED, Interruption
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+
+late = Late()
+interruption = Interruption()
+interruption.watch()
+os.kill(os.getpid(), signal.SIGTERM)
+interruption.ignore()
+raise SystemExit(EXIT_PREEMPTED)
+"""
+
+
+def test_a_second_ctrl_c_while_python_shuts_down_keeps_the_exit_code():
+    assert subprocess.run([sys.executable, "-c", LATE]).returncode == 75
+
+
+SAVED = """
+import os, signal, time
+from llm.runtime import signals
+signals.SAME_REQUEST_SECONDS = 0
+interruption = signals.Interruption()
+interruption.watch()
+os.kill(os.getpid(), signal.SIGTERM)
+interruption.keep_exit_code()
+time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_second_signal_after_everything_is_saved_keeps_the_exit_code():
+    assert subprocess.run([sys.executable, "-c", SAVED]).returncode == 75
+
+
+FATAL = """
+import os, signal
+from llm.trainers.gpt import main
+
+def read_token_files(words):
+    os.kill(os.getpid(), signal.SIGBUS)
+
+main.parse_args = read_token_files
+main.main()
+"""
+
+
+def test_a_bus_error_shows_where_it_happened():
+    run = subprocess.run([sys.executable, "-c", FATAL], capture_output=True, text=True)
+
+    assert run.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in run.stderr
+    assert "in read_token_files" in run.stderr

@@ -10,6 +10,7 @@ end the process at once: 128 plus its number, as a shell counts it.
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import logging
 import os
 import sys
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     set_up_logging(rank=world.rank)
     watch_launcher()
+    if argv is None and sys.stderr is not None:
+        faulthandler.enable()  # a bus error, as of a disk that fails, shows where it happened
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse_args(words)

@@ -182,28 +182,36 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
             )
 
 
-def make_tracker(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
-) -> Tracker:
-    """Open the trackers of `report_to`, for the step from which training goes on."""
+def connect_trackers(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+    """Open the trackers of `report_to` but for TensorBoard; a service may refuse them."""
     accelerator = strategy.accelerator
-    step = setup.start.step if setup.start else 0
-    names: list[Any] = [name for name in config.report_to if name != "none"]
-    if "tensorboard" in names:
-        # TensorBoard drops the points of an earlier start from this step on, so that no step shows
-        # twice. The points of the checkpoint's own step were written before it was saved.
-        board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step + 1)
-        names[names.index("tensorboard")] = board
+    names = [name for name in config.report_to if name not in ("none", "tensorboard")]
     accelerator.project_configuration.set_directories(str(setup.run.path))
     accelerator.log_with = names
     if names:
         accelerator.init_trackers("llm")
     for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
-            _write_hyperparameters(tracker.writer, config)
-        else:
-            tracker.store_init_configuration(dataclasses.asdict(config))
+        tracker.store_init_configuration(dataclasses.asdict(config))
+
+
+def open_tensorboard(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+    """Open TensorBoard's files in the run's folder; rank 0 calls it."""
+    if "tensorboard" not in config.report_to:
+        return
+    step = setup.start.step if setup.start else 0
+    # TensorBoard drops the points of an earlier start from this step on, so that no step shows
+    # twice. The points of the checkpoint's own step were written before it was saved.
+    board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step + 1)
+    board.start()
+    board.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
+    _write_hyperparameters(board.writer, config)
+    strategy.accelerator.trackers.append(board)
+
+
+def make_tracker(
+    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> Tracker:
+    """Return the tracker of the run, which reports to the trackers that are open by then."""
 
     def find_peak_flops() -> float:
         if config.device_peak_tflops is not None:
@@ -214,7 +222,7 @@ def make_tracker(
 
     return Tracker(
         metrics_path=setup.run.metrics if strategy.rank == 0 else None,
-        log_to_trackers=lambda values, step: accelerator.log(values, step=step),
+        log_to_trackers=lambda values, step: strategy.accelerator.log(values, step=step),
         device=strategy.device,
         total_steps=setup.plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=setup.block_size),

@@ -13,7 +13,7 @@ from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import forget_points
 from llm.trainers.gpt.run_setup import TrainSetup
-from llm.trainers.gpt.setup import restore
+from llm.trainers.gpt.setup import leave_later_steps, load_start
 from llm.trainers.gpt.step_report import samples_of
 
 logger = logging.getLogger("llm")
@@ -96,7 +96,8 @@ def _rewind(
     )
     trainer.tracker.close()
     setup = replace(setup, resume_from=checkpoint, skipped=skipped)
-    restore(config, setup, trainer)
+    load_start(setup, trainer)
+    leave_later_steps(config, setup, trainer)
     trainer.state.rewinds = rewinds
     trainer.loader = replace(trainer.loader, skipped=skipped)
     trainer.metadata["skip_samples"] = str(skipped)

@@ -263,18 +263,7 @@ def make_evaluate_tasks(
     )
 
 
-def _load(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    parts, average = trainer.parts, trainer.average
-    if average is None or holds_part(checkpoint, "ema"):
-        load_checkpoint(checkpoint, parts)
-        return
-    del parts["ema"]
-    load_checkpoint(checkpoint, parts)
-    average.restart()
-    logger.info(f"{checkpoint.path} has no moving average of the weights: it begins here.")
-
-
-def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     """Load the checkpoint from which training goes on, if there is one, into the trainer.
 
     Raises:
@@ -282,7 +271,20 @@ def restore(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
     """
     if setup.start is None:
         return
-    _load(setup.start, trainer)
+    parts, average = trainer.parts, trainer.average
+    if average is None or holds_part(setup.start, "ema"):
+        load_checkpoint(setup.start, parts)
+        return
+    del parts["ema"]
+    load_checkpoint(setup.start, parts)
+    average.restart()
+    logger.info(f"{setup.start.path} has no moving average of the weights: it begins here.")
+
+
+def leave_later_steps(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+    """Log the step of the start, and set later checkpoints of the run aside."""
+    if setup.start is None:
+        return
     step = trainer.state.step
     if setup.resume_from is None:  # the start is the parent's checkpoint
         path = str(setup.start.path)

@@ -23,19 +23,27 @@ from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import copy_model
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
-from llm.trainers.gpt.reporting import log_end, log_sample, log_start, make_tracker
+from llm.trainers.gpt.reporting import (
+    connect_trackers,
+    log_end,
+    log_sample,
+    log_start,
+    make_tracker,
+    open_tensorboard,
+)
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.rewind import fit
 from llm.trainers.gpt.run_setup import TrainSetup, resolve
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
+    leave_later_steps,
+    load_start,
     load_weights,
     make_evaluate,
     make_evaluate_tasks,
     make_model,
     make_strategy,
-    restore,
 )
 
 PEER_SECONDS = 5.0
@@ -65,55 +73,80 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
     config = resolve(config, setup)
     model = make_model(config, setup, world)
-    repository = None
-    if world.is_main:
-        setup.run.lock()
-        repository = open_repository(config, setup.run.path)
-    whole = described(setup, model)
-    strategy = make_strategy(config, setup, model, world)
-    model = whole  # drops the last reference to the layers of other stages
-    check_same_start(setup, strategy)
-    load_weights(setup.init_from, strategy)
-    if searches:
-        config, setup = find_batch_size(config, setup, strategy, world)
-    with watched(config, setup, strategy, world) as health:
-        log_start(config, setup, strategy, model)
-        tracker = make_tracker(config, setup, strategy, model)
-        trainer = Trainer(
-            config,
-            setup,
-            strategy,
-            health=health,
-            tracker=tracker,
-            evaluate=make_evaluate(config, setup, strategy, on_batch=health.keep_alive),
-            evaluate_tasks=make_evaluate_tasks(
-                config, setup, strategy, model, on_batch=health.keep_alive
-            ),
-            sample=partial(log_sample, config, setup, strategy, model),
-            copies=copy_model(setup, model) if world.is_main else {},
-        )
-        # From here on a signal saves and stops; before, it ended the process at once.
-        trainer.interruption.watch()
-        restore(config, setup, trainer)
-        outcome, setup = fit(config, setup, trainer)
-        tracker.close()
-        if outcome == "preempted":
-            log_preempted(config, setup, trainer)
-        else:
-            finish(config, setup, trainer, model)
-    strategy.close()
-    if outcome == "preempted":
-        return EXIT_PREEMPTED
-    if repository is not None:
-        push(setup.run.path, repository)
-    return 0
+    with setup.run.lock() if world.is_main else contextlib.nullcontext():
+        repository = open_repository(config, setup.run.path) if world.is_main else None
+        whole = described(setup, model)
+        strategy = make_strategy(config, setup, model, world)
+        model = whole  # drops the last reference to the layers of other stages
+        check_same_start(setup, strategy)
+        load_weights(setup.init_from, strategy)
+        if searches:
+            config, setup = find_batch_size(config, setup, strategy, world)
+        with watched(config, setup, strategy, world) as health:
+            trainer = make_trainer(config, setup, strategy, model, health)
+            # From here on a signal saves and stops; before, it ended the process at once.
+            trainer.interruption.watch()
+            load_start(setup, trainer)
+            connect_trackers(config, setup, strategy)
+            strategy.barrier()  # no rank refuses anything below
+            open_folder(config, setup, strategy)
+            log_start(config, setup, strategy, model)
+            leave_later_steps(config, setup, trainer)
+            outcome, setup = fit(config, setup, trainer)
+            trainer.tracker.close()
+            if outcome == "preempted":
+                log_preempted(config, setup, trainer)
+            else:
+                finish(config, setup, trainer, model)
+        strategy.close()
+        if repository is not None and outcome == "finished":
+            push(setup.run.path, repository)
+    trainer.interruption.ignore()
+    return EXIT_PREEMPTED if outcome == "preempted" else 0
+
+
+def make_trainer(
+    config: GPTConfig,
+    setup: TrainSetup,
+    strategy: AcceleratedStrategy,
+    model: PreTrainedModel,
+    health: Health,
+) -> Trainer:
+    """Return the trainer of a prepared model.
+
+    Raises:
+        DataError: The validation data are too short to evaluate on.
+    """
+    on_batch = health.keep_alive
+    return Trainer(
+        config,
+        setup,
+        strategy,
+        health=health,
+        tracker=make_tracker(config, setup, strategy, model),
+        evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
+        evaluate_tasks=make_evaluate_tasks(config, setup, strategy, model, on_batch=on_batch),
+        sample=partial(log_sample, config, setup, strategy, model),
+        copies=copy_model(setup, model) if strategy.rank == 0 else {},
+    )
+
+
+def open_folder(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+    """Begin to write to the run's folder: the log so far, `status.json`, TensorBoard's files."""
+    run = setup.run
+    run.is_open = True
+    if strategy.rank == 0:
+        run.open(overwrite=config.overwrite_output_dir, config=to_toml(config))
+        log_to_file(run.log)
+        logger.addHandler(EventHandler(run.events))
+        open_tensorboard(config, setup, strategy)
 
 
 @contextlib.contextmanager
 def watched(
     config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
 ) -> Iterator[Health]:
-    """Open the run's folder, watch the other ranks, and write `status.json` if an error ends it.
+    """Watch the other ranks, and write `status.json` if an error ends the run in its open folder.
 
     Raises:
         PeerLostError: In place of an error that the loss of another rank has caused.
@@ -124,7 +157,7 @@ def watched(
 
     def report(failure: str) -> None:
         # A rank that waits to be ended may see rank 0 end first, with the same error.
-        if strategy.rank == health.reporter and not reported:
+        if run.is_open and strategy.rank == health.reporter and not reported:
             run.say("failed", reason=failure)
 
     health = Health(
@@ -136,10 +169,6 @@ def watched(
         stacks=run.stacks,
     )
     try:
-        if strategy.rank == 0:
-            run.open(overwrite=config.overwrite_output_dir, config=to_toml(config))
-            log_to_file(run.log)
-            logger.addHandler(EventHandler(run.events))
         with explain_out_of_memory(config, world):  # within, since it goes into `status.json`
             yield health
         health.close()
@@ -166,6 +195,7 @@ def log_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> Non
     )
     if trainer.strategy.rank == 0:
         setup.run.say("preempted", reason=reason, step=step)
+    trainer.interruption.keep_exit_code()
 
 
 def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel) -> None:
