@@ -303,7 +303,7 @@ def train_and_cut(argv: list[str], path: Path) -> int:
     return main.main(argv)
 
 
-def test_a_token_file_that_is_cut_during_training_ends_the_run_with_a_sentence(bench):
+def test_a_token_file_that_is_cut_during_training_ends_the_run(bench):
     prefix = write_pair(bench.folder / "cut", random_documents(200, seed=1))
     argv = bench.command("cut-run", train_file=None, train_data_path=prefix)
 
