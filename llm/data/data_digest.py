@@ -1,13 +1,16 @@
 """Digests of the training tokens, by which a resume notices that the data have changed."""
 
 import json
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from llm.data.corpus import CorpusSource
+from llm.data.formats.megatron import mapping_of
 from llm.data.formats.sidecar import read_sidecar
 
 _END_TOKENS = 1 << 16
@@ -31,15 +34,25 @@ def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
         ends.update(str(source.stream.num_tokens).encode())
         for end in (tokens[:_END_TOKENS], tokens[-_END_TOKENS:]):
             ends.update(np.ascontiguousarray(end).tobytes())
-        last = max(0, tokens.size - _PLACE_TOKENS)
-        for number in range(_PLACES):
-            start = last * number // (_PLACES - 1)
-            places.update(np.ascontiguousarray(tokens[start : start + _PLACE_TOKENS]).tobytes())
+        places.update(_read_places(tokens))
     return {
         "ends": ends.hexdigest(),
         "places": places.hexdigest(),
         "sidecars": [_sidecar_digest(source) for source in sources],
     }
+
+
+def _read_places(tokens: NDArray[Any]) -> bytes:
+    """Return the bytes of a stream at places at equal distances."""
+    last = max(0, tokens.size - _PLACE_TOKENS)
+    starts = [last * number // (_PLACES - 1) for number in range(_PLACES)]
+    mapping = mapping_of(tokens) if hasattr(mmap, "MADV_RANDOM") else None
+    if mapping is not None:  # otherwise the system reads up to megabytes around each place
+        mapping.madvise(mmap.MADV_RANDOM)
+    places = b"".join(tokens[start : start + _PLACE_TOKENS].tobytes() for start in starts)
+    if mapping is not None:
+        mapping.madvise(mmap.MADV_NORMAL)
+    return places
 
 
 def _sidecar_digest(source: CorpusSource) -> str | None:
