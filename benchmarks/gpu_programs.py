@@ -47,9 +47,9 @@ class Model:
 
         Args:
             length: Tokens of a sample.
-            memory: Bytes of the device. More than 80 GB change nothing.
+            memory: Bytes of the device.
         """
-        samples = self.batch_tokens * min(1.0, memory / 80e9) / length
+        samples = self.batch_tokens * memory / 80e9 / length
         return 1 << max(0, int(samples).bit_length() - 1)
 
 

@@ -103,10 +103,11 @@ def test_a_micro_batch_fills_the_memory_of_the_gpu():
             ("124M", 4096, 79.1),
             ("124M", 1024, 39.4),
             ("1.1B", 2048, 139.8),
+            ("1.1B", 2048, 180.0),
             ("1.1B", 4096, 15.8),
         ]
     }
-    assert list(sizes.values()) == [64, 16, 32, 8, 1]
+    assert list(sizes.values()) == [64, 16, 32, 8, 16, 1]
 
 
 @pytest.mark.parametrize(
