@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     set_up_logging(rank=world.rank)
     watch_launcher()
-    if argv is None and sys.stderr is not None:
-        faulthandler.enable()  # a bus error, as of a disk that fails, shows where it happened
+    if argv is None:
+        with contextlib.suppress(OSError, RuntimeError):  # no stderr, or one without a file
+            faulthandler.enable()  # a bus error, as of a disk that fails, shows where it happened
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse_args(words)
