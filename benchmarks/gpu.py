@@ -70,7 +70,7 @@ _WARM_UP = 30
 _LIMIT = 600.0
 _LEAST_MFU = {"124M": 0.5, "350M": 0.5, "1.1B": 0.55}
 _TORCHTITAN = (
-    "torchtitan publishes 6,667 tokens/s a GPU, 33 to 39 % MFU, for Llama 3.1 8B on 8 H100, "
+    "torchtitan publishes 6,667 tokens/s per GPU, 33 to 39 % MFU, for Llama 3.1 8B on 8 H100, "
     "compiled, in bf16 (its benchmarks of December 2024)"
 )
 
@@ -100,8 +100,8 @@ class GPUBenchmarkOptions(ReportOptions):
     repeats: int = option(1, "Runs of each program, interleaved.", group="Run", at_least=1)
     rows: str | None = option(
         None,
-        "File that keeps the results, from which a benchmark that was stopped continues; remove "
-        "it when the code has changed. OUTPUT.rows if not given.",
+        "File that keeps the results, so that a benchmark that was stopped continues; remove it "
+        "when the code has changed. OUTPUT.rows if not given.",
         group="Run",
     )
     nanogpt: str | None = option(None, "A checkout of nanoGPT, for 124M and 350M.", group="Peers")
@@ -193,7 +193,7 @@ class Kept:
 
     Args:
         path: File with a line for each; None keeps none.
-        conditions: What they hold for: the GPU, the version of torch, and the duration.
+        conditions: GPU, version of torch and duration. Rows with other conditions are not used.
     """
 
     def __init__(self, path: Path | None, conditions: Mapping[str, Any]) -> None:
@@ -202,7 +202,7 @@ class Kept:
         if path is None or not path.exists():
             return
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # A line without its end is that of a benchmark that was killed while writing it.
+        # A benchmark that was killed may have left a line without its end.
         lines = [line for line in lines if line.endswith("\n")]
         path.write_text("".join(lines), encoding="utf-8")
         for row, of, figures in map(json.loads, lines):
@@ -210,7 +210,7 @@ class Kept:
                 self.figures[Row(**row)] = figures
 
     def add(self, row: Row, figures: dict[str, Any]) -> None:
-        """Keep the figures of a row; those of a program that failed are not read again."""
+        """Keep the figures of a row; a program that failed runs again next time."""
         self.figures[row] = figures
         say(f"{row.model}, {row.length}, {row.program}: {json.dumps(figures)}")
         if self._path is not None and "failed" not in figures:
@@ -247,7 +247,7 @@ class Measurer:
         """Return a program's figures, with half the batch while memory is short.
 
         Returns:
-            Those of `Timed`, and `batch_size`; or what the program said, as `failed`.
+            The figures of `Timed` and `batch_size`, or the program's last words as `failed`.
         """
         shape = MODELS[row.model]
         memory = 80e9 if self._card is None else self._card.memory
@@ -355,7 +355,7 @@ def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def goals(
     model: str, length: int, found: Figures, *, flops: float, peak: float | None
 ) -> list[Goal]:
-    """Return the goals of a model at a length, of what has been measured; arguments as above."""
+    """Return the goals that the figures can answer; arguments as above."""
     if model not in _LEAST_MFU:
         return []
     name = f"{MODELS[model].name}, {length:,} tokens"
@@ -422,7 +422,7 @@ def render_rows(
 
     Args:
         rows: All rows.
-        figures: Those of finished ones.
+        figures: Figures of the finished rows.
         card: The GPU, if there is one.
         flops: Returns the FLOPs per token of a model and a length.
     """

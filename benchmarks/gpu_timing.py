@@ -34,7 +34,7 @@ class Program:
             GPU. The group `step` is the number of finished steps, the group `peak`, if there is
             one, the most bytes of tensors so far.
         directory: Working folder of a program that only runs in its own.
-        environment: Variables added to those of the measuring process.
+        environment: Variables to add to the environment of the measuring process.
         peak: Reads the most bytes of tensors from the files of a program that does not print them.
     """
 
@@ -63,7 +63,7 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What a program has taken.
+    """The time and the memory of a program.
 
     Attributes:
         ms: Wall-clock milliseconds per step, over all that counts.
@@ -133,7 +133,7 @@ def time_program(program: Program, period: Period, *, limit: float) -> Timed:
         code = process.returncode
         how = f"took {took:.0f} s" if took >= limit else f"ended with exit code {code}"
         text = "\n".join(lines[-_LAST_LINES:])
-        # What it says of memory may be followed by many lines.
+        # Many lines may follow the one that says that memory is short.
         text = "\n".join([*(line for line in lines if is_out_of_memory(line)), text])
         raise CaseFailed(f"{how} after {len(marks)} readings of its loss: {text}")
     if program.peak is not None:

@@ -19,7 +19,7 @@ pytestmark = gpu
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, relative to that of the other."""
+    """The norm of the difference, relative to the norm of the other tensor."""
     one, other = one.cpu().double(), other.cpu().double()
     return float((one - other).norm() / other.norm())
 

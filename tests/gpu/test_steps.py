@@ -1,4 +1,4 @@
-"""Losses of whole runs on the device, against those of the same run in float32 on the CPU."""
+"""Losses of whole runs on the device, against the same runs in float32 on the CPU."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def train(bench: GPUBench, name: str, **options: Any) -> Run:
 
 def check_losses(run: Run, reference: list[float], rel: float) -> None:
     assert f"world: 1 ranks, {DEVICE.type}," in run.output
-    # Torch's warnings that a block runs as it is.
+    # Torch's warnings that a block runs uncompiled.
     assert "WON'T CONVERT" not in run.output
     assert "recompile_limit" not in run.output
     assert reference[-1] < 0.9 * reference[0]
