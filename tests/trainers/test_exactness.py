@@ -1,11 +1,13 @@
 """What must hold of whole runs: same losses on any ranks, resume bit for bit."""
 
+import dataclasses
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from llm.errors import ParallelError
+from llm.trainers.gpt.run_setup import TrainSetup
 from llm.trainers.gpt.setup import check_same_start
 from tests.support.data_parallel import make_strategy
 from tests.support.ranks import run_ranks, values
@@ -153,9 +155,17 @@ def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
     assert len(run.losses) == 2
 
 
-def refusal_of_different_starts() -> str:
+def refusal_of_different_starts(what: str) -> str:
     strategy = make_strategy()
-    inputs = SimpleNamespace(start=None, init_from=None, seed=strategy.rank)
+    values = {"seed": 0, "places": "same"} | {what: strategy.rank}
+    inputs = TrainSetup(
+        **{
+            **dict.fromkeys(field.name for field in dataclasses.fields(TrainSetup)),
+            "seed": values["seed"],
+            "samples": SimpleNamespace(num_windows=7),
+            "data_digest": {"ends": "same", "places": values["places"], "sidecars": [None]},
+        }
+    )
     try:
         check_same_start(inputs, strategy)
     except ParallelError as error:
@@ -163,11 +173,12 @@ def refusal_of_different_starts() -> str:
     return ""
 
 
-def test_ranks_that_would_start_differently_are_refused_on_all_of_them():
-    sentences = values(run_ranks(refusal_of_different_starts, 2))
+@pytest.mark.parametrize(("what", "other"), [("seed", "'seed': 1"), ("places", "'data': 'same-1'")])
+def test_ranks_that_would_start_differently_are_refused_on_all_of_them(what, other):
+    sentences = values(run_ranks(refusal_of_different_starts, 2, what))
     assert sentences[0] == sentences[1]
-    assert "'seed': 0" in sentences[0]
-    assert "but rank 1 from" in sentences[0]
+    assert "Rank 0 starts from {'checkpoint': None, 'seed': 0, 'windows': 7" in sentences[0]
+    assert other in sentences[0].partition("but rank 1 from")[2]
 
 
 def test_checkpoints_that_cannot_be_used_are_not_trained_over(plain):

@@ -172,8 +172,11 @@ def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
     own = {
         "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
         "seed": setup.seed,
-        "windows": setup.samples.num_windows if isinstance(setup, TrainSetup) else None,
     }
+    if isinstance(setup, TrainSetup):
+        own["windows"] = setup.samples.num_windows
+        # A sidecar may be on some nodes only.
+        own["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
     starts = strategy.gather_objects(own)
     for rank, other in enumerate(starts):
         if other != starts[0]:
