@@ -1,6 +1,7 @@
 """Time a training program on a GPU by the lines that it prints, and sample the GPU meanwhile."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import re
@@ -20,6 +21,7 @@ from benchmarks.measure import CaseFailed
 _SAMPLED = {"mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
 _USED = "memory.used"
 _LEAST_MARKS = 4
+_PR_SET_PDEATHSIG = 1
 _LAST_LINES = 20
 
 
@@ -117,6 +119,7 @@ def time_program(program: Program, period: Period, *, limit: float) -> Timed:
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
     timer = threading.Timer(limit, _kill, (process,))
     timer.start()
@@ -185,6 +188,11 @@ def _is_enough(counted: Sequence[_Mark], period: Period) -> bool:
         return False
     seconds, steps = (last - first for first, last in zip(counted[0], counted[-1], strict=True))
     return seconds >= period.seconds and steps % period.multiple == 0
+
+
+def _die_with_parent() -> None:
+    # A benchmark that is killed cannot stop the program, which would train on and hold the GPU.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

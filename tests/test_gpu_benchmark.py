@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +60,40 @@ def test_time_counts_after_the_warm_up_and_the_program_is_killed_then(tmp_path):
 def test_a_program_that_ends_or_hangs_has_failed(tmp_path, source, limit, complaint):
     with pytest.raises(CaseFailed, match=f"(?s){complaint}"):
         time_program(program(tmp_path, source), Period(warm_up=0, seconds=9), limit=limit)
+
+
+def test_the_program_of_a_killed_benchmark_ends(tmp_path):
+    source = f"""
+        import sys
+        from pathlib import Path
+        from benchmarks.gpu_timing import Period, Program, time_program
+        sleep = "import os, time; open('pid.txt', 'w').write(str(os.getpid())); time.sleep(300)"
+        folder = Path({str(tmp_path)!r}, "run")
+        program = Program(command=[sys.executable, "-c", sleep], folder=folder, line="step")
+        time_program(program, Period(warm_up=0, seconds=1), limit=300)
+    """
+    benchmark = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)], cwd=ROOT)
+    pid = tmp_path / "run" / "pid.txt"
+    wait_for(lambda: pid.exists() and pid.read_text())
+    assert is_running(pid.read_text())
+    benchmark.kill()
+    benchmark.wait()
+    wait_for(lambda: not is_running(pid.read_text()))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a container may have nobody who collects it
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_gpu_is_sampled_while_steps_count(tmp_path, monkeypatch):
