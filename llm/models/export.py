@@ -1,6 +1,7 @@
 """Exports a model as an ordinary Hugging Face folder with a model card."""
 
 import copy
+import logging
 import os
 import re
 import shutil
@@ -18,8 +19,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from llm.errors import ConfigError
 from llm.models.mup import fold_attention
 from llm.runtime.files import write_whole
+from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
+
+logger = logging.getLogger("llm.models")
 
 ExportType = Literal["fp32", "bf16", "fp16"]
 
@@ -88,6 +94,32 @@ def export_model(
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    _check_tokenizer(folder, tokenizer, config, trust_remote_code=trust_remote_code)
+
+
+def _check_tokenizer(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """Warn if transformers takes the exported tokenizer for another one.
+
+    It may choose the class by the model's type, whatever the class that the tokenizer names.
+    """
+    options = TokenizerOptions(tokenizer_name=str(folder))
+    try:
+        loaded = load_tokenizer(options, trust_remote_code=trust_remote_code)
+    except ConfigError as error:
+        logger.warning(f"The export is written, but its tokenizer cannot be read: {error}")
+        return
+    if fingerprint(loaded) != fingerprint(tokenizer):
+        logger.warning(
+            f"AutoTokenizer reads the tokenizer in {folder} as {type(loaded).__name__}, because "
+            f"the model is {config.model_type}, and may give other ids than in training. Read it "
+            f"with transformers.{type(tokenizer).__name__}.from_pretrained."
+        )
 
 
 def write_model_card(folder: str | Path, entries: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.models import export
 from llm.models.export import write_model_card
+from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -39,6 +40,15 @@ def test_the_exported_weights_are_the_trained_ones(
     assert torch.equal(loaded(input_ids).logits, model(input_ids).logits[..., :320])
     tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     assert tied == model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_a_tokenizer_that_transformers_takes_for_another_is_named(family, tmp_path, caplog):
+    export_to(tmp_path, tiny_model(tiny_config(family)))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    is_another = fingerprint(loaded) != fingerprint(tiny_tokenizer())
+    warning = f"reads the tokenizer in {tmp_path} as {type(loaded).__name__}"
+    assert (warning in caplog.text) == is_another
 
 
 @pytest.mark.parametrize("limit", [3000, None])
