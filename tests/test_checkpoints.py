@@ -118,6 +118,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_listed_as_not_valid(run, capsys
     save(folder, 99, keep_checkpoints=5)
     assert main([str(run)]) == 0
     assert rows(capsys.readouterr().out)["99"].endswith("valid, latest")
+    assert not list(folder.glob(".step_*"))
 
 
 def test_verify_detects_damage_of_unchanged_size_and_exits_with_1(run, capsys):
