@@ -70,6 +70,10 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
         temporary.symlink_to(best[0].path.name)
         temporary.replace(folder / BEST)
         sync_folder(folder)
+        if best[0].step == saved:
+            logger.info(
+                f"new best checkpoint: {best[0].path}, validation loss {_loss(best[0]):.4f}"
+            )
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:
             remove(checkpoint.path)

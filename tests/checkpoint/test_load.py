@@ -266,6 +266,19 @@ def test_the_best_checkpoints_are_kept_and_linked(tmp_path):
     assert os.readlink(tmp_path / "best") == "step_00000002"
 
 
+def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llm")
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        save(tmp_path, step, eval_loss=loss)
+        prune(tmp_path, saved=step, keep_newest=1, keep_best=1)
+    best = [message for message in caplog.messages if message.startswith("new best checkpoint")]
+    assert best == [
+        f"new best checkpoint: {tmp_path}/step_00000001, validation loss 3.0000",
+        f"new best checkpoint: {tmp_path}/step_00000002, validation loss 1.0000",
+    ]
+
+
 def test_nan_is_never_the_best_loss_and_zero_may_be(tmp_path):
     for step, loss in ((1, math.nan), (2, 0.0), (3, 1.0), (4, None)):
         save(tmp_path, step, eval_loss=loss)

@@ -52,18 +52,35 @@ def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "options", "said"),
     [
-        (2, RING),
-        pytest.param(4, {**RING, "gossip_order": "blocking"}, marks=pytest.mark.layouts),
-        (2, DILOCO),
+        (
+            2,
+            RING,
+            "gossip: 2 replicas x 1 ranks, averaged in each step (ring, overlap), optimizer "
+            "accumadamw with moments every 2 steps",
+        ),
+        pytest.param(
+            4,
+            {**RING, "gossip_order": "blocking"},
+            "gossip: 4 replicas x 1 ranks, averaged in each step (ring, blocking), optimizer "
+            "accumadamw with moments every 4 steps",
+            marks=pytest.mark.layouts,
+        ),
+        (
+            2,
+            DILOCO,
+            "diloco: 2 replicas x 1 ranks, inner optimizer adamw, an outer step every 3 steps "
+            "(learning rate 0.7, momentum 0.9)",
+        ),
     ],
     ids=["ring of 2", "blocking ring of 4", "diloco"],
 )
-def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, options):
+def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, options, said):
     options = {**options, "per_device_train_batch_size": 8 // ranks, "checkpointing_steps": 10}
     run = bench.train_well(f"mean-{ranks}-{options['data_parallel']}", ranks=ranks, **options)
 
+    assert f"{said}\n" in run.output
     # The text's entropy leaves much to learn in 20 steps from ln 256 nats a token.
     assert run.losses[-1] < run.losses[0] - 0.7
     last = run.metrics[-1]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -68,8 +69,9 @@ def test_the_newest_and_the_best_checkpoints_are_kept(bench):
 
 def test_metrics_results_and_card_say_what_was_trained(bench):
     run = bench.train_well(
-        "facts", max_train_steps=4, eval_steps=2, eval_metrics="accuracy", report_to="tensorboard"
-    )
+        "facts", max_train_steps=4, eval_steps=2, eval_metrics="accuracy", report_to="tensorboard",
+        pad_vocab_to_multiple_of=100,
+    )  # fmt: skip
     record = run.metrics[-1]
     for name in (
         "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "nan_steps",
@@ -81,6 +83,10 @@ def test_metrics_results_and_card_say_what_was_trained(bench):
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert 0 <= results["eval_accuracy"] <= 1
     assert results["tokens"] == 4 * 4 * 32
+    assert "padded vocabulary: 320 + 80 = 400\n" in run.output
+    windows = re.search(r"validation data: .* tokens, (\d+) windows", run.output)[1]
+    assert f"samples: 16 in training, {windows} in validation, 0 in test\n" in run.output
+    assert re.search(r"^initialized in \d+\.\d s$", run.output, re.MULTILINE)
     card = (run.folder / "README.md").read_text()
     assert "pipeline_tag: text-generation" in card
     assert "| block size | 32 |" in card

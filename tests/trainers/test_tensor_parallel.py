@@ -1,5 +1,7 @@
 """Layers computed by several ranks together, through the trainer."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +25,16 @@ def test_two_ranks_train_and_export_the_model_that_one_does(bench):
     one = bench.train_well("one", **options)
     two = bench.train_well("two", ranks=2, tensor_parallel_size=2, **options)
     assert "world: 2 ranks, tensor 2" in two.output
+    assert "trained parameters per rank: " not in one.output
+    # Of two ranks, each holds half of the matrices, and the norms and some biases whole.
+    whole, half = (
+        int(re.search(pattern, run.output)[1].replace(",", ""))
+        for pattern, run in (
+            (r"model: gpt2, ([\d,]+) parameters", one),
+            (r"trained parameters per rank: ([\d,]+)\n", two),
+        )
+    )
+    assert whole / 2 < half < 0.6 * whole
     assert "4 samples a device x 1 ranks" in two.output
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     norms = [[r["grad_norm"] for r in run.metrics if "grad_norm" in r] for run in (one, two)]

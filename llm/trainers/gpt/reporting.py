@@ -42,14 +42,8 @@ def log_start(
     import accelerate
     import transformers
 
-    counts = parameter_counts(model)
-    logger.info(
-        f"model: {setup.model_config.model_type}, {counts['total']:,} parameters "
-        f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
-        f"{counts['frozen']:,} frozen)"
-    )
     start = setup.start
-    logger.info(f"weights: {f'from {start.path}' if start else setup.initial_weights}")
+    _log_model(config, setup, strategy, model)
     _log_data("training", setup.corpus.train, setup)
     _log_data("validation", setup.corpus.validation, setup)
     if not setup.corpus.validation:
@@ -62,6 +56,7 @@ def log_start(
             logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
         _log_stages(setup)
         _log_sources(setup, setup.plan.total_samples, "will serve")
+        _log_replicas(config, setup)
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
@@ -76,7 +71,7 @@ def log_start(
             step=start.step if start else 0,
             total_steps=total_steps,
             architecture=setup.model_config.model_type,
-            parameters=counts["total"],
+            parameters=parameter_counts(model)["total"],
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=config.mixed_precision,
@@ -90,6 +85,29 @@ def log_start(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
     )
+
+
+def _log_model(
+    config: GPTConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> None:
+    """Log the size of the model, of each rank's part of it, and where its weights are from."""
+    counts = parameter_counts(model)
+    logger.info(
+        f"model: {setup.model_config.model_type}, {counts['total']:,} parameters "
+        f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
+        f"{counts['frozen']:,} frozen)"
+    )
+    if config.pad_vocab_to_multiple_of is not None:
+        rows = model.config.get_text_config().vocab_size  # without the padding
+        padding = -rows % config.pad_vocab_to_multiple_of
+        logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
+    if not setup.layout.is_replicated:
+        own = sum(parameter.numel() for parameter in strategy.local_parameters)
+        sizes = strategy.gather_objects(own)
+        span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
+        logger.info(f"trained parameters per rank: {span}")
+    start = setup.start
+    logger.info(f"weights: {f'from {start.path}' if start else setup.initial_weights}")
 
 
 def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
@@ -112,6 +130,10 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
     logger.info(
         f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
         f"{plan.epochs:.4g} epochs"
+    )
+    validation = sum(_num_windows(source, setup) for source in setup.corpus.validation)
+    logger.info(
+        f"samples: {plan.total_samples:,} in training, {validation:,} in validation, 0 in test"
     )
     if config.max_train_tokens is not None or config.tokens_per_parameter is not None:
         tokens, parameters = plan.total_samples * setup.block_size, parameter_counts(model)["total"]
@@ -140,8 +162,8 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
             continue
         tokens = source.stream.num_tokens
         windows = tokens // setup.block_size
-        if name == "validation":  # whose last window may be shorter
-            windows = math.ceil((tokens - 1) / setup.block_size)
+        if name == "validation":
+            windows = _num_windows(source, setup)
         which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
         if name == "training" and setup.corpus.stages:
             which = f" {source.name}"  # its weights follow, stage by stage
@@ -150,6 +172,32 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
         logger.info(
             f"{name} data{which}: {documents}{tokens:,} tokens, {windows:,} windows of "
             f"{setup.block_size}"
+        )
+
+
+def _num_windows(source: CorpusSource, setup: RunSetup) -> int:
+    """Return the windows of a source of the validation data, the last of which may be shorter."""
+    tokens = source.stream.num_tokens
+    return math.ceil((tokens - 1) / setup.block_size) if source.weight > 0 else 0
+
+
+def _log_replicas(config: GPTConfig, setup: TrainSetup) -> None:
+    """Log how replicas with weights of their own train and what they exchange."""
+    replicas = setup.replicas
+    steps = replicas.accum_steps
+    optimizer = config.optimizer or ("adamw" if steps is None else "accumadamw")
+    moments = "" if steps is None else f" with moments every {steps} steps"
+    those = f"{replicas.number} replicas x {replicas.ranks_each} ranks"
+    if config.data_parallel == "gossip":
+        logger.info(
+            f"gossip: {those}, averaged in each step ({config.topology}, {config.gossip_order}), "
+            f"optimizer {optimizer}{moments}"
+        )
+    elif config.data_parallel == "diloco":
+        logger.info(
+            f"diloco: {those}, inner optimizer {optimizer}{moments}, an outer step every "
+            f"{config.inner_steps:,} steps (learning rate {config.outer_learning_rate:g}, momentum "
+            f"{config.outer_momentum:g})"
         )
 
 

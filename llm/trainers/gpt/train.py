@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         PeerLostError: Another rank has died or hangs.
         LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
     """
+    began = time.perf_counter()
     # Everything is read before process groups form: bad input is refused by one sentence, and no
     # rank waits for another that has given up.
     setup = read_training(config, world, config_file=config_file)
@@ -92,6 +94,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
             open_folder(config, setup, strategy)
             log_start(config, setup, strategy, model)
             leave_later_steps(config, setup, trainer)
+            logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
             outcome, setup = fit(config, setup, trainer)
             trainer.tracker.close()
             if outcome == "preempted":
