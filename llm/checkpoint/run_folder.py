@@ -32,6 +32,7 @@ _FOLDERS = {
     "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
     "stacks": r"rank_\d+\.txt",
+    "wandb": r"run\.json",  # what W&B writes beside it is left to W&B
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the names that a run writes to each of its folders."""
@@ -57,6 +58,7 @@ class RunFolder:
         self.is_open = False
         self.checkpoints = path / "checkpoints"
         self.stacks = path / "stacks"
+        self.wandb = path / "wandb" / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.log = path / "log.txt"

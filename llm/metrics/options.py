@@ -20,6 +20,12 @@ class LoggingOptions:
         "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
         group=LOGGING,
     )
+    project_name: str | None = option(
+        None,
+        "Project of the run in the trackers besides tensorboard; by default $WANDB_PROJECT for "
+        "wandb, else llm.",
+        group=LOGGING,
+    )
     log_source_losses: bool = option(
         False, "Log the training loss of each source of the data by itself.", group=LOGGING
     )
@@ -45,6 +51,11 @@ def logging_problems(options: LoggingOptions) -> list[str]:
     problems = []
     if "none" in options.report_to and len(options.report_to) > 1:
         problems.append("--report_to none stands alone.")
+    if options.project_name is not None and not {*options.report_to} - {"none", "tensorboard"}:
+        problems.append(
+            "--project_name is for trackers such as wandb, and --report_to names none of them; "
+            "add one, or leave it out."
+        )
     try:
         profiled_steps(options)
     except ConfigError as error:

@@ -18,9 +18,10 @@ from llm.checkpoint.format import TrainState
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.mixture import stage_starts
-from llm.errors import DivergedError
+from llm.errors import ConfigError, DivergedError
 from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker
+from llm.models.configuration import one_line
 from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
@@ -29,6 +30,7 @@ from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
+from llm.trainers.gpt.wandb_run import wandb_arguments
 
 SAMPLE_TOKENS = 120
 
@@ -231,13 +233,24 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
 
 
 def connect_trackers(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
-    """Open the trackers of `report_to` but for TensorBoard; a service may refuse them."""
+    """Open the trackers of `report_to` but for TensorBoard.
+
+    Raises:
+        ConfigError: With the reason of a tracker's library that refuses the run.
+    """
     accelerator = strategy.accelerator
     names = [name for name in config.report_to if name not in ("none", "tensorboard")]
     accelerator.project_configuration.set_directories(str(setup.run.path))
     accelerator.log_with = names
-    if names:
-        accelerator.init_trackers("llm")
+    project, arguments = wandb_arguments(config, setup.run)
+    try:
+        if names:
+            accelerator.init_trackers(project, init_kwargs={"wandb": arguments})
+    except Exception as error:  # of the tracker's library, such as a missing login
+        raise ConfigError(
+            f"--report_to {' '.join(config.report_to)}: {one_line(error)} Fix that, or leave the "
+            "tracker out."
+        ) from error
     for tracker in accelerator.trackers:
         tracker.store_init_configuration(dataclasses.asdict(config))
 

@@ -46,6 +46,7 @@ from llm.trainers.gpt.setup import (
     make_model,
     make_strategy,
 )
+from llm.trainers.gpt.wandb_run import remember_wandb
 
 PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
@@ -143,6 +144,7 @@ def open_folder(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrat
         log_to_file(run.log)
         logger.addHandler(EventHandler(run.events))
         open_tensorboard(config, setup, strategy)
+        remember_wandb(run, strategy.accelerator.trackers)
 
 
 @contextlib.contextmanager
