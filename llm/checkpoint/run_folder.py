@@ -32,7 +32,7 @@ _FOLDERS = {
     "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
     "stacks": r"rank_\d+\.txt",
-    "wandb": r"run\.json",  # what W&B writes beside it is left to W&B
+    "wandb": r"run\.json",  # W&B's other files are left to W&B
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the names that a run writes to each of its folders."""

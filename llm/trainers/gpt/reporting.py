@@ -178,13 +178,13 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
 
 
 def _num_windows(source: CorpusSource, setup: RunSetup) -> int:
-    """Return the windows of a source of the validation data, the last of which may be shorter."""
+    """Return the windows of a source of the validation data; the last one may be shorter."""
     tokens = source.stream.num_tokens
     return math.ceil((tokens - 1) / setup.block_size) if source.weight > 0 else 0
 
 
 def _log_replicas(config: GPTConfig, setup: TrainSetup) -> None:
-    """Log how replicas with weights of their own train and what they exchange."""
+    """Log how the replicas of gossip or DiLoCo train and what they exchange."""
     replicas = setup.replicas
     steps = replicas.accum_steps
     optimizer = config.optimizer or ("adamw" if steps is None else "accumadamw")

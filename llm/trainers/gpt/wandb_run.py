@@ -16,8 +16,8 @@ DEFAULT_PROJECT = "llm"
 def wandb_arguments(config: GPTConfig, run: RunFolder) -> tuple[str, dict[str, Any]]:
     """Return the project of a run in its trackers, and the other arguments of `wandb.init`.
 
-    The project is `project_name`, else with W&B that of the run in the folder, else
-    `WANDB_PROJECT`. W&B writes into the run's folder.
+    The project is `project_name`. With W&B it is by default the project of the run in the folder,
+    else `WANDB_PROJECT`, and W&B writes into the run's folder.
     """
     if "wandb" not in config.report_to:
         return config.project_name or DEFAULT_PROJECT, {}
