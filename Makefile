@@ -3,13 +3,14 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 # Test processes, of one thread each.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-gpu test-peers check format docs dist pages
+.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-gpu test-peers test-floor test-newest check format docs dist pages
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -23,6 +24,8 @@ help:
 	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec"
 	@echo "make test-gpu         run the tests that compare a CUDA GPU with a CPU"
 	@echo "make test-peers       run the tests against Megatron-LM's own reader and writer"
+	@echo "make test-floor       run the tests with the lowest versions of all libraries"
+	@echo "make test-newest      run the tests with the newest versions of all libraries"
 	@echo "make check            lint, format check, types, spelling, container"
 	@echo "make format           format and sort imports"
 	@echo "make docs             build the documentation into site/"
@@ -66,6 +69,18 @@ test-peers: $(VENV)/.peers
 	$(BIN)/python -W ignore -c 'import megatron.core.datasets.indexed_dataset'
 	$(BIN)/python -m pytest tests/data/test_megatron_interop.py $(ARGS)
 
+# In environments of several GB. Where no version is given, pip takes the newest.
+test-floor: .venv-floor/lowest.txt
+	@$(MAKE) test VENV=.venv-floor CONSTRAINTS=$<
+
+.venv-floor/lowest.txt: pyproject.toml tests/support/lowest_versions.py
+	@mkdir -p $(@D)
+	@$(PYTHON) tests/support/lowest_versions.py >$@
+
+test-newest:
+	@rm -f .venv-newest/.core .venv-newest/.dev
+	@PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager $(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -91,13 +106,13 @@ install: $(VENV)/.dev $(VENV)/.docs
 # $(1): description for the log; $(2): requirement for pip. Quiet, unless it fails.
 define pip_install
 	@echo "Installing $(1) into $(VENV) (log: $(VENV)/pip.log) ..."
-	@$(BIN)/python -m pip install -c constraints.txt -e "$(2)" >$(VENV)/pip.log 2>&1 \
+	@$(BIN)/python -m pip install -c $(CONSTRAINTS) -e "$(2)" >$(VENV)/pip.log 2>&1 \
 		|| { cat $(VENV)/pip.log; exit 1; }
 	@touch $@
 endef
 
 # An interrupted environment has no working pip, and is made again.
-$(VENV)/.core: pyproject.toml constraints.txt
+$(VENV)/.core: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python >= 3.11; name one: make PYTHON=python3.12"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
@@ -115,6 +130,6 @@ $(VENV)/.release: $(VENV)/.core
 
 $(VENV)/.peers: $(VENV)/.dev
 	@echo "Installing megatron-core into $(VENV) (log: $(VENV)/pip.log) ..."
-	@$(BIN)/python -m pip install -c constraints.txt megatron-core >$(VENV)/pip.log 2>&1 \
+	@$(BIN)/python -m pip install -c $(CONSTRAINTS) megatron-core >$(VENV)/pip.log 2>&1 \
 		|| { cat $(VENV)/pip.log; exit 1; }
 	@touch $@

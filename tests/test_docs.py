@@ -59,7 +59,7 @@ FOREIGN = {
     "benchmarks": {
         "make_corpus", "corpus", "earlier", "nanogpt", "llm_pytorch", "hf_trainer", "only",
     },
-    "pip and venv": {"system-site-packages"},
+    "pip and venv": {"dry-run", "system-site-packages"},
     "podman, docker and podman-hpc": {"build-arg", "device", "gpu", "ipc", "nccl", "rm"},
     "apptainer": {"bind", "build-arg", "fakeroot", "nv"},
     "nanoGPT": {"key", "start"},

@@ -304,6 +304,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     finally:
         blocks._modules = modules
+        torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts, without a gradient
     same: bool = whole.names == pieces.names
     return same
 

@@ -27,6 +27,7 @@ from llm.errors import ConfigError
 from llm.models.masking import documents_of_forward, run_model
 from llm.models.patches.document_attention import kernel_dtype
 from llm.parallel.dims import ParallelDims
+from llm.runtime import torch_names
 from llm.runtime.float32 import full_float32
 
 KERNEL = "context_parallel"
@@ -104,7 +105,7 @@ class _Gather(torch.autograd.Function):
         ranks = group.size()
         tokens_first = shard.movedim(dim, 0).contiguous()
         gathered = tokens_first.new_empty(ranks * len(tokens_first), *tokens_first.shape[1:])
-        dist.all_gather_single(gathered, tokens_first, group=group)
+        torch_names.all_gather_single(gathered, tokens_first, group=group)
         front, back = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
         return torch.cat([front, back.flip(0)]).flatten(0, 1).movedim(0, dim)
 
@@ -114,7 +115,7 @@ class _Gather(torch.autograd.Function):
         chunks = grad_outputs[0].movedim(ctx.dim, 0).unflatten(0, (2 * ranks, -1))
         by_rank = torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=1).flatten(0, 2)
         shard = by_rank.new_empty(len(by_rank) // ranks, *by_rank.shape[1:])
-        dist.reduce_scatter_single(shard, by_rank, group=ctx.group)
+        torch_names.reduce_scatter_single(shard, by_rank, group=ctx.group)
         return shard.movedim(0, ctx.dim), None, None
 
 

@@ -135,25 +135,26 @@ def test_a_compiled_model_keeps_documents_apart_and_joins_them_again():
         torch.testing.assert_close(loss(*packed_windows())[1], joined)
 
 
-REFUSED = {"opt": "attention", "falcon": "attention", "bloom": "both", "mamba": "both"}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_keeps_documents_apart_or_is_refused_by_name(family):
+def test_a_family_is_refused_by_name_exactly_where_documents_are_mixed(family):
     model = tiny_model(tiny_config(family))
-    kernel = model.config._attn_implementation
+    loss = LanguageModelLoss(model.eval())
+    alone = float(sum(loss(*document)[1] for document in documents_alone()))
+    apart = float(loss(*packed_windows(), *split(True, True))[1])
+    reset, plain = (loss(*packed_windows(), *split(on, False))[1] for on in (True, False))
+    model.train()
 
-    if family not in REFUSED:
+    if apart == pytest.approx(alone, rel=1e-6):
         check_documents_apart(model, positions=True, attention=True)
     else:
-        name = f"in {family} with the attention kernel {kernel}"
+        name = f"in {family} with the attention kernel {model.config._attn_implementation}"
         with pytest.raises(ConfigError, match=f"--reset_attention_mask cannot keep .* {name}"):
             check_documents_apart(model, positions=False, attention=True)
-    if REFUSED.get(family) == "both":
+    if not torch.equal(reset, plain):
+        check_documents_apart(model, positions=True, attention=False)
+    else:
         with pytest.raises(ConfigError, match=f"--reset_position_ids has no effect on {family}"):
             check_documents_apart(model, positions=True, attention=False)
-    else:
-        check_documents_apart(model, positions=True, attention=False)
     assert model.training
 
 

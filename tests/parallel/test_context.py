@@ -5,13 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.parallel import context
 from llm.parallel.context import SequenceShard
 from llm.parallel.dims import ParallelDims
+from llm.runtime import torch_names
 from tests.support import layouts
 from tests.support.layouts import make_optimizer
 from tests.support.models import tiny_config, tiny_model
@@ -128,9 +128,10 @@ def exchange_keys_and_values():
     model = tiny_model(tiny_config("llama", num_attention_heads=8, num_key_value_heads=2))
     shard = SequenceShard(ParallelDims(context=2), int(os.environ["RANK"]))
     context.divide_attention(model, shard)
+    gather, scatter = torch_names.all_gather_single, torch_names.reduce_scatter_single
     with (
-        patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
-        patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as scatter,
+        patch.object(torch_names, "all_gather_single", wraps=gather) as gather,
+        patch.object(torch_names, "reduce_scatter_single", wraps=scatter) as scatter,
         patch.object(context, "_attend", wraps=context._attend) as attend,
     ):
         with accelerator.autocast():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # the collectives' shapes, for PyTorch 2.10
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import (

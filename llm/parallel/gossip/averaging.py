@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llm.parallel.gossip.rounds import Round
 from llm.parallel.options import DecentralizedOptions
+from llm.runtime import torch_names
 
 BUCKET_BYTES = 64 * 2**20
 """About the size of a message, so that slow links are used well; a larger tensor is sent alone."""
@@ -203,7 +204,7 @@ class GossipAverager:
         for bucket, own in zip(self._buckets, self._slices, strict=True):
             if self._num_slices > 1:
                 # A clone, since the slice lies in the buffer that is written to.
-                dist.all_gather_into_tensor(bucket.flat, own.clone(), group=self._own_replica)
+                torch_names.all_gather_single(bucket.flat, own.clone(), group=self._own_replica)
             bucket.empty()
 
     def settle(self) -> None:

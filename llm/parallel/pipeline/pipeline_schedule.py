@@ -75,5 +75,13 @@ def make_schedule(
         return ScheduleInterleaved1F1B(
             list(stages), micro_batches, loss_fn=objective, scale_grads=False
         )
-    single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+    single = _GPipe if schedule == "gpipe" else Schedule1F1B
     return single(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
+
+
+class _GPipe(ScheduleGPipe):
+    """GPipe, also for fewer micro-batches than stages: PyTorch 2.10 refuses them needlessly."""
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, **kwargs: Any) -> None:
+        super().__init__(stage, max(n_microbatches, stage.num_stages), **kwargs)
+        self._n_microbatches = n_microbatches

@@ -197,7 +197,9 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func] += 1
         if func is torch.ops.c10d.send.default:
-            self.sent_dtypes |= {t.dtype for t in args[0] if t.is_floating_point()}
+            # One number is the greeting by which PyTorch 2.10 connects two stages.
+            sent = (t for t in args[0] if t.is_floating_point() and t.numel() > 1)
+            self.sent_dtypes |= {t.dtype for t in sent}
         return func(*args, **(kwargs or {}))
 
 
