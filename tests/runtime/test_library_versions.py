@@ -1,0 +1,63 @@
+"""What is installed against what `pyproject.toml` asks for."""
+
+import importlib.metadata
+import tomllib
+
+import pytest
+
+from llm.errors import ConfigError
+from llm.runtime.library_versions import check_library_versions
+from tests.support.lowest_versions import lowest_versions
+from tests.support.package import ROOT
+
+REQUIRED = ["torch>=2.10", "numpy>=2.0", 'wandb>=0.18; extra == "wandb"']
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Versions of installed libraries, which a test may change."""
+    versions = {"torch": "2.10.0+cu128", "numpy": "2.0.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRED)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return versions
+
+
+@pytest.mark.parametrize("torch", ["2.10.0+cu128", "2.11.0a0+git1234", "2.14.1"])
+def test_new_enough_libraries_are_accepted_without_the_extras(installed, torch):
+    installed["torch"] = torch
+
+    check_library_versions()
+
+
+def test_an_older_library_is_refused_with_the_version_that_is_needed(installed):
+    installed["torch"] = "2.9.1+cu128"
+
+    with pytest.raises(ConfigError, match=r"lacks torch>=2.10 \(torch is 2.9.1\+cu128\): install"):
+        check_library_versions()
+
+
+def test_every_missing_library_is_named_at_once(installed):
+    installed.clear()
+
+    with pytest.raises(ConfigError, match=r"torch is missing\), numpy>=2.0 \(numpy is missing\)"):
+        check_library_versions()
+
+
+def test_the_lowest_versions_are_those_of_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = sum(project["optional-dependencies"].values(), project["dependencies"])
+    unbounded = [each for each in requirements if ">=" not in each]
+
+    assert "torch==2.10" in lowest_versions()
+    assert len(lowest_versions()) == len(requirements) - len(unbounded)
+    # The extras that another extra has, and a library without releases.
+    assert [each.partition("[")[0].partition(" @")[0] for each in unbounded] == [
+        "kfac-pytorch",
+        "llm-trainers",
+    ]
