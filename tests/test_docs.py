@@ -375,7 +375,7 @@ def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
 def test_a_job_script_asks_to_be_filled_in(script):
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "Fill in __VENV__ at the top of this script.\n")
+    assert (done.returncode, done.stderr) == (2, "Fill in __INPUT__ at the top of this script.\n")
 
 
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
@@ -386,7 +386,6 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "To be, or not to be"}\n' * 3)
     filled = read(script)
     for name, value in {
-        "VENV": "venv",
         "INPUT": "'*.jsonl'",
         "TOKENIZER": ROOT / "examples/tokenizer",
         "OUTPUT_PREFIX": "data/play",
@@ -397,7 +396,12 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
     done = subprocess.run(
         ["bash", "job"],
         cwd=tmp_path,
-        env={**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "PBS_O_WORKDIR": str(tmp_path)},
+        env={
+            **os.environ,
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "PBS_O_WORKDIR": str(tmp_path),
+            "VENV": "venv",
+        },
         capture_output=True,
         text=True,
     )

@@ -39,12 +39,11 @@ def refuse(capsys, *argv: str, trainer: list[str] = TRAINER) -> str:
 
 
 def options_of(script: str) -> list[str]:
-    """The trainer's options of a script, without those that the script computes."""
+    """The trainer's options of a script, with the folder from which it computes that of a job."""
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
-    run = re.search(r"(?m)^RUN=([^$\n]*?)(/\w+-\$VALUE)?$", script)
-    rows = [row for row in block.splitlines() if '"$VALUE"' not in row]
-    text = re.sub(r'"\$\{\w+:-(\w+)\}"', r"\1", "\n".join(rows))  # what may come from outside
-    return shlex.split(text.replace("$RUN", run[1] if run else ""))
+    words = shlex.split(re.sub(r'"\$\{\w+:-(\w+)\}"', r"\1", block))  # what may come from outside
+    run = re.search(r"(?m)^RUN=([^$\n]*)$", script)
+    return words + (["--output_dir", run[1]] if run else [])
 
 
 def directives(script: str) -> dict[str, str]:
@@ -81,31 +80,76 @@ def test_gpt2_small_has_a_script_for_each_mode_on_four_nodes_of_four_gpus(monkey
     assert modes["gpt2_small_decentralized"] == ("gossip", "alternating-exp-ring")
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
-def test_an_example_asks_to_be_filled_in(path, tmp_path):
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.fullmatch(r"Fill in .*__ALLOCATION__.* at the top of this script\.\n", done.stderr)
-    assert not any(tmp_path.iterdir())
+# What a site's profile and its scheduler provide; the launchers only show how they are called.
+PROFILE = """
+module() { :; }
+conda() { :; }
+scontrol() { echo node1; }
+torchrun() { :; }
+srun() { :; }
+mpiexec() { :; }
+"""
+RECORD = {
+    "SLURM_JOB_ACCOUNT": "me",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_NTASKS": "4",
+}
+"""What a job that `sbatch --account me --partition gpu` has submitted knows of itself."""
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
-def test_an_example_names_the_environment_that_is_missing(path, tmp_path):
-    if "IMAGE=" in path.read_text():
-        pytest.skip("runs in a container")
-    script = tmp_path / "job"
-    script.write_text(re.sub("__[A-Z]+__", "there", path.read_text()))
-    profile = tmp_path / "profile"
-    profile.write_text("module() { :; }\nconda() { :; }\n")
-    done = subprocess.run(
-        ["bash", str(script)],
+def start(folder: Path, path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script as it is shipped, in a folder."""
+    (folder / "profile").write_text(PROFILE)
+    return subprocess.run(
+        ["bash", str(path), *words],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "BASH_ENV": str(profile)},
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "BASH_ENV": str(folder / "profile"), **variables},
     )
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.suffix == ".sh"], ids=name_of)
+def test_a_slurm_example_asks_to_be_filled_in(path, tmp_path):
+    done = start(tmp_path, path)
     assert done.returncode == 2
-    assert done.stderr.startswith("VENV=there has no bin/activate; name the environment")
+    assert re.fullmatch(r"Fill in .*__ALLOCATION__.* at the top of this script, .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_what_the_scheduler_was_given_needs_no_filling_in(path, tmp_path):
+    done = start(tmp_path, path, **RECORD)
+    if "IMAGE=" in path.read_text():
+        assert done.stderr.startswith("Fill in __IMAGE__ at the top of this script")
+    else:
+        assert done.stderr.startswith("VENV=venv has no bin/activate; name the environment")
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_a_configuration_as_argument_replaces_the_options_of_an_example(
+    path, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/bin/activate").touch()
+    (tmp_path / "my.toml").write_text('seed = 1\noutput_dir = "runs/mine"  # on a fast disk\n')
+    script = tmp_path / "script"
+    script.write_text(path.read_text().replace("IMAGE=__IMAGE__", "IMAGE=lab/llm:1"))
+
+    done = start(tmp_path, script, "my.toml", "--seed", "2", VENV=str(tmp_path / "env"), **RECORD)
+
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"Running: (.*) -m llm\.trainers\.gpt (.*)", done.stdout)
+    config = parse_args([*shlex.split(told[2]), *TRAINER[:4]])
+    run = "runs/mine/learning_rate-1e-4" if path.stem == "array" else "runs/mine"
+    assert (config.seed, config.output_dir, config.resume_from_checkpoint) == (2, run, True)
+    assert (config.exit_after == 165) == (path.stem == "chain")
+    if path.suffix == ".pbs":  # outside a job, on this host only
+        assert told[1].startswith("torchrun --standalone --nproc_per_node=")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
@@ -153,20 +197,18 @@ def test_requested_resources_appear_in_the_directives(capsys):
     }
     assert "\nVENV=/home/me/venv\n" in script
     assert "    --train_file 'a b.txt'\n" in script
-    assert "__" not in re.sub(r"__\[A-Z_\]\*__", "", script)
+    assert "=__" not in script
 
 
 def test_options_that_the_script_computes_are_removed_in_any_spelling(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
     assert "\nVALUES=(1 2)  # one for each job of the array\n" in script
-    assert "\nRUN=runs/b/seed-$VALUE\n" in script
+    assert "\nRUN=runs/b\n" in script
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
-    assert block.split("\n")[2:] == [
-        "    --resume-from-checkpoint",
-        '    --seed "$VALUE"',
-        '    --output_dir "$RUN"',
-    ]
+    assert block.split("\n")[2:] == ["    --resume-from-checkpoint"]
+    assert '\nRUN=$RUN/seed-$VALUE\nOPTIONS+=(--seed "$VALUE")\n' in script
+    assert '\nOPTIONS+=(--output_dir "$RUN")\n' in script
 
 
 def test_every_site_of_sites_toml_can_be_chosen():
@@ -202,7 +244,7 @@ def test_a_polaris_script_has_the_required_directives(capsys):
     ):
         assert f"\n#PBS {line}\n" in script
     assert "module use /soft/modulefiles\nmodule load conda\nconda activate base\n" in script
-    assert "--ppn 1\n    --cpu-bind none\n    torchrun" in script
+    assert "--ppn 1\n        --cpu-bind none\n        torchrun" in script
 
 
 @pytest.mark.parametrize(
@@ -248,7 +290,7 @@ def test_aurora_frontier_and_perlmutter_scripts_have_required_directives(capsys)
     aurora = write(capsys, "--site", "aurora", "--nodes", "2")
     assert "-l filesystems=home:flare" in aurora
     assert "module load frameworks" in aurora
-    assert "GPUS=12" in aurora
+    assert "GPUS=${GPUS:-12}" in aurora
     frontier = directives(write(capsys, "--site", "frontier", "--nodes", "2", "--time", "2:00:00"))
     assert frontier["cpus-per-task"] == "7"
     assert frontier["gpu-bind"] == "closest"
@@ -263,7 +305,7 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
     assert directives(script)["signal"] == "B:USR1@300"
     assert "#SBATCH --requeue\n#SBATCH --open-mode=append\n" in script
     assert '"--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"' in script
-    assert '    --output_dir "$RUN"\n' in script
+    assert '\nOPTIONS+=(--output_dir "$RUN")\n' in script
     assert "\nRUN=runs/a\n" in script
 
 
@@ -286,7 +328,12 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["lsf"], "lsf"),
         (["pbs", "--chain", "--time", "0:30:00"], "--chain needs a --time of more than 30 minutes"),
         (["slurm", "--requeue", "--time", "0:05:00"], "--requeue needs a --time of more than 30"),
-        (["slurm", "--name", "my job"], "--name 'my job' has a blank in it"),
+        (["slurm", "--name", "my job"], "--name 'my job' has a blank or another character in it"),
+        (["slurm", "--venv", "venv\nrm -r runs"], "--venv 'venv\\nrm -r runs' has a line break"),
+        (["slurm", "--name", ""], "--name is empty; give it a value, or leave it out."),
+        (["slurm", "--output", ""], "--output is given an empty path"),
+        (["slurm", "--sweep", "seed=1,1"], "--sweep seed=1,1 has a value twice"),
+        (["slurm", "--sweep", "output-dir=a,b"], "the script itself names a folder for each job"),
         (["--nods", "3"], "There is no option --nods"),
     ],
 )
@@ -302,6 +349,37 @@ def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
         capsys, "slurm", trainer=[*TRAINER, "--learning_rte", "1"]
     )
     assert "write them after --" in refuse(capsys, "slurm", trainer=[])
+
+
+@pytest.mark.parametrize(
+    ("argv", "trainer", "sentence"),
+    [
+        (
+            ["--nodes", "3"],
+            ["--data_parallel", "gossip", "--topology", "exp"],
+            "--topology exp takes a power of two of ranks",
+        ),
+        (
+            ["--nodes", "3"],
+            ["--tensor_parallel_size", "8"],
+            "--tensor_parallel_size 8 is 8 ranks, which do not divide the 12 that there are",
+        ),
+        (
+            ["--nodes", "3"],
+            ["--global_batch_size", "64"],
+            "--global_batch_size 64 is no multiple of --per_device_train_batch_size 8 times 12",
+        ),
+        (
+            ["--sweep", "tensor_parallel_size=2,8"],
+            [],
+            "--tensor_parallel_size 8 is 8 ranks, which do not divide the 4 that there are",
+        ),
+    ],
+)
+def test_what_the_trainer_would_refuse_on_the_jobs_ranks_is_refused(
+    argv, trainer, sentence, capsys
+):
+    assert sentence in refuse(capsys, "slurm", *argv, trainer=[*TRAINER, *trainer])
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path, capsys):
@@ -347,9 +425,7 @@ def test_only_a_run_that_this_start_has_preempted_is_queued_again(
         (tmp_path / "programs" / name).chmod(0o755)
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/activate").touch()
-    script = tmp_path / "job"
-    text = (EXAMPLES / "slurm/requeue.sh").read_text()
-    script.write_text(re.sub("__[A-Z]+__", "venv", text))
+    script = EXAMPLES / "slurm/requeue.sh"
 
     done = subprocess.run(
         ["bash", str(script)],
@@ -357,10 +433,9 @@ def test_only_a_run_that_this_start_has_preempted_is_queued_again(
         text=True,
         cwd=tmp_path,
         env={
+            **RECORD,
             "PATH": f"{tmp_path / 'programs'}:/usr/bin:/bin",
             "SLURM_JOB_ID": "41",
-            "SLURM_JOB_NODELIST": "node1",
-            "SLURM_CPUS_PER_TASK": "4",
         },
     )
 

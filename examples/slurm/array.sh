@@ -1,7 +1,11 @@
 #!/bin/bash
 # Pretrain on 1 node of 4 GPUs through Slurm, with one torchrun per node.
 # This is an array with one job for each value of --learning_rate.
-# Submit it with sbatch, whose options override the directives below.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#
 # Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
@@ -17,12 +21,11 @@
 #SBATCH --array=0-2
 #SBATCH --output=%x-%A_%a.log
 
-# Fill in what stands between double underscores above, the options of the training, and
-# the virtual environment in which the llm package is installed.
-VENV=__VENV__
+# The virtual environment in which the llm package is installed: by default the one that is active
+# when you submit the job.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
-VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-RUN=runs/gpt-neo-125m/learning_rate-$VALUE
+RUN=runs/gpt-neo-125m
 OPTIONS=(
     --from_scratch
     --dataset_name wikitext
@@ -35,17 +38,31 @@ OPTIONS=(
     --per_device_train_batch_size 8
     --global_batch_size 128
     --mixed_precision bf16
-    --learning_rate "$VALUE"
-    --output_dir "$RUN"
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
+    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
     exit 2
 fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+    RUN=$(sed -n 's/^output_dir *= *"\(.*\)".*/\1/p' "$1")
+    if [[ -z "$RUN" ]]; then
+        echo "$1 has no output_dir; add it." >&2
+        exit 2
+    fi
+fi
+VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
+RUN=$RUN/learning_rate-$VALUE
+OPTIONS+=(--learning_rate "$VALUE")
+OPTIONS+=(--output_dir "$RUN")
 
 # Only now, as modules and conda use unset variables.
 set -euo pipefail

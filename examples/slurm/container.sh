@@ -1,6 +1,10 @@
 #!/bin/bash
 # Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node, in a container.
-# Submit it with sbatch, whose options override the directives below.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#
 # Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --nodes 2 --container __IMAGE__ -- OPTIONS
@@ -17,8 +21,7 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# Fill in what stands between double underscores above, the options of the training, and
-# the container image with PyTorch and the llm package, a file or a name in a registry.
+# The container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE=__IMAGE__
 OPTIONS=(
     --from_scratch
@@ -35,13 +38,20 @@ OPTIONS=(
     --mixed_precision bf16
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep -E '^(#SBATCH|IMAGE=)' "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
+    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
     exit 2
 fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+fi
 
 # Only now, as modules and conda use unset variables.
 set -euo pipefail

@@ -1,14 +1,15 @@
 #!/bin/bash
 # Prepares token files on one node of a Slurm cluster, on all of its cores:
 #
-#     sbatch examples/slurm/prepare_data.sh
+#     sbatch --account ACCOUNT --partition PARTITION examples/slurm/prepare_data.sh \
+#         --input 'text/*.jsonl.zst' --tokenizer_name gpt2 --append_eod --output_prefix data/wiki
 #
 # A job that reaches its time limit loses only the parts that it was working on, each a compressed
 # file or 64 MiB of a plain one. Submit the same script again, and it resumes from there.
 #
 #SBATCH --job-name=prepare-data
 #SBATCH --account=__ALLOCATION__
-#SBATCH --partition=__PARTITION__
+#SBATCH --partition=__QUEUE__
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 #SBATCH --exclusive
@@ -16,18 +17,26 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# Fill in account and partition above, and here the virtual environment in which the llm
-# package is installed, the text (files, folders or 'quoted/*.patterns'), the tokenizer, and the
-# prefix of the token files.
-VENV=__VENV__
-INPUT=(__INPUT__)
-TOKENIZER=__TOKENIZER__
-OUTPUT_PREFIX=__OUTPUT_PREFIX__
+# The virtual environment in which the llm package is installed: by default the one that is active
+# when you submit the job.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
+# The text (files, folders or 'quoted/*.patterns'), the tokenizer, and the prefix of the token files;
+# options after the name of this script replace all of these.
+OPTIONS=(
+    --input __INPUT__
+    --tokenizer_name __TOKENIZER__
+    --output_prefix __OUTPUT_PREFIX__
+    --append_eod
+    --log_seconds 60
+)
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+if (($#)); then
+    OPTIONS=("$@")
+fi
 
-for value in "$VENV" "${INPUT[@]}" "$TOKENIZER" "$OUTPUT_PREFIX"; do
+for value in "${OPTIONS[@]}"; do
     if [[ "$value" == __*__ ]]; then
         echo "Fill in $value at the top of this script." >&2
         exit 2
@@ -41,9 +50,4 @@ fi
 source "$VENV/bin/activate"
 
 echo "$(date) on $(hostname)"
-exec python -m llm.data.prepare \
-    --input "${INPUT[@]}" \
-    --tokenizer_name "$TOKENIZER" \
-    --append_eod \
-    --log_seconds 60 \
-    --output_prefix "$OUTPUT_PREFIX"
+exec python -m llm.data.prepare "${OPTIONS[@]}"

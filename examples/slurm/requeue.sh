@@ -1,6 +1,10 @@
 #!/bin/bash
 # Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node.
-# Submit it with sbatch, whose options override the directives below.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#
 # Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
 # the training has finished.
 #
@@ -21,9 +25,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Fill in what stands between double underscores above, the options of the training, and
-# the virtual environment in which the llm package is installed.
-VENV=__VENV__
+# The virtual environment in which the llm package is installed: by default the one that is active
+# when you submit the job.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 RUN=runs/gpt-neo-125m
 OPTIONS=(
     --from_scratch
@@ -37,16 +41,28 @@ OPTIONS=(
     --per_device_train_batch_size 8
     --global_batch_size 128
     --mixed_precision bf16
-    --output_dir "$RUN"
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
+    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
     exit 2
 fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+    RUN=$(sed -n 's/^output_dir *= *"\(.*\)".*/\1/p' "$1")
+    if [[ -z "$RUN" ]]; then
+        echo "$1 has no output_dir; add it." >&2
+        exit 2
+    fi
+fi
+OPTIONS+=(--output_dir "$RUN")
 
 # Only now, as modules and conda use unset variables.
 set -euo pipefail

@@ -1,6 +1,10 @@
 #!/bin/bash
 # Pretrain on 2 nodes of 8 GPUs through Slurm, with one task per GPU.
-# Submit it with sbatch, whose options override the directives below.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#
 # Submitted again, it resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --site frontier --nodes 2 --time 2:00:00 -- OPTIONS
@@ -19,9 +23,9 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# Fill in what stands between double underscores above, the options of the training, and
-# the virtual environment in which the llm package is installed.
-VENV=__VENV__
+# The virtual environment in which the llm package is installed: by default the one that is active
+# when you submit the job.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 OPTIONS=(
     --from_scratch
     --dataset_name wikitext
@@ -37,13 +41,20 @@ OPTIONS=(
     --mixed_precision bf16
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
+    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
     exit 2
 fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+fi
 module load rocm rccl-net-plugin
 export NCCL_SOCKET_IFNAME=hsn0
 

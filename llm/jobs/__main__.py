@@ -20,6 +20,7 @@ from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES, choose_queue
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.rules import check_ranks
 
 _LEAST_MINUTES = 30
 """To start, train and save."""
@@ -83,13 +84,22 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
                 f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
                 f"and save in; --time {job.time} is less."
             )
-    trainer = _with_stop_and_resume(job, trainer, minutes)
+    # Time for the job to start and to save its last checkpoint.
+    exit_after = minutes - max(15, minutes // 20) if job.chain else None
+    trainer = _with_stop_and_resume(trainer, exit_after)
     queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
-    swept, values = _read_sweep(job.sweep, trainer)
+    swept, values = _read_sweep(job.sweep)
     output_dir = parse_args(trainer).output_dir
     if output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
-    by_script = {swept, "output_dir"} if job.requeue or job.sweep else set()
+    for words in [[f"--{swept}", value] for value in values] or [[]]:
+        check_ranks(
+            parse_args([*trainer, *words]),
+            ranks=job.nodes * job.gpus_per_node,
+            ranks_per_node=job.gpus_per_node,
+        )
+    computes_run = job.requeue or bool(swept)
+    by_script = {swept, "output_dir"} if computes_run else set()
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -106,7 +116,9 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         sweep=swept,
         values=values,
+        computes_run=computes_run,
         output_dir=output_dir,
+        exit_after=exit_after,
         trainer=_rows(trainer, without=by_script),
         made_by=shlex.join(_without_output(command)),
     )
@@ -130,7 +142,15 @@ def read_minutes(time: str) -> int:
 
 
 def _check(job: JobOptions) -> None:
-    """Refuse options that the site or the scheduler does not have."""
+    """Refuse options that the site or the scheduler does not have, or that spoil the script."""
+    for name, value in vars(job).items():
+        if value == "":
+            raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(
+                f"--{name} {value!a} has a line break or another character that cannot be printed, "
+                "which a script cannot have."
+            )
     offered = SITES[job.site].schedulers
     if job.scheduler not in offered:
         raise ConfigError(
@@ -145,27 +165,27 @@ def _check(job: JobOptions) -> None:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
     for name in ("name", "account", "queue"):
         value = getattr(job, name)
-        if value is not None and re.search(r"\s", value):
+        if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
             raise ConfigError(
-                f"--{name} '{value}' has a blank in it, which a directive cannot have."
+                f"--{name} '{value}' has a blank or another character in it that a directive "
+                "cannot have; take letters, digits and _.:,@+-."
             )
     if job.requeue and job.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
 
-def _with_stop_and_resume(job: JobOptions, trainer: Sequence[str], minutes: int) -> list[str]:
+def _with_stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
     """Add the trainer's arguments that make it end in time and resume."""
     named = {_option_of(word) for word in trainer if word.startswith("--")}
     words = list(trainer)
-    if job.chain and "exit_after" not in named:
-        # Time for the job to start and to save its last checkpoint.
-        words += ["--exit_after", str(minutes - max(15, minutes // 20))]
+    if exit_after is not None and "exit_after" not in named:
+        words += ["--exit_after", str(exit_after)]
     if not named & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
         words.append("--resume_from_checkpoint")
     return words
 
 
-def _read_sweep(sweep: str | None, trainer: Sequence[str]) -> tuple[str, list[str]]:
+def _read_sweep(sweep: str | None) -> tuple[str, list[str]]:
     """Return the option that an array varies, and its values; both empty without an array."""
     if sweep is None:
         return "", []
@@ -176,8 +196,15 @@ def _read_sweep(sweep: str | None, trainer: Sequence[str]) -> tuple[str, list[st
             f"--sweep {sweep} expects an option and its values, as in "
             "--sweep learning_rate=1e-4,3e-4."
         )
-    for value in values:
-        parse_args([*trainer, f"--{name}", value])
+    if len(set(values)) < len(values):
+        raise ConfigError(
+            f"--sweep {sweep} has a value twice, for two jobs with one folder; give each once."
+        )
+    if _option_of(name) == "output_dir":
+        raise ConfigError(
+            f"--sweep {sweep}: the script itself names a folder for each job, below --output_dir; "
+            "vary another option."
+        )
     return name, values
 
 

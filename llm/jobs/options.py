@@ -31,7 +31,10 @@ class JobOptions:
         group="Job", aliases=("partition", "qos"),
     )  # fmt: skip
     name: str = option("pretrain", "Name of the job.", group="Job")
-    venv: str = option("__VENV__", "Folder of the virtual environment.", group="Job")
+    venv: str | None = option(
+        None, "Folder of the virtual environment; by default the one in which you call sbatch, or "
+        "venv.", group="Job",
+    )  # fmt: skip
     container: str | None = option(
         None, "Image to run in instead, through Slurm's pyxis.", group="Job"
     )

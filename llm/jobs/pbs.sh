@@ -16,6 +16,10 @@
 #     bash SCRIPT
 {% endif %}
 #
+# Options of qsub override the directives below. A configuration of your own replaces OPTIONS:
+#
+#     qsub -A ALLOCATION -q QUEUE -v CONFIG=CONFIG.toml SCRIPT
+#
 # Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
 #
 #PBS -N {{ job.name }}
@@ -35,22 +39,25 @@
 {% endfor %}
 #PBS -j oe
 
-# Fill in what stands between double underscores above, the options of the training, and
-# the virtual environment in which the llm package is installed.
+{% if job.venv %}
+# The virtual environment in which the llm package is installed.
 VENV={{ job.venv | quote }}
+{% else %}
+# The virtual environment in which the llm package is installed: by default `venv` in the folder
+# from which you submit the job.
+VENV=${VENV:-venv}
+{% endif %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
 {% endfor %}
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
-    exit 2
-fi
-
 cd "${PBS_O_WORKDIR:-.}" || exit 2
+set -- ${CONFIG:+"$CONFIG"} "$@"
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if job.chain }}--config "$@")
+fi
 {{ site.set_up }}
 # Only now, as modules and conda use unset variables.
 set -euo pipefail
@@ -61,45 +68,51 @@ fi
 # shellcheck disable=SC1091
 source "$VENV/bin/activate"
 
-GPUS={{ job.gpus_per_node }}
+GPUS=${GPUS:-{{ job.gpus_per_node }}}
 export OMP_NUM_THREADS={{ job.cpus_per_gpu }}
-# PBS may list a host several times. Rank 0 is on the first, at a port that other jobs are unlikely
-# to use.
-mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
-NNODES=${#HOSTS[@]}
-JOB=${PBS_JOBID%%[!0-9]*}
-MASTER_ADDR=${MASTER_ADDR:-{{ site.master_addr }}}
-MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
-export MASTER_ADDR MASTER_PORT
 
 # EACH_GPU starts a program once for each device, LAUNCH starts the training.
-EACH_GPU=(
-    mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"
+if [[ -z "${PBS_NODEFILE:-}" ]]; then  # outside a job, on this host only
+    HOSTS=("$(hostname)")
+    LAUNCH=(torchrun --standalone --nproc_per_node="$GPUS")
+    EACH_GPU=("${LAUNCH[@]}")
+else
+    # PBS may list a host several times. Rank 0 is on the first, at a port that other jobs are
+    # unlikely to use.
+    mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+    NNODES=${#HOSTS[@]}
+    JOB=${PBS_JOBID%%[!0-9]*}
+    MASTER_ADDR=${MASTER_ADDR:-{{ site.master_addr }}}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
+    export MASTER_ADDR MASTER_PORT
+    EACH_GPU=(
+        mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"
 {% if site.pals %}
-    --cpu-bind depth --depth {{ job.cpus_per_gpu }}
+        --cpu-bind depth --depth {{ job.cpus_per_gpu }}
 {% endif %}
-    python
-)
+        python
+    )
 {% if torchrun %}
 {% if site.numa %}
-NUMA=()
-if command -v numactl > /dev/null && nvidia-smi > /dev/null 2>&1; then
-    NUMA=(--numa-binding=node)  # each process on the cores beside its GPU
-fi
+    NUMA=()
+    if command -v numactl > /dev/null && nvidia-smi > /dev/null 2>&1; then
+        NUMA=(--numa-binding=node)  # each process on the cores beside its GPU
+    fi
 {% endif %}
-LAUNCH=(
-    mpiexec --hostfile "$PBS_NODEFILE" -n "$NNODES" --ppn 1
+    LAUNCH=(
+        mpiexec --hostfile "$PBS_NODEFILE" -n "$NNODES" --ppn 1
 {% if site.pals %}
-    --cpu-bind none
+        --cpu-bind none
 {% endif %}
-    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
-    --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
-)
+        torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
+        --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
+    )
 {% else %}
-LAUNCH=("${EACH_GPU[@]}")  # each process takes its rank from the variables that mpiexec sets
+    LAUNCH=("${EACH_GPU[@]}")  # each process takes its rank from the variables that mpiexec sets
 {% endif %}
+fi
 
-echo "$(date): job $PBS_JOBID on ${HOSTS[*]}"
+echo "$(date): job ${PBS_JOBID:-(none)} on ${HOSTS[*]}"
 "${EACH_GPU[@]}" -m llm.preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

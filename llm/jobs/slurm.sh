@@ -3,7 +3,11 @@
 {% if sweep %}
 # This is an array with one job for each value of --{{ sweep }}.
 {% endif %}
-# Submit it with sbatch, whose options override the directives below.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT CONFIG.toml
+#
 {% if job.requeue %}
 # Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
 # the training has finished.
@@ -49,40 +53,58 @@
 #SBATCH --open-mode=append
 {% endif %}
 
-# Fill in what stands between double underscores above, the options of the training, and
 {% if job.container %}
-# the container image with PyTorch and the llm package, a file or a name in a registry.
+# The container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE={{ job.container | quote }}
-{% else %}
-# the virtual environment in which the llm package is installed.
+{% elif job.venv %}
+# The virtual environment in which the llm package is installed.
 VENV={{ job.venv | quote }}
+{% else %}
+# The virtual environment in which the llm package is installed: by default the one that is active
+# when you submit the job.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
 {% if sweep %}
 VALUES=({{ values | map("quote") | join(" ") }})  # one for each job of the array
-VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-RUN={{ output_dir | quote }}/{{ sweep }}-$VALUE
-{% elif job.requeue %}
+{% endif %}
+{% if computes_run %}
 RUN={{ output_dir | quote }}
 {% endif %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
 {% endfor %}
-{% if sweep %}
-    --{{ sweep }} "$VALUE"
-{% endif %}
-{% if sweep or job.requeue %}
-    --output_dir "$RUN"
-{% endif %}
 )
 
-left=$(grep -o '__[A-Z_]*__' "$0" | sort -u | xargs)
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep {{ "-E '^(#SBATCH|IMAGE=)'" if job.container else "'^#SBATCH'" }} "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_{{ site.queue_option | upper }}:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script." >&2
+    echo "Fill in $left at the top of this script, or by sbatch --account and --{{ site.queue_option }}." >&2
     exit 2
 fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+{% if computes_run %}
+    RUN=$(sed -n 's/^output_dir *= *"\(.*\)".*/\1/p' "$1")
+    if [[ -z "$RUN" ]]; then
+        echo "$1 has no output_dir; add it." >&2
+        exit 2
+    fi
+{% endif %}
+fi
+{% if sweep %}
+VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
+RUN=$RUN/{{ sweep }}-$VALUE
+OPTIONS+=(--{{ sweep }} "$VALUE")
+{% endif %}
+{% if computes_run %}
+OPTIONS+=(--output_dir "$RUN")
+{% endif %}
 {{ site.set_up }}
 # Only now, as modules and conda use unset variables.
 set -euo pipefail

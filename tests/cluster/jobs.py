@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,10 @@ class Submission:
         words = self.bench.command(run, **settings)
         rows = text.split("OPTIONS=(\n")[1].split("\n)\n")[0].splitlines()
         kept = [row for row in rows if "$" in row or "--resume" in row]
-        if any("--output_dir" in row for row in kept):
+        if re.search("(?m)^RUN=", text):
             place = words.index("--output_dir")
             del words[place : place + 2]
-        filled = re.sub(r"(?m)^RUN=[^/]*/[^/\n]*", f"RUN=runs/{run}", text)
+        filled = re.sub(r"(?m)^RUN=[^$\n]*$", f"RUN=runs/{run}", text)
         filled = filled.replace("\n".join(rows), "\n".join([" ".join(words), *kept]))
         return self._write(f"{run}-{Path(example).name}", filled)
 
@@ -79,13 +79,12 @@ class Submission:
     def _write(self, name: str, text: str) -> Path:
         for placeholder, value in {
             "ALLOCATION": "science",
-            "PARTITION": "debug",
             "QUEUE": "debug",
-            "VENV": self.folder / "venv",
             "IMAGE": "lab/llm:1",
         }.items():
             text = text.replace(f"__{placeholder}__", str(value))
         script = self.folder / name
+        assert "\nVENV=${VENV:-" in text or "\nIMAGE=" in text  # "venv", where jobs are submitted
         script.write_text(text)
         return script
 
@@ -141,7 +140,7 @@ class Slurm:
             env={
                 **os.environ,
                 **self.environment,
-                **({} if cwd is None else {"BASH_ENV": str(cwd / "profile.sh")}),
+                **({} if cwd is None else {"BASH_ENV": str(cwd / "profile.sh"), "VENV": "venv"}),
             },
             capture_output=True,
             text=True,
@@ -150,9 +149,10 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def submit(self, script: Path, *options: object) -> int:
-        """Submit a script from its folder; returns the job's number."""
-        printed = self.call("sbatch", "--parsable", *options, script.name, cwd=script.parent)
+    def submit(self, script: Path, *options: object, then: Sequence[object] = ()) -> int:
+        """Submit a script from its folder, with arguments of its own; returns the job's number."""
+        words = ("sbatch", "--parsable", *options, script.name, *then)
+        printed = self.call(*words, cwd=script.parent)
         return int(printed.split(";")[0])
 
     def job_info(self, job: int | str) -> dict[str, str]:
@@ -179,7 +179,6 @@ def run_pbs(script: Path, *, hosts: list[str], job: str, ranks: int) -> subproce
     """Run a PBS script as its first host would, with mpiexec's stand-in; ranks for each host."""
     nodes = script.parent / "nodes"
     nodes.write_text("".join(f"{host}\n" for host in hosts))
-    script.write_text(re.sub(r"(?m)^GPUS=\d+$", f"GPUS={ranks}", script.read_text()))
     process = subprocess.Popen(
         ["unshare", "--uts", "sh", "-c", 'hostname "$1"; exec bash "$2"', "sh", hosts[0], script],
         cwd=script.parent,
@@ -190,6 +189,8 @@ def run_pbs(script: Path, *, hosts: list[str], job: str, ranks: int) -> subproce
             "PBS_NODEFILE": str(nodes),
             "PBS_JOBID": job,
             "PBS_O_WORKDIR": str(script.parent),
+            "GPUS": str(ranks),
+            "VENV": "venv",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -46,7 +46,7 @@ def test_a_chain_of_jobs_continues_until_training_has_finished(submission, pbs_h
     assert "--exit_after 165" in (
         submission.example("pbs/chain.pbs").read_text()  # of 180 minutes
     )
-    script.write_text(text.replace("\n)\n\nleft", "\n    --exit_after 0.02\n)\n\nleft"))
+    script.write_text(text.replace("\n)\n\ncd", "\n    --exit_after 0.02\n)\n\ncd"))
     first = run_pbs(script, hosts=pbs_hosts, job="7004.polaris-pbs-01", ranks=1)
     assert first.returncode != 0, first.stdout  # so that what depends on it afternotok starts
     assert submission.status("chain") == "preempted"
@@ -62,12 +62,3 @@ def test_data_preparation(submission, pbs_hosts):
     done = run_pbs(script, hosts=pbs_hosts[:1], job="7007.polaris-pbs-01", ranks=1)
     assert done.returncode == 0, done.stdout
     assert (submission.folder / "data/pbs_text_document.bin").stat().st_size > 0
-
-
-def test_a_script_that_is_not_filled_in_says_so(submission, pbs_hosts):
-    script = submission.folder / "empty.pbs"
-    script.write_text(submission.example("pbs/aurora.pbs").read_text())
-    done = run_pbs(script, hosts=pbs_hosts, job="7006.aurora-pbs-0001", ranks=1)
-    assert done.returncode == 2
-    left = "__ALLOCATION__ __QUEUE__ __VENV__"
-    assert done.stdout == f"Fill in {left} at the top of this script.\n"

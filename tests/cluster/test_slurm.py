@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from llm.config.toml import read_toml
+from llm.config.toml import read_toml, to_toml
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.main import parse_args
 from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 
 pytestmark = pytest.mark.cluster
@@ -41,12 +42,6 @@ def test_one_torchrun_on_each_of_two_nodes(slurm, submission):
     text = check_finished(slurm, submission, job, "straight", ranks=2)
     assert "rank 0 on node" in text
     assert "on node1, node2 are well" in text
-
-
-def test_sixteen_gpus_for_gpt2(slurm, submission):
-    script = submission.fill_in("slurm/gpt2_16xA100.sh", run="gpt2", max_train_steps=20)
-    job = slurm.submit(script, "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
-    check_finished(slurm, submission, job, "gpt2", ranks=4)
 
 
 @pytest.mark.parametrize("mode", ["", "-decentralized"], ids=["allreduce", "gossip"])
@@ -177,7 +172,20 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     script.write_text(text.replace("__QUEUE__", "debug"))
     job = slurm.submit(script)
     assert slurm.wait(job) == "FAILED"
-    assert log(submission, job) == "Fill in __ALLOCATION__ __VENV__ at the top of this script.\n"
+    assert log(submission, job) == (
+        "Fill in __ALLOCATION__ at the top of this script, or by sbatch --account and "
+        "--partition.\n"
+    )
+
+
+def test_an_example_as_it_is_shipped_takes_account_partition_and_configuration(slurm, submission):
+    script = submission.folder / "shipped.sh"
+    script.write_text(submission.example("slurm/gpt2_small.sh").read_text())
+    options = submission.bench.command("shipped", max_train_steps=20, output_dir="runs/shipped")
+    config = parse_args(options)
+    (submission.folder / "mine.toml").write_text(to_toml(config))
+    job = slurm.submit(script, "--account=me", "--partition=debug", *TWO_NODES, then=["mine.toml"])
+    check_finished(slurm, submission, job, "shipped", ranks=2)
 
 
 def test_python_in_a_batch_script_is_one_process_and_in_a_step_a_rank(slurm, submission):

@@ -57,6 +57,7 @@ LAYOUTS = {
     "TP2xDP2": (4, TENSOR),
     "CP2": (2, CONTEXT),
     "CP2xDP2": (4, CONTEXT),
+    "CP2xFSDP2": (4, CONTEXT | SHARDED),
     "TP2xCP2": (4, TENSOR | CONTEXT),
     "PP2": (2, PIPELINE),
     "PP4": (4, {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 4}),
@@ -128,7 +129,11 @@ def test_half_precision_is_that_of_one_rank(plain, layout):
 
 @pytest.mark.parametrize(
     "layouts",
-    [("FSDP2", "PP2"), pytest.param(("FSDP4", "PP2xTP2"), marks=pytest.mark.layouts)],
+    [
+        ("FSDP2", "PP2"),
+        pytest.param(("FSDP4", "PP2xTP2"), marks=pytest.mark.layouts),
+        pytest.param(("CP2xFSDP2", "TP2xCP2"), marks=pytest.mark.layouts),
+    ],
     ids=" then ".join,
 )
 def test_a_run_resumes_under_other_layouts(plain, alone, layouts):

@@ -94,8 +94,8 @@ class RunOptions:
     )
     exit_after: float | None = option(
         None,
-        "Minutes after which the run saves a checkpoint and ends with exit code 75, as at a "
-        "signal.",
+        "Minutes after which the run saves a checkpoint and ends with exit code 75 (1 under "
+        "torchrun), as at a signal.",
         group=RUN,
         one_shot=True,
         above=0,

@@ -12,18 +12,19 @@ from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint, Stateful
 from llm.checkpoint.load import load_state, read_tensors
-from llm.errors import CheckpointError, ConfigError
+from llm.errors import CheckpointError
 from llm.models.weight_files import find_weight_files
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.rounds import Round, check_topology, make_rounds
+from llm.parallel.gossip.rounds import Round
 from llm.parallel.gossip.sharded_replicas import ShardedReplicas
 from llm.parallel.pipeline.pipelined import PipelineStrategy
 from llm.parallel.sharded_init import fill_model
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.rules import divide_ranks
 
 MOST_ACCUM_STEPS = 8
 
@@ -57,23 +58,9 @@ def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | 
     Raises:
         ConfigError: The topology does not allow that number; with those that it allows.
     """
-    mode = "allreduce" if config.eval_only else config.data_parallel
-    number, ranks_each, rounds = world_size, 1, []
-    if mode == "allreduce":
-        number, ranks_each = 1, world_size
-    elif mode == "gossip":
-        on_node = ranks_per_node(os.environ, world_size)
-        check_topology("complete", ranks=world_size, ranks_per_node=on_node)
-        if config.gossip_group == "nodes":
-            size = config.data_parallel_shard_size
-            if size not in (1, on_node):
-                raise ConfigError(
-                    "--gossip_group nodes divides a replica over all ranks of a node, and there "
-                    f"are {on_node} on each, not the {size} of --data_parallel_shard_size."
-                )
-            number, ranks_each, on_node = world_size // on_node, on_node, 1
-        check_topology(config.topology, ranks=number, ranks_per_node=on_node)
-        rounds = make_rounds(config.topology, ranks=number, ranks_per_node=on_node)
+    number, ranks_each, rounds = divide_ranks(
+        config, ranks=world_size, ranks_per_node=ranks_per_node(os.environ, world_size)
+    )
     return Replicas(
         number=number,
         ranks_each=ranks_each,
