@@ -21,8 +21,7 @@
 #SBATCH --array=0-2
 #SBATCH --output=%x-%A_%a.log
 
-# The virtual environment in which the llm package is installed: by default the one that is active
-# when you submit the job.
+# The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
 RUN=runs/gpt-neo-125m

@@ -21,8 +21,7 @@
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 
-# The virtual environment in which the llm package is installed: by default the one that is active
-# when you submit the job.
+# The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 OPTIONS=(
     --config examples/gpt2-small-decentralized.toml

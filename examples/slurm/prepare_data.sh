@@ -17,8 +17,7 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# The virtual environment in which the llm package is installed: by default the one that is active
-# when you submit the job.
+# The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 # The text (files, folders or 'quoted/*.patterns'), the tokenizer, and the prefix of the token files;
 # options after the name of this script replace all of these.

@@ -25,8 +25,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# The virtual environment in which the llm package is installed: by default the one that is active
-# when you submit the job.
+# The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 RUN=runs/gpt-neo-125m
 OPTIONS=(

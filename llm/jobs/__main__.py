@@ -67,10 +67,11 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         ConfigError: An option does not fit the others, or the trainer refuses its arguments.
     """
     site = SITES[options.site]
+    per_node = options.gpus_per_node or site.gpus_per_node
     job = replace(
         options,
         scheduler=options.scheduler or site.schedulers[0],
-        gpus_per_node=options.gpus_per_node or site.gpus_per_node,
+        gpus_per_node=per_node,
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
         launcher=options.launcher or site.launcher,
     )
@@ -94,9 +95,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         raise ConfigError("--output_dir is missing among the trainer's options.")
     for words in [[f"--{swept}", value] for value in values] or [[]]:
         check_ranks(
-            parse_args([*trainer, *words]),
-            ranks=job.nodes * job.gpus_per_node,
-            ranks_per_node=job.gpus_per_node,
+            parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
     computes_run = job.requeue or bool(swept)
     by_script = {swept, "output_dir"} if computes_run else set()

@@ -40,11 +40,10 @@
 #PBS -j oe
 
 {% if job.venv %}
-# The virtual environment in which the llm package is installed.
+# The virtual environment of the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment in which the llm package is installed: by default `venv` in the folder
-# from which you submit the job.
+# The virtual environment of the llm package: by default `venv` in the folder of qsub.
 VENV=${VENV:-venv}
 {% endif %}
 OPTIONS=(

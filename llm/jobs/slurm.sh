@@ -57,11 +57,10 @@
 # The container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE={{ job.container | quote }}
 {% elif job.venv %}
-# The virtual environment in which the llm package is installed.
+# The virtual environment of the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment in which the llm package is installed: by default the one that is active
-# when you submit the job.
+# The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
 {% if sweep %}

@@ -178,7 +178,7 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     )
 
 
-def test_an_example_as_it_is_shipped_takes_account_partition_and_configuration(slurm, submission):
+def test_a_shipped_example_takes_account_partition_and_configuration(slurm, submission):
     script = submission.folder / "shipped.sh"
     script.write_text(submission.example("slurm/gpt2_small.sh").read_text())
     options = submission.bench.command("shipped", max_train_steps=20, output_dir="runs/shipped")

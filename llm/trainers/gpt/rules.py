@@ -74,7 +74,7 @@ def check_ranks(config: GPTConfig, *, ranks: int, ranks_per_node: int) -> None:
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: The sentence with which the trainer would refuse them.
+        ConfigError: What the trainer would say too.
     """
     layout = parallel_dims(config, ranks)
     divide_ranks(config, ranks=ranks, ranks_per_node=ranks_per_node)
