@@ -20,7 +20,7 @@ from llm.jobs.options import JobOptions
 from llm.jobs.sites import SITES, choose_queue
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.rules import check_ranks
+from llm.trainers.gpt.ranks import check_ranks
 
 _LEAST_MINUTES = 30
 """To start, train and save."""

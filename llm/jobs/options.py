@@ -32,7 +32,8 @@ class JobOptions:
     )  # fmt: skip
     name: str = option("pretrain", "Name of the job.", group="Job")
     venv: str | None = option(
-        None, "Folder of the virtual environment; by default the one that is active at sbatch, or venv.", group="Job",
+        None, "Folder of the virtual environment; by default the one that is active at sbatch, or "
+        "venv.", group="Job",
     )  # fmt: skip
     container: str | None = option(
         None, "Image to run in instead, through Slurm's pyxis.", group="Job"

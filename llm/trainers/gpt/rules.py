@@ -5,20 +5,14 @@ An option that needs another declares it (`requires`); rules within a room are i
 at once.
 """
 
-from dataclasses import replace
-from typing import Any
-
 from llm.checkpoint.options import checkpoint_problems
 from llm.config.options import fields, lacking, other_names, paths
-from llm.data.batch_plan import plan_batches
-from llm.data.options import LENGTHS, SOURCES, batch_problems, data_problems
+from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems, profiled_steps
 from llm.models.options import model_problems
 from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
-from llm.parallel.dims import parallel_dims
-from llm.parallel.gossip.rounds import Round, check_topology, make_rounds
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import GPTConfig
@@ -63,60 +57,6 @@ def check_planned(config: GPTConfig) -> list[str]:
         *_precision_problems(config),
         *lacking(config),
     ]
-
-
-def check_ranks(config: GPTConfig, *, ranks: int, ranks_per_node: int) -> None:
-    """Refuse a number of ranks that layout, topology or global batch do not allow.
-
-    Args:
-        config: The options.
-        ranks: Number of all ranks.
-        ranks_per_node: Number of consecutive ranks on each node.
-
-    Raises:
-        ConfigError: What the trainer would say too.
-    """
-    layout = parallel_dims(config, ranks)
-    divide_ranks(config, ranks=ranks, ranks_per_node=ranks_per_node)
-    # Without the length, which needs the model and the data.
-    batch: Any = dict.fromkeys(LENGTHS)
-    plan_batches(
-        replace(config, **batch), num_windows=1, world_size=layout.data_ranks, block_size=1
-    )
-
-
-def divide_ranks(
-    config: GPTConfig, *, ranks: int, ranks_per_node: int
-) -> tuple[int, int, list[Round]]:
-    """Divide the ranks into replicas of the model that train side by side.
-
-    Args:
-        config: The options.
-        ranks: Number of all ranks.
-        ranks_per_node: Number of consecutive ranks on each node.
-
-    Returns:
-        (number of replicas, ranks of each, rounds of gossip).
-
-    Raises:
-        ConfigError: The topology does not allow that number; with those that it allows.
-    """
-    if config.eval_only or config.data_parallel == "allreduce":
-        return 1, ranks, []
-    if config.data_parallel == "diloco":
-        return ranks, 1, []
-    check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
-    number, each, on_node = ranks, 1, ranks_per_node
-    if config.gossip_group == "nodes":
-        size = config.data_parallel_shard_size
-        if size not in (1, ranks_per_node):
-            raise ConfigError(
-                "--gossip_group nodes divides a replica over all ranks of a node, and there are "
-                f"{ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
-            )
-        number, each, on_node = ranks // ranks_per_node, ranks_per_node, 1
-    check_topology(config.topology, ranks=number, ranks_per_node=on_node)
-    return number, each, make_rounds(config.topology, ranks=number, ranks_per_node=on_node)
 
 
 def _source_problems(config: GPTConfig) -> list[str]:

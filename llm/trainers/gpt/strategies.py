@@ -24,7 +24,7 @@ from llm.parallel.pipeline.pipelined import PipelineStrategy
 from llm.parallel.sharded_init import fill_model
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import GPTConfig
-from llm.trainers.gpt.rules import divide_ranks
+from llm.trainers.gpt.ranks import divide_ranks
 
 MOST_ACCUM_STEPS = 8
 
