@@ -412,6 +412,13 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_a_part_of_a_file_that_a_page_shows_lies_between_blank_lines(page):
+    for name, first, last in re.findall(r'--8<-- "(.*?):(\d+):(\d+)"', read(page)):
+        lines = ["", *read(ROOT / name).splitlines(), ""]
+        assert (lines[int(first) - 1], lines[int(last) + 1]) == ("", "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_what_a_page_gives_to_make_train_parses(page):
     for arguments in re.findall(r'make train ARGS="(.*?)"', read(page)):
         assert parse_args(["--config", str(ROOT / "examples/quickstart.toml"), *arguments.split()])
