@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from transformers import GPT2LMHeadModel
 
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
@@ -366,6 +367,13 @@ def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(
     assert not estimate(job, job.layout).fits
     assert found == remedy
     assert found is None or plan_of(**{**changes, **found}).fits
+
+
+def test_a_model_without_recomputation_is_given_another_remedy(monkeypatch: Any) -> None:
+    monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
+    job = job_of(gpus_per_node=2, per_device_train_batch_size=1, memory_gib=0.006)
+
+    assert find_remedy(job, None) == {"data_parallel_shard_size": 2}
 
 
 def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size() -> None:

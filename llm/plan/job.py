@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from llm.errors import ConfigError
 from llm.metrics.hardware import PEAK_TFLOPS
 from llm.models.build import build_model
 from llm.models.configuration import load_config
+from llm.models.options import recomputation
+from llm.models.patches.recomputation import recompute_activations
 from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
@@ -120,14 +123,23 @@ class Job:
         self.device = _device(options)
         self._memory = int(self.device.gib * GIB)
         self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
-        self.optimizer = optimizer_memory(options, self._whole_model)
+        self.optimizer = optimizer_memory(options, self.model)
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
 
+    def with_micro_batch(self, changes: Mapping[str, Any]) -> "Job":
+        """Return the run with another micro-batch or recomputation; both share the model."""
+        job = copy.copy(self)
+        job.options = dataclasses.replace(self.options, **changes)
+        job.trace = functools.cache(job._trace)
+        return job
+
     def outline(self) -> PreTrainedModel:
-        """Make the model on the meta device, as the trainer makes it."""
-        options = self.options
+        """Make the model on the meta device as the trainer makes it, without recomputation."""
+        options = dataclasses.replace(
+            self.options, activation_checkpointing=None, gradient_checkpointing=False
+        )
         if "flash" in (options.attention_implementation or ""):
             # Its package need not be installed, and SDPA's kernel keeps the same tensors.
             options = dataclasses.replace(options, attention_implementation=None)
@@ -193,6 +205,7 @@ class Job:
                 "sample; choose a divisor of --block_size."
             )
         model = copy.deepcopy(self._rank_model(tensor)[1])
+        recompute_activations(model, recomputation(self.options))
         return trace(
             model,
             self.options,
@@ -203,12 +216,13 @@ class Job:
         )
 
     @functools.cached_property
-    def _whole_model(self) -> PreTrainedModel:
+    def model(self) -> PreTrainedModel:
+        """The model on the meta device, undivided; not to be changed."""
         return self.outline()
 
     @functools.cached_property
     def _modules(self) -> PipelineModules:
-        return find_pipeline_modules(self._whole_model)
+        return find_pipeline_modules(self.model)
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
         """Assign layers to the ranks of a pipeline as the trainer does.

@@ -1,7 +1,6 @@
 """The cheapest change that makes a run fit, in the order of the guide on parallelism."""
 
 import bisect
-import dataclasses
 from typing import Any
 
 from llm.data.options import device_batch_size
@@ -30,18 +29,24 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
         job: A run that does not fit.
         ranked: The result of `search` for it, if there is one.
     """
-    options = job.options
-    full = {} if recomputation(options) == "full" else {"activation_checkpointing": "full"}
+    options, smallest = job.options, _micro_batch(job.options, 1)
+    full = {"activation_checkpointing": "full"}
+    if recomputation(options) == "full" or not job.model.supports_gradient_checkpointing:
+        full = {}
     for changes in ({}, full) if full else ({},):
-        resized = _largest_micro_batch(options, changes)
+        resized = _largest_micro_batch(job, changes)
         if resized is not None:
             return {**resized, **changes}
+    # What does not fit with the least activations does not fit with more of them.
+    frugal = job.with_micro_batch({**smallest, **full})
+    if not any(one.fits for one in search(frugal)):
+        return None
     best: tuple[tuple[float, ...], dict[str, Any]] | None = None
-    settings = [{}, full, {**_micro_batch(options, 1), **full}]
+    settings = [{}, full, {**smallest, **full}]
     for number, changes in enumerate(settings):
         if changes in settings[:number]:
             continue
-        found = ranked if ranked and not changes else search(_changed(options, changes))
+        found = ranked if ranked and not changes else search(job.with_micro_batch(changes))
         for one in (one for one in found if one.fits):
             cost = _cost(one, job.layout, number)
             if best is None or cost < best[0]:
@@ -51,17 +56,19 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
     return None if best is None else best[1]
 
 
-def _largest_micro_batch(options: PlanOptions, changes: dict[str, Any]) -> dict[str, Any] | None:
+def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of the largest micro-batch that fits in this layout, or None."""
-    given = device_batch_size(options)
+    given = device_batch_size(job.options)
     sizes = [size for size in range(1, given + bool(changes)) if given % size == 0]
 
     def is_too_large(size: int) -> bool:
-        job = _changed(options, {**_micro_batch(options, size), **changes})
-        return not estimate(job, job.layout).fits
+        resized = job.with_micro_batch({**_micro_batch(job.options, size), **changes})
+        return not estimate(resized, job.layout).fits
 
+    if not sizes or is_too_large(sizes[0]):
+        return None
     fitting = bisect.bisect_left(sizes, True, key=is_too_large)
-    return _micro_batch(options, sizes[fitting - 1]) if fitting else None
+    return _micro_batch(job.options, sizes[fitting - 1])
 
 
 def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
@@ -74,10 +81,6 @@ def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
         steps = options.gradient_accumulation_steps * given // size
         changes["gradient_accumulation_steps"] = steps
     return changes
-
-
-def _changed(options: PlanOptions, changes: dict[str, Any]) -> Job:
-    return Job(dataclasses.replace(options, **changes))
 
 
 def _cost(one: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
