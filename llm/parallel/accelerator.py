@@ -116,7 +116,10 @@ def convert_to_fp8(model: nn.Module) -> None:
 
     before = {type(module) for module in model.modules()}
     # Padded, since the float8 product takes multiples of 16 only, of tokens too.
-    convert_model_to_fp8_ao(model, config=Float8LinearConfig(pad_inner_dim=True))
+    # No filter: the default one of Accelerate before 1.15 fails on every model.
+    convert_model_to_fp8_ao(
+        model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=None
+    )
     converted = sum(type(module) not in before for module in model.modules())
     if not converted:
         raise ParallelError(
