@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from llm.config.command_line import parse
 from llm.config.options import given, option
 from llm.config.program import program
-from llm.config.toml import read_toml, to_toml
+from llm.config.toml import given_as_toml, read_toml
 from llm.errors import ConfigError, LLMError, first_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     config = GPTConfig(**named)
     local = fetch(config, folder)
-    write_whole(folder / "run.toml", to_toml(local, defaults=False))
+    write_whole(folder / "run.toml", given_as_toml(local))
     check(local)
     logger.info(f"train without a network: --config {folder / 'run.toml'}")
     return 0
@@ -121,8 +121,10 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
         ConfigError: Nothing on the Hub is named; or a repository is gated, missing or out of
             reach, or has no file that can be used.
     """
+    from llm.models.configuration import find_weights
+
     changes: dict[str, Any] = {}
-    weights_from = None if config.from_scratch else config.model_name_or_path
+    weights_from = find_weights(config)
     for name_of in ("model_name_or_path", "config_name", "tokenizer_name"):
         name = getattr(config, name_of)
         if _is_on_hub(name):
@@ -176,12 +178,21 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 @contextlib.contextmanager
 def _explained(option_name: str, name: str) -> Iterator[None]:
     """Turn the errors of the Hub's client into one sentence each."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         yield
     except LLMError:
         raise
+    except HFValidationError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is neither a path that exists nor a name on the Hub, such as "
+            "OWNER/NAME: check it."
+        ) from error
     except GatedRepoError as error:
         raise ConfigError(
             f"--{option_name} {name} is gated: accept its terms on its page, log in with "

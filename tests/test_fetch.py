@@ -162,7 +162,10 @@ def test_fetched_files_train_without_a_connection_as_the_names_do(hub, tmp_path)
 
 
 def test_an_interrupted_download_continues_with_what_is_missing(hub, tmp_path):
-    command = ["offline", "--dataset", "me/text", "--dataset_config_name", "large"]
+    (tmp_path / "run.toml").write_text(
+        'dataset_name = "me/text"\nresume_from_checkpoint = true\nnum_layers = 2\n'
+    )
+    command = ["offline", "--config", "run.toml", "--dataset_config_name", "large"]
     hub.refused = {"large/train.jsonl"}
     [(code, stderr)] = fetch(hub, tmp_path, command)
     hub.refused = set()
@@ -175,6 +178,12 @@ def test_an_interrupted_download_continues_with_what_is_missing(hub, tmp_path):
     assert [Path(path).name for path in downloads] == ["train.jsonl"]
     file = "datasets/me/text/large/train.jsonl"
     assert (tmp_path / "offline" / file).read_bytes() == (hub.root / file).read_bytes()
+    assert tomllib.loads((tmp_path / "offline" / "run.toml").read_text()) == {
+        "num_layers": 2,
+        "dataset_name": str(tmp_path / "offline" / "datasets" / "me" / "text"),
+        "dataset_config_name": "large",
+        "resume_from_checkpoint": True,
+    }
 
 
 def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path):
@@ -186,6 +195,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
     refused = {
         "--model me/nowhere": "--model_name_or_path me/nowhere is not on the Hub",
         "--model me/closed": "me/closed is gated: accept its terms on its page",
+        "--config_name ./models/cfg": "cfg is neither a path that exists nor a name on the Hub",
         "--dataset me/text": "several configurations; choose a configuration with",
         "--dataset me/nowhere": "--dataset_name me/nowhere cannot be loaded",
         "--metrics nowhere": "--eval_metrics nowhere is not on the Hub",

@@ -92,22 +92,18 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
     raise ConfigError(f"{where} {refusal(field, value)}")
 
 
-def to_toml(config: Any, *, defaults: bool = True) -> str:
+def to_toml(config: Any) -> str:
     """Return every option that has a value as TOML, group by group, except one-shot options.
 
     `read_toml` reads the same options back. Renamed options are written under both names, since
     other programs read the files of runs too.
-
-    Args:
-        config: The options.
-        defaults: Whether to write options that have their default too.
     """
     lines: list[str] = []
     former: list[str] = []
     group = ""
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        if field.option.one_shot or (not defaults and value == field.default):
+        if field.option.one_shot:
             continue
         if field.option.renamed_from is not None and value is not None:
             former.append(f"{field.option.renamed_from} = {_toml(value)}")
@@ -121,6 +117,11 @@ def to_toml(config: Any, *, defaults: bool = True) -> str:
     if former:
         lines += ["\n# Former names of options above", *former]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def given_as_toml(config: Any) -> str:
+    """Return the options that do not have their default as TOML, one-shot options too."""
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in given(config).items())
 
 
 def _toml(value: Any) -> str:
