@@ -136,7 +136,7 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
     it to the first `barrier` to guess the device of each rank. Gloo carries values on the host:
     each of its groups of all ranks costs a process one file descriptor for every rank.
     """
-    if world_from_environment().world_size == 1 or dist.is_initialized():
+    if dist.is_initialized() or world_from_environment().world_size == 1:
         return
     if device.type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)

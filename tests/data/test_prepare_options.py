@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line",
         ),
         ([*GOOD, "--json_key", ""], "--text_column is empty; name the JSON key or column with the"),
-        ([*GOOD, "--output_prefix", ""], "Say where to write to with --output_prefix."),
+        ([*GOOD, "--output_prefix", ""], "--output_prefix is given an empty path; name one"),
         ([*GOOD[2:], "--dataset_name", "a.txt"], "a.txt is a file; name it with --input."),
         ([*GOOD, "--input", "/dev/null"], "--input /dev/null is not a regular file; write its"),
         ([*GOOD, "--json_key", "story"], "the record has no key 'story', only 'id', 'text'; mend"),

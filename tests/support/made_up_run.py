@@ -101,6 +101,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         tokenizer=range(VOCAB_SIZE),
         model_config=tiny_config(case.family) if case.family else load_config(config),
         weights_from=None,
+        start=None,
         block_size=case.shape[1],
         ends=None,
         layout=parallel_dims(config, case.world_size),

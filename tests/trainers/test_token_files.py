@@ -131,7 +131,7 @@ def test_train_only_needs_no_validation(bench):
         split="100,0,0",
         max_train_steps=2,
     )
-    assert "validation" not in run.output
+    assert "no validation data: the loss is not evaluated" in run.output
     assert "eval_loss" not in run.read_json("all_results.json")
 
 
@@ -220,7 +220,7 @@ def test_bad_weights_missing_files_and_empty_splits_are_refused(bench):
     )
     assert_refused(
         bench,
-        "--save_top_k has nothing",
+        "There is no validation data for --save_top_k",
         data_path=[wiki],
         split="1",
         save_top_k=1,
