@@ -40,7 +40,7 @@ MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
-    r"|chat_template\.(jinja|json)|(configuration|modeling|tokenization)_\w+\.py"
+    r"|chat_template\.(jinja|json)|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py"
 )
 """Pattern of the names in the export of a model and its tokenizer."""
 _LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
@@ -78,21 +78,23 @@ class RunFolder:
             raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
         self.check_usable()
         trained, exported = self._own_files()
-        if trained + exported and not self._holds_run():
-            names = [str(path.relative_to(self.path)) for path in trained + exported]
+        # A rank that hangs while the run starts leaves its stacks in a folder without a status.
+        marks = [path for path in trained if path.parent != self.stacks]
+        if marks + exported and not self._holds_run():
+            names = [str(path.relative_to(self.path)) for path in marks + exported]
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ConfigError(
                 f"--output_dir {self.path} holds no run, but files that this one would replace "
                 f"({', '.join(names[:8])}{more}); move them away, or name another folder."
             )
-        if trained and not (resume or overwrite):
-            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in trained))
+        if marks and not (resume or overwrite):
+            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in marks))
             raise ConfigError(
                 f"--output_dir {self.path} holds a run already ({', '.join(names)}): go on with "
                 "it by --resume_from_checkpoint, remove it by --overwrite_output_dir, or name "
                 "another folder."
             )
-        if not trained and (other := run_around(self.path)) is not None:
+        if not marks and (other := run_around(self.path)) is not None:
             raise ConfigError(
                 f"--output_dir {self.path} lies within the files of the run {other}; name a folder "
                 "outside of them."

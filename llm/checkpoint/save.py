@@ -251,11 +251,11 @@ class Saver:
         plain = {PLAIN: snapshot.plain.encode(), **self._copies}
         for name, content in plain.items():
             path = temporary / name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         own = {name: sync_file(temporary / name) for name in plain}
-        for folder in {(temporary / name).parent for name in self._copies}:
-            sync_folder(folder)
+        for folder in {parent for name in plain for parent in Path(name).parents[:-1]}:
+            sync_folder(temporary / folder)
         checkpoint = Checkpoint(
             path=temporary,
             step=snapshot.step,

@@ -163,7 +163,8 @@ def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _move_into_place(staging: Path, folder: Path) -> None:
-    files = sorted(staging.iterdir(), key=lambda file: (".safetensors" in file.name, file.name))
+    staged = [path for path in staging.rglob("*") if path.is_file()]
+    files = sorted(staged, key=lambda file: (".safetensors" in file.name, file))
     new = {file.name for file in files}
     # from_pretrained could load the shards of an older export instead of the new weights.
     for file in folder.glob("model*.safetensors*"):
@@ -176,7 +177,9 @@ def _move_into_place(staging: Path, folder: Path) -> None:
         file.chmod(0o666 & ~umask)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())  # before the rename, for a power cut
-        os.replace(file, folder / file.name)
+        target = folder / file.relative_to(staging)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
 
 
 def _cell(value: object) -> str:

@@ -437,6 +437,14 @@ def test_files_are_synced_before_the_rename_and_the_folder_after_it(tmp_path, mo
     assert synced == [(tmp_path / "run" / "checkpoints").stat().st_ino]
 
 
+def test_a_copy_may_lie_in_a_folder_of_a_folder(tmp_path):
+    copies = {"tokenizer/templates/tool.jinja": b"tool", "tokenizer/tokenizer.json": b"{}"}
+    saver_of(tmp_path, filled(1.0), copies=copies).save(step=1, eval_loss=None)
+
+    found = newest_valid(tmp_path)
+    assert {name: (found.path / name).read_bytes() for name in copies} == copies
+
+
 WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
 
 

@@ -18,7 +18,7 @@ from tests.support.models import (
     tiny_config,
     tiny_model,
 )
-from tests.support.tokenizers import tiny_tokenizer
+from tests.support.tokenizers import tiny_tokenizer, tokenizer_with_two_templates
 
 
 @pytest.mark.parametrize("multiple", [None, 128])
@@ -112,6 +112,14 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
 
     assert tokenizer("The king")["input_ids"] == tiny_tokenizer()("The king")["input_ids"]
+
+
+def test_every_chat_template_comes_along(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with_two_templates()
+    for _ in range(2):  # the second export replaces the first
+        export_to(tmp_path, tiny_model(tiny_config("gpt2")), tokenizer=tokenizer)
+
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 
 
 def test_a_large_model_is_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,25 @@ def is_filled(part: Part, fill: float) -> bool:
     )
 
 
-def saver_of(folder: Path, part: Part, *, metadata: Any = None, **options: Any) -> Saver:
+def saver_of(
+    folder: Path,
+    part: Part,
+    *,
+    metadata: Any = None,
+    copies: dict[str, bytes] | None = None,
+    **options: Any,
+) -> Saver:
     """A saver on one rank that writes before it returns, unless asked otherwise."""
     given = CheckpointOptions(**{"async_checkpoint": False, **options})
-    metadata = metadata or {}
-    return Saver(given, folder, parts={"part": part}, metadata=metadata, rank=0, world_size=1)
+    return Saver(
+        given,
+        folder,
+        parts={"part": part},
+        metadata=metadata or {},
+        rank=0,
+        world_size=1,
+        copies=copies,
+    )
 
 
 def save(

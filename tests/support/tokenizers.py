@@ -26,6 +26,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
+def tokenizer_with_two_templates() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with two chat templates, of which the second is a file in a folder."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    return tokenizer
+
+
 def save_tiny_tokenizer(folder: Path) -> Path:
     """Writes the tokenizer as a Hugging Face folder, and returns the folder."""
     tiny_tokenizer().save_pretrained(folder)

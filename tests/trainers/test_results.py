@@ -37,14 +37,19 @@ def test_a_repository_that_cannot_be_opened_is_reported_before_training(hub, tmp
 
 def test_the_model_and_its_card_are_pushed_and_nothing_of_the_run(hub, tmp_path):
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
     pushed = {"model.safetensors", "config.json", "README.md", "all_results.json"}
     own = {"status.json", "metrics.jsonl", "config.toml", "log.txt", "notes.txt"}
+    pushed |= {"additional_chat_templates/tool_use.jinja"}
+    own |= {"checkpoints/config.json", "notes/config.json"}
     for name in pushed | own:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(name)
     target = hub.folder("me/tiny")
     push(run, "me/tiny")
-    assert {path.name: path.read_text() for path in target.iterdir()} == {n: n for n in pushed}
+    files = [path for path in target.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(target)): path.read_text() for path in files} == {
+        name: name for name in pushed
+    }
 
 
 def test_a_failed_push_keeps_the_model_and_explains_how_to_retry(hub, tmp_path, caplog):

@@ -140,7 +140,7 @@ def push(folder: Path, repository: str) -> None:
     import huggingface_hub
 
     names = [
-        path.name
+        f"{path.name}/*" if path.is_dir() else path.name
         for path in folder.iterdir()
         if re.fullmatch(rf"{MODEL_FILES}|all_results\.json", path.name)
     ]
@@ -150,7 +150,6 @@ def push(folder: Path, repository: str) -> None:
             folder_path=folder,
             commit_message="Pretrained with llm-trainers",
             allow_patterns=names,
-            ignore_patterns=["*/*"],
         )
     except Exception as error:
         logger.error(
