@@ -30,7 +30,8 @@ def test_a_folder_of_another_run_is_refused_without_resume_or_overwrite(tmp_path
     "name",
     [
         "README.md", "config.json", "model.safetensors", "model-00001-of-00002.safetensors",
-        "tokenizer.json", "config.toml", "log.txt", "checkpoints", "checkpoints/step_00000001",
+        "tokenizer.json", "additional_chat_templates", "config.toml", "log.txt",
+        "checkpoints", "checkpoints/step_00000001",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
@@ -40,6 +41,13 @@ def test_files_not_written_by_a_run_are_never_replaced(tmp_path, name, how):
     with pytest.raises(ConfigError) as caught:
         RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
     assert f"holds no run, but files that this one would replace ({name})" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_run_can_start_in_a_folder_that_holds_only_the_stacks_of_a_hang(tmp_path, how):
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank_00001.txt").write_text("rank 0 on host hangs")
+    RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
 
 
 def test_a_folder_with_the_users_own_files_can_be_used(tmp_path):

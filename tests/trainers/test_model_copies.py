@@ -8,22 +8,25 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from llm.checkpoint.format import write_manifest
+from llm.checkpoint.format import Checkpoint, write_manifest
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoints import main as checkpoints
 from llm.data.inspect import main as inspect
 from llm.errors import LLMError
 from llm.generate import main as generate
+from llm.models.configuration import load_config
 from llm.report.__main__ import main as report
 from llm.runtime.files import sync_file
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
+from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.model_copies import read_model_config
 from llm.trainers.gpt.run_setup import RunSetup
 from tests.support.models import tiny_config
 from tests.support.token_files import random_documents, write_pair
-from tests.support.tokenizers import tiny_tokenizer
+from tests.support.tokenizers import tiny_tokenizer, tokenizer_with_two_templates
 from tests.support.training import Bench, Run
 
 NAMES = {"model_name_or_path": None, "train_file": None}
@@ -56,7 +59,7 @@ def options(bench: Bench, originals: Path) -> dict[str, object]:
 def trained(bench) -> Run:
     originals = bench.folder / "originals"
     tiny_config("gpt2").save_pretrained(originals / "model")
-    tiny_tokenizer().save_pretrained(originals / "tokenizer")
+    tokenizer_with_two_templates().save_pretrained(originals / "tokenizer")
     return bench.train_well("trained", **options(bench, originals))
 
 
@@ -135,9 +138,56 @@ def test_an_edited_tokenizer_is_refused(bench, trained, originals, kind):
     start(bench, name, change_on_resume="tokenizer_name", **words)
 
 
-def test_what_does_not_change_the_model_may_be_edited(bench, trained, originals):
-    edit(originals / "model" / "config.json", dtype="bfloat16", transformers_version="5.0.0")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "bfloat16", "transformers_version": "5.0.0"},
+        {"use_cache": False},
+        {"_comment": "ours"},
+        {"id2label": {"0": "no", "1": "yes", "2": "maybe"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_does_not_change_the_model_may_be_edited(bench, trained, originals, fields):
+    edit(originals / "model" / "config.json", **fields)
     start(bench, "trained", resume_from_checkpoint=True)
+
+
+def edit_copies(run: Path, **changes: object) -> None:
+    """Change the configuration in the checkpoints of a run, and their manifests with it."""
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        edit(checkpoint.path / "model" / "config.json", **changes)
+        entry = sync_file(checkpoint.path / "model" / "config.json")
+        write_manifest(replace(checkpoint, files={**checkpoint.files, "model/config.json": entry}))
+
+
+def test_a_copy_of_another_version_of_the_library_has_other_fields(bench, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained.folder, run, symlinks=True)
+    edit_copies(run, tie_encoder_decoder=False, torchscript=False, _comment="theirs")
+    words = {"output_dir": run, "resume_from_checkpoint": True}
+    start(bench, "run", **words)
+
+    edit_copies(run, n_head=4)
+    with pytest.raises(LLMError, match=r"was written: n_head was 4 and is 2\. Restore it"):
+        start(bench, "run", **words)
+
+
+@pytest.mark.parametrize("family", ["moshi", "llama", "gemma3", "mamba2"])
+def test_an_unchanged_configuration_equals_its_copy(tmp_path, family):
+    config = GPTConfig(model_type=family)
+    original = load_config(config)
+    (tmp_path / "model").mkdir()
+    original.to_json_file(tmp_path / "model" / "config.json", use_diff=False)
+    checkpoint = Checkpoint(
+        path=tmp_path,
+        step=1,
+        saved_at="",
+        world_size=1,
+        metadata={},
+        files={"model/config.json": (0, "")},
+    )
+    assert read_model_config(config, checkpoint).model_type == family
 
 
 def test_a_checkpoint_of_an_earlier_version_has_nothing_to_compare_with(
@@ -253,10 +303,11 @@ def test_a_branch_of_a_run_in_another_place_ends_as_the_run(bench, moved, capsys
 def test_checkpoints_of_different_models_are_not_averaged(trained, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(trained.folder, run, symlinks=True)
-    older = list_checkpoints(run / "checkpoints")[0]
-    edit(older.path / "model" / "config.json", layer_norm_epsilon=0.1)
-    entry = sync_file(older.path / "model" / "config.json")
-    write_manifest(replace(older, files={**older.files, "model/config.json": entry}))
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    edit_copies(run, layer_norm_epsilon=0.1)
+    shutil.copytree(
+        trained.folder / "checkpoints" / "step_00000004", run / "checkpoints" / "step_00000004"
+    )
 
     words = ["average", str(run), "--last", "2", "--output", str(tmp_path / "mean")]
     assert checkpoints(words) == 2

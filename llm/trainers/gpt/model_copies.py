@@ -5,6 +5,7 @@ compares them with the copies in the checkpoint that it starts from.
 """
 
 import copy
+import inspect
 import json
 import logging
 import tempfile
@@ -29,11 +30,11 @@ from llm.trainers.gpt.trained_model import generation_settings, with_copies
 if TYPE_CHECKING:
     from llm.trainers.gpt.run_setup import RunSetup
 
-_NOT_COMPARED = {
-    *("_name_or_path", "transformers_version", "architectures", "auto_map"),
-    *("dtype", "torch_dtype"),  # the model is always built in fp32
-}
-"""Fields of a configuration that do not change the model."""
+_COMPARED = {"model_type", "tie_word_embeddings"}
+"""Fields that are compared even if a model's class does not declare them."""
+
+_NOT_COMPARED = {"use_cache", *inspect.signature(PreTrainedConfig).parameters} - _COMPARED
+"""Fields that a model's class may declare and that do not change the model in training."""
 
 logger = logging.getLogger("llm")
 
@@ -130,8 +131,11 @@ def check_same_model(config: GPTConfig, checkpoints: Sequence[Checkpoint]) -> No
 
 def _changes(config: GPTConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
     """Return a clause for each field that differs from the copy in a checkpoint."""
-    saved, now = _fields(load_config(with_copies(config, checkpoint))), _fields(current)
-    changed = differences({**dict.fromkeys(now), **saved}, {**dict.fromkeys(saved), **now})
+    saved = load_config(with_copies(config, checkpoint))
+    # Made from all fields, as the copy is: some classes then derive other values.
+    now = type(current).from_dict(current.to_dict())
+    # A field of one side only is of another version of the library, or one that nothing reads.
+    changed = differences(_fields(saved), _fields(now))
     # The Python code that the model brings, if it comes from a folder.
     folder = config.config_name or config.model_name_or_path
     for path in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
@@ -194,11 +198,15 @@ def _allowed(config: GPTConfig, names: tuple[str, ...]) -> bool:
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields that change a model, by name; `a.b` is field b of the inner object a."""
-    content = json.loads(config.to_json_string(use_diff=False))
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        if name not in _NOT_COMPARED:
-            inner = value if isinstance(value, dict) else {}
-            flat |= {f"{name}.{key}": inner[key] for key in inner if key not in _NOT_COMPARED}
-            flat |= {} if inner else {name: value}
-    return flat
+    bases = [base for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)]
+    declared = {name for base in bases for name in inspect.signature(base).parameters}
+    fields: dict[str, Any] = {}
+    for name, value in json.loads(config.to_json_string(use_diff=False)).items():
+        inner = vars(config).get(name)  # attributes raise where layers may differ
+        if name not in _COMPARED | (declared - _NOT_COMPARED):
+            continue
+        if isinstance(inner, PreTrainedConfig):
+            fields |= {f"{name}.{key}": field for key, field in _fields(inner).items()}
+        else:
+            fields[name] = value
+    return fields
