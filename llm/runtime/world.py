@@ -48,16 +48,22 @@ def world_from_environment() -> World:
     """Read rank and world size as torchrun, `accelerate launch`, srun and mpiexec set them.
 
     Raises:
-        ParallelError: A variable is not a number, or the rank is missing or too large.
+        ParallelError: A variable is missing, is not a number, or does not fit the others.
     """
     environ = {**ranks_of(os.environ), **os.environ}
-    world_size = _number(environ, "WORLD_SIZE", "1")
-    if world_size > 1 and "RANK" not in environ:
+    rank, world_size = _number(environ, "RANK", "0"), _number(environ, "WORLD_SIZE", "1")
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if len(given) == 1:
+        missing = "RANK" if given == ["WORLD_SIZE"] else "WORLD_SIZE"
         raise ParallelError(
-            f"WORLD_SIZE is {world_size}, and RANK is not set: unset WORLD_SIZE to train with one "
-            "process, or start the processes with torchrun, srun or mpiexec."
+            f"{given[0]} is {environ[given[0]]}, and {missing} is not set: unset {given[0]} to "
+            "train with one process, or start the processes with torchrun, srun or mpiexec."
         )
-    rank = _number(environ, "RANK", "0")
+    if world_size == 0:
+        raise ParallelError(
+            "WORLD_SIZE is 0, and at least one process trains: start the processes with torchrun, "
+            "srun or mpiexec, or unset RANK and WORLD_SIZE."
+        )
     if rank >= world_size:
         raise ParallelError(
             f"RANK is {rank}, and WORLD_SIZE {world_size} allows ranks up to {world_size - 1}: "
