@@ -8,7 +8,6 @@ Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the mo
 import dataclasses
 import io
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -329,6 +328,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C, or a pipe into `head`, ends the program without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

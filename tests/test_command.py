@@ -36,6 +36,17 @@ def test_every_module_that_is_a_program_has_a_name_in_the_command():
     assert modules == started - {"__main__"} | {"quickstart"}
 
 
+def test_a_module_that_is_started_does_no_more_than_the_command():
+    starts = {
+        path.read_text().split('\nif __name__ == "__main__":\n')[1]
+        for path in MODULES
+        if '__name__ == "__main__"' in path.read_text()
+    }
+
+    lines = ("sys.exit(main())", "raise SystemExit(main())", "run()")
+    assert starts == {f"    {line}\n" for line in lines}
+
+
 def test_the_help_of_the_command_lists_every_program_and_loads_no_library():
     script = (
         "import sys; from llm.__main__ import main; main(['--help']); "
