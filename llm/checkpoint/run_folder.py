@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +107,7 @@ class RunFolder:
             )
 
     def check_usable(self) -> None:
-        """Refuse a folder that cannot be made or written to.
+        """Refuse a folder that cannot be made or written to; every rank calls it, none writes.
 
         Raises:
             ConfigError: Says which file, link or folder is in the way.
@@ -123,14 +122,12 @@ class RunFolder:
             )
         if not os.path.isdir(there):
             raise ConfigError(f"--output_dir {self.path}: {there} is a file; name a folder.")
-        try:
-            # Some file systems, such as that of /proc, grant access and take no files.
-            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=there))
-        except OSError as error:
+        # Some file systems, such as /proc, grant access and take no files; `lock` refuses them.
+        if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"--output_dir {self.path}: {there} cannot be written to ({error.strerror}); name "
-                "another folder."
-            ) from error
+                f"--output_dir {self.path}: {there} cannot be written to (you lack the permission, "
+                "or the file system is read-only); name another folder."
+            )
 
     def _holds_run(self) -> bool:
         return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))

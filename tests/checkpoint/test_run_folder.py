@@ -8,7 +8,7 @@ import pytest
 
 from llm.checkpoint import run_folder
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
-from llm.errors import CheckpointError, ConfigError
+from llm.errors import CheckpointError, ConfigError, DataError
 
 
 def test_an_empty_or_missing_folder_can_be_used(tmp_path):
@@ -90,8 +90,24 @@ def test_a_link_to_nothing_is_refused(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_a_file_system_that_takes_no_folders_is_refused_with_its_reason():
-    with pytest.raises(ConfigError, match=r"/proc cannot be written to \(\w.*\); name another"):
-        RunFolder(Path("/proc/x")).check(resume=False, overwrite=False)
+    run = RunFolder(Path("/proc/x"))
+    with pytest.raises(DataError, match=r"/proc/x cannot be written to: \w"), run.lock():
+        pass
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and allowed(path, mode))
+    for path in (tmp_path, tmp_path / "new" / "run"):
+        with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written to .*; name another"):
+            RunFolder(path).check(resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize("name", [".", "new/run"])
+def test_a_check_writes_nothing_that_a_kill_could_leave_behind(tmp_path, name):
+    os.utime(tmp_path, ns=(0, 0))
+    RunFolder(tmp_path / name).check(resume=False, overwrite=False)
+    assert tmp_path.stat().st_mtime_ns == 0
 
 
 def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
