@@ -27,7 +27,6 @@ from llm.config.program import program
 from llm.errors import ParallelError
 from llm.runtime.board import Board
 from llm.runtime.file_limit import raise_file_limit
-from llm.runtime.library_versions import check_library_versions
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m llm.preflight",
         description="Ask every rank of a job for a sign of life, and time its network.",
     )
-    check_library_versions()
     adopt_launcher()
     raise_file_limit()
     return check(options, world_from_environment())

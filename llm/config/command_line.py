@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llm.config.library_versions import check_library_versions
 from llm.config.options import (
     Field,
     after_unknown,
@@ -70,7 +71,8 @@ def parse(
         The options.
 
     Raises:
-        ConfigError: An unknown option or a value that does not fit.
+        ConfigError: An unknown option, a value that does not fit, or an installed library that is
+            missing or too old.
         SystemExit: After `--help`.
     """
     words = _with_present_names([_underscored(word) for word in argv], cls)
@@ -101,6 +103,7 @@ def parse(
                 f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "
                 "that is; choose a shorter one."
             )
+    check_library_versions()  # not for --help
     return config
 
 

@@ -26,7 +26,6 @@ from llm.runtime.deterministic import deterministic_kernels
 from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.gpu_allocator import expand_segments
 from llm.runtime.health import EXIT_PEER_LOST
-from llm.runtime.library_versions import check_library_versions
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
@@ -128,7 +127,6 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
         world: Rank and world size of this process.
         config_file: The TOML file of `--config`.
     """
-    check_library_versions()
     adopt_launcher()
     raise_file_limit()
     limit_spin_wait()

@@ -1,10 +1,12 @@
 """Refuses libraries that are older than this package needs."""
 
+import functools
 import importlib.metadata
 
 from llm.errors import ConfigError
 
 
+@functools.cache  # a program may read options several times
 def check_library_versions() -> None:
     """Compare the installed libraries with the requirements of the installed package.
 

@@ -1,16 +1,21 @@
 """What is installed against what `pyproject.toml` asks for."""
 
+import importlib
 import importlib.metadata
+import logging
 import tomllib
 
 import pytest
 
+from llm.__main__ import PROGRAMS
+from llm.config.library_versions import check_library_versions
 from llm.errors import ConfigError
-from llm.runtime.library_versions import check_library_versions
 from tests.support.lowest_versions import lowest_versions
 from tests.support.package import ROOT
 
 REQUIRED = ["torch>=2.10", "numpy>=2.0", 'wandb>=0.18; extra == "wandb"']
+
+RUN = ["--model_name_or_path", "gpt2", "--train_file", "a.txt", "--output_dir", "run"]
 
 
 @pytest.fixture
@@ -25,7 +30,9 @@ def installed(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRED)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    return versions
+    check_library_versions.cache_clear()
+    yield versions
+    check_library_versions.cache_clear()
 
 
 @pytest.mark.parametrize("torch", ["2.10.0+cu128", "2.11.0a0+git1234", "2.14.1"])
@@ -47,6 +54,23 @@ def test_every_missing_library_is_named_at_once(installed):
 
     with pytest.raises(ConfigError, match=r"torch is missing\), numpy>=2.0 \(numpy is missing\)"):
         check_library_versions()
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"quickstart"}))
+def test_every_program_refuses_an_older_library_once_its_options_are_read(
+    name, installed, capfd, monkeypatch
+):
+    for attribute in ("handlers", "level", "propagate"):  # which the trainer changes
+        logger = logging.getLogger("llm")
+        monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+    installed["torch"] = "2.9.1"
+    module, _, function = PROGRAMS[name].target.replace(":run", ":main").partition(":")
+    words = ["slurm", "--", *RUN] if name == "jobs" else RUN if name in ("train", "plan") else []
+
+    assert getattr(importlib.import_module(module), function)(words) == 2
+
+    printed = "".join(capfd.readouterr())
+    assert "error: This environment lacks torch>=2.10 (torch is 2.9.1): install it" in printed
 
 
 def test_the_lowest_versions_are_those_of_every_dependency():
