@@ -95,6 +95,17 @@ def test_a_tracker_that_cannot_be_opened_does_not_remove_the_former_run(bench):
     assert content(run.folder) == before
 
 
+@pytest.mark.parametrize("function", ["copy_model", "connect_trackers", "open_tensorboard"])
+def test_an_error_of_rank_0_is_printed_once_and_loses_no_rank(bench, function):
+    fault = Fault(at=f"llm.trainers.gpt.train:{function}", what="out of memory", rank=0)
+
+    run = bench.train(function, ranks=2, faults=[fault], **OPTIONS, **data(bench, "text"))
+
+    assert run.codes == [2, 2], run.output
+    assert run.output.count("error: ") == 1, run.output
+    assert "error: Out of memory" in run.outcomes[0].output
+
+
 def test_a_start_that_is_refused_makes_no_folder(bench):
     run = bench.train("new", **OPTIONS, **data(bench, "one"))
 

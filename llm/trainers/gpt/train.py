@@ -10,8 +10,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from llm import errors
 from llm.config.toml import to_toml
-from llm.errors import LLMError, PeerLostError
+from llm.errors import LLMError, ParallelError, PeerLostError
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
@@ -90,9 +91,11 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
             # From here on a signal saves and stops; before, it ended the process at once.
             trainer.interruption.watch()
             load_start(setup, trainer)
-            connect_trackers(config, setup, strategy)
-            strategy.barrier()  # no rank refuses anything below
-            open_folder(config, setup, strategy)
+            with failing_together(strategy, health):
+                connect_trackers(config, setup, strategy)
+            # No rank refuses anything below.
+            with failing_together(strategy, health):
+                open_folder(config, setup, strategy)
             log_start(config, setup, strategy, model)
             leave_later_steps(config, setup, trainer)
             logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
@@ -120,8 +123,11 @@ def make_trainer(
 
     Raises:
         DataError: The validation data are too short to evaluate on.
+        LLMError: Rank 0 cannot copy the model's configuration and the tokenizer.
     """
     on_batch = health.keep_alive
+    with failing_together(strategy, health):
+        copies = copy_model(setup, model) if strategy.rank == 0 else {}
     return Trainer(
         config,
         setup,
@@ -131,8 +137,31 @@ def make_trainer(
         evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
         evaluate_tasks=make_evaluate_tasks(config, setup, strategy, model, on_batch=on_batch),
         sample=partial(log_sample, config, setup, strategy, model),
-        copies=copy_model(setup, model) if strategy.rank == 0 else {},
+        copies=copies,
     )
+
+
+@contextlib.contextmanager
+def failing_together(strategy: AcceleratedStrategy, health: Health) -> Iterator[None]:
+    """Raise an error of one rank on all ranks, so that none waits for it; every rank enters.
+
+    Raises:
+        LLMError: On the other ranks, with the message of the error, marked as reported.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    own = None if error is None else (type(error).__name__, str(error))
+    failed = next((other for other in strategy.gather_objects(own) if other is not None), None)
+    if failed is None:
+        return
+    health.close()  # a rank that ends now is not lost
+    if error is not None:
+        raise error
+    kind, message = failed
+    raise getattr(errors, kind, ParallelError)(message, reported=True)
 
 
 def open_folder(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
