@@ -236,6 +236,7 @@ def test_a_branch_on_text_that_has_changed_is_refused(bench, parent, tmp_path):
     finally:
         bench.text.write_text(text, encoding="utf-8")
     assert "The training data are no longer those" in said
+    assert "change_on_resume and the option's name." in said  # a branch has a folder of its own
 
 
 def test_a_branch_records_the_step_at_which_its_rate_begins_to_fall():

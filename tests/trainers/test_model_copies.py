@@ -126,8 +126,11 @@ def test_an_edited_configuration_is_refused(bench, trained, originals, kind):
 
 
 @pytest.mark.parametrize("kind", CONTINUATIONS)
-def test_an_edited_tokenizer_is_refused(bench, trained, originals, kind):
+def test_an_edited_tokenizer_is_refused(bench, trained, originals, caplog, kind):
+    caplog.set_level("INFO", logger="llm")
     name, words = continuation(kind, trained.folder)
+    start(bench, name, change_on_resume="tokenizer_name", **words)
+    assert "/tokenizer gives the same ids as the copy in" in caplog.text
     other_tokenizer(originals / "tokenizer")
 
     with pytest.raises(LLMError) as caught:
@@ -136,6 +139,35 @@ def test_an_edited_tokenizer_is_refused(bench, trained, originals, kind):
     assert f"The tokenizer {originals / 'tokenizer'} gives other ids" in str(caught.value)
     assert "--change_on_resume tokenizer_name." in str(caught.value)
     start(bench, name, change_on_resume="tokenizer_name", **words)
+    assert "/tokenizer changes: it gives other ids than the copy in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seed", "said"), [(1, "are the same as those"), (2, "change: they are not those")]
+)
+@pytest.mark.parametrize("kind", ["resume", "branch"])
+def test_training_data_in_another_place_are_compared(
+    bench, trained, tmp_path, caplog, kind, seed, said
+):
+    caplog.set_level("INFO", logger="llm")
+    write_pair(tmp_path / "tokens", random_documents(60, seed=seed))
+    name, words = continuation(kind, trained.folder)
+
+    start(bench, name, data_path=tmp_path / "tokens", change_on_resume="data_path", **words)
+
+    assert f"The training data {said} with which {trained.folder}/checkpoints/" in caplog.text
+
+
+def test_a_model_that_is_not_a_local_path_is_the_copy(bench, trained, originals, caplog):
+    caplog.set_level("INFO", logger="llm")
+    shutil.rmtree(originals)
+    setup = start(bench, "trained", resume_from_checkpoint=True)
+
+    assert setup.model_config.n_layer == 1
+    copy = trained.folder / "checkpoints" / "step_00000004"
+    name = originals / "model"
+    said = f"{name} is not a local path: the model's configuration is the copy in {copy}."
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -292,7 +324,7 @@ def test_a_branch_of_a_run_in_another_place_ends_as_the_run(bench, moved, capsys
     words = {**options(bench, bench.folder / "originals"), "output_dir": moved.absolute() / "on"}
     branch = bench.train_well("on", branch_from=moved.absolute() / "2", **words)
     own = moved / "on"
-    assert "is not on this machine: the tokenizer is the copy in" in branch.output
+    assert "is not a local path: the tokenizer is the copy in" in branch.output
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (own / name).read_bytes() == (moved / name).read_bytes()
     # Its checkpoints have copies in turn.

@@ -79,7 +79,7 @@ def read_training(
     if asked and not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on(*asked))
     data_digest = digest_of(setup.corpus.train)
-    check_same_data(config, setup.start, data_digest)
+    check_same_data(config, setup.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
         setup.corpus.train,
         stages=setup.corpus.stages,

@@ -81,7 +81,9 @@ def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrained
     allowed = _allowed(config, ARCHITECTURE)
     name = config.config_name or config.model_name_or_path
     if name is not None and not Path(name).exists() and not allowed:
-        logger.info(f"{name} is not on this machine: the model is the copy in {start.path}.")
+        logger.info(
+            f"{name} is not a local path: the model's configuration is the copy in {start.path}."
+        )
         return load_config(with_copies(config, start))
     current = load_config(config)
     changed = _changes(config, start, current)
@@ -166,16 +168,18 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
         files.append(config.merges_file)
     allowed = _allowed(config, names)
     if not all(Path(file).exists() for file in files) and not allowed:
-        logger.info(
-            f"{files[0]} is not on this machine: the tokenizer is the copy in {start.path}."
-        )
+        logger.info(f"{files[0]} is not a local path: the tokenizer is the copy in {start.path}.")
         return _load_tokenizer(with_copies(config, start))
     tokenizer = _load_tokenizer(config)
     ids = fingerprint(tokenizer)
-    if allowed or ids == start.metadata["tokenizer"]:
-        return tokenizer
     # Another version of the library may compute another fingerprint of the same tokenizer.
-    if ids != fingerprint(_load_tokenizer(with_copies(config, start))):
+    changed = ids != start.metadata["tokenizer"] and ids != fingerprint(
+        _load_tokenizer(with_copies(config, start))
+    )
+    if allowed:
+        same = "changes: it gives other ids than" if changed else "gives the same ids as"
+        logger.info(f"The tokenizer {files[0]} {same} the copy in {start.path}.")
+    elif changed:
         raise CheckpointError(
             f"The tokenizer {files[0]} gives other ids than the copy in {start.path}: it has "
             f"changed. Restore it, or allow the change with --change_on_resume {option}."

@@ -133,21 +133,32 @@ def check_folder(
 
 
 def check_same_data(
-    config: GPTConfig, checkpoint: Checkpoint | None, digest: dict[str, Any]
+    config: GPTConfig, checkpoint: Checkpoint | None, digest: dict[str, Any], *, is_branch: bool
 ) -> None:
-    """Refuse to resume with other training data.
+    """Refuse to resume or to branch with other training data, or log an allowed change.
+
+    Args:
+        config: The options.
+        checkpoint: The checkpoint that the run starts from.
+        digest: What `digest_of` returns for the training data.
+        is_branch: Whether the start begins a branch.
 
     Raises:
         CheckpointError: The tokens have changed since the checkpoint was written.
     """
-    if checkpoint is None:
+    saved = None if checkpoint is None else checkpoint.metadata.get("data")
+    if checkpoint is None or saved is None:
         return
-    allowed = set(SOURCES) & set(config.change_on_resume)
-    if has_changed(checkpoint.metadata.get("data"), digest) and not allowed:
+    changed = has_changed(saved, digest)
+    if not set(SOURCES).isdisjoint(named_changes(config)):
+        same = "change: they are not those" if changed else "are the same as those"
+        logger.info(f"The training data {same} with which {checkpoint.path} was reached.")
+    elif changed:
+        where = "" if is_branch else ", or start in another --output_dir"
         raise CheckpointError(
             f"The training data are no longer those with which {checkpoint.path} was reached, "
-            "although the options that name them are the same; restore them, allow the change with "
-            "--change_on_resume and the option's name, or start in another --output_dir."
+            "although the options that name them are the same; restore them, or allow the change "
+            f"with --change_on_resume and the option's name{where}."
         )
 
 
