@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from llm.models.loss import LanguageModelLoss
@@ -42,6 +43,28 @@ def test_the_gradient_is_that_of_autograd(family, micro_batches):
     tied = tiny_model(tiny_config(family), tied_gradients=True).eval()
     expected = gradients(plain, micro_batches=micro_batches)
     assert_same(gradients(tied, micro_batches=micro_batches), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frequent_tokens_are_added_in_parallel_on_every_device(device):
+    embedding = tiny_model(tiny_config("gpt2"), tied_gradients=True).get_input_embeddings()
+    embedding.to(device)
+    with Operations() as operations:
+        embedding(batch()[0].to(device)).sum().backward()
+    assert "index_add_" in operations.names
+    assert "index_put_" not in operations.names  # serial for each token, on a GPU
 
 
 def test_families_with_a_tied_head_get_the_tied_embedding():

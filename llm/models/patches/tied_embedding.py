@@ -55,10 +55,9 @@ class _Lookup(torch.autograd.Function):
         ids = ids.flatten()
         if embedding.padding_idx is not None:
             rows = rows * (ids != embedding.padding_idx).unsqueeze(1)
-        if total.is_cpu:
-            return total.index_add_(0, ids, rows), None, None
-        # Slower, but deterministic: index_add_ on a GPU adds in any order.
-        return total.index_put_((ids,), rows, accumulate=True), None, None
+        # On a GPU it adds the rows of a frequent token in parallel, in any order, unless
+        # deterministic kernels are asked for; index_put_ adds them serially.
+        return total.index_add_(0, ids, rows), None, None
 
 
 def tie_gradients(model: PreTrainedModel) -> None:
