@@ -1,7 +1,10 @@
 """Compilation of a model by torch.compile, block by block."""
 
+import functools
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -9,6 +12,11 @@ from torch import nn
 from torch.utils._triton import has_triton
 
 from llm.models.sizes import find_blocks
+
+_RECOMPILE_LIMIT = 64
+"""Graphs of one function: one for each shape of a batch, mode and kind of block.
+
+Beyond PyTorch's limit of 8 the function would run uncompiled, with a warning."""
 
 
 def compiles_by_default(device: torch.device) -> bool:
@@ -24,7 +32,9 @@ def compiles_by_default(device: torch.device) -> bool:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks of a model, in place, when they first run.
 
-    One graph serves all blocks that are alike. What runs between them stays eager, as FSDP's
+    One graph serves all blocks that are alike. Each shape of a batch has its own: otherwise the
+    second shape would get a graph for all sizes, which is slower, and training would keep it if an
+    evaluation with another batch size came first. What runs between them stays eager, as FSDP's
     collectives, pipeline stages and the lookup of a tied embedding do. A block that cannot be
     compiled runs as it is, with torch's warning.
 
@@ -32,5 +42,18 @@ def compile_blocks(model: nn.Module) -> None:
         model: Not sharded yet: FSDP's hooks then run around the graphs.
     """
     torch._dynamo.config.suppress_errors = True
+    _allow_recompilations()
     for block in find_blocks(model):
-        block.compile()
+        block.compile(dynamic=False)
+
+
+@functools.cache
+def compile_for_fixed_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function, with a graph for each shape that it meets."""
+    _allow_recompilations()
+    return torch.compile(function, dynamic=False)
+
+
+def _allow_recompilations() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)

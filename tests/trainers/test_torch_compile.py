@@ -22,7 +22,7 @@ def train_traced(argv):
     from llm.trainers.gpt.main import main
 
     compile_fully = torch.compile
-    torch.compile = lambda function: compile_fully(function, backend="eager")
+    torch.compile = lambda function, **options: compile_fully(function, backend="eager", **options)
     code = main(argv)
     counters = torch._dynamo.utils.counters
     return code, counters["stats"]["unique_graphs"], dict(counters["graph_break"])

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from llm.models.compilation import compile_for_fixed_shapes
 from llm.models.configuration import one_line
 from llm.models.masking import documents_of_forward, keeps_documents_apart, run_model
 from llm.models.sizes import find_blocks
@@ -28,11 +29,6 @@ _KINDS: dict[_Kind, str] = {
     "blocks": "a mask of blocks of tokens (FlexAttention)",
     "dense": "one mask of all pairs of tokens",
 }
-
-_RECOMPILE_LIMIT = 64
-"""Compiled forms of FlexAttention: one for each shape of a batch and each window of attention.
-
-Beyond PyTorch's limit of 8 it would run uncompiled, with all pairs of tokens in memory."""
 
 logger = logging.getLogger("llm.models")
 
@@ -141,14 +137,7 @@ def _attend(
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as torch.compile makes it, or itself inside of a compiled model."""
-    return function if torch.compiler.is_compiling() else _compile(function)
-
-
-@functools.cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
-    return torch.compile(function, dynamic=False)
+    return function if torch.compiler.is_compiling() else compile_for_fixed_shapes(function)
 
 
 def kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,0 +1,64 @@
+"""Compiled blocks have a graph for each shape of a batch, whichever shape comes first."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from llm.models.compilation import compile_blocks
+from llm.models.loss import LanguageModelLoss
+from tests.support.models import tiny_config, tiny_model
+
+
+@pytest.fixture
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int | torch.SymInt]]:
+    """Batch size of each graph that is made, symbolic if it is any; graphs run unoptimized."""
+    sizes: list[int | torch.SymInt] = []
+    compile_fully = torch.compile
+
+    def backend(graph: GraphModule, inputs: list[Tensor | int]) -> GraphModule:
+        traced = (node.meta.get("example_value") for node in graph.graph.nodes)
+        sizes.append(next(value.shape[0] for value in traced if is_hidden(value)))
+        return graph
+
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **options: compile_fully(call, backend=backend, **options)
+    )
+    torch._dynamo.reset()
+    yield sizes
+    torch._dynamo.reset()
+
+
+def is_hidden(value: object) -> bool:
+    """Whether it is [batch, length, width]."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.dim() == 3
+
+
+def run(loss: LanguageModelLoss, size: int, *, training: bool) -> None:
+    tokens = torch.zeros((size, 8), dtype=torch.long)
+    with torch.set_grad_enabled(training):
+        objective, _ = loss.train(training)(tokens, tokens)
+    if training:
+        objective.backward()
+
+
+def test_an_evaluation_before_training_leaves_graphs_of_fixed_shapes(batch_sizes):
+    model = tiny_model(tiny_config("gpt2"))
+    compile_blocks(model)
+    loss = LanguageModelLoss(model)
+    for _ in range(2):
+        run(loss, 2, training=False)
+        run(loss, 4, training=True)
+    assert batch_sizes == [2, 4]  # one graph each, for all blocks
+    assert {type(size) for size in batch_sizes} == {int}
+
+
+def test_more_shapes_than_pytorchs_limit_are_compiled(batch_sizes):
+    model = tiny_model(tiny_config("gpt2"))
+    compile_blocks(model)
+    loss = LanguageModelLoss(model)
+    for size in range(2, 14):
+        run(loss, size, training=True)
+    assert batch_sizes == list(range(2, 14))
