@@ -12,7 +12,6 @@ The z-loss keeps the logits from drifting: it is the square of each token's log-
 times a small coefficient (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llm.models.compilation import compile_for_fixed_shapes
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.weight_casts import copy_once
 
@@ -74,7 +74,7 @@ def chunked_cross_entropy(
         shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     matrix = copy_once(whole, lambda: _product_matrix(weight, align))
-    softmax = _compiled_softmax() if compiled and shard is None else _softmax
+    softmax = compile_for_fixed_shapes(_softmax) if compiled and shard is None else _softmax
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -220,7 +220,10 @@ def _softmax(
     with_gradient: bool,
     z_loss: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the losses of a chunk, and their gradient by the logits; overwrites the logits.
+    """Return the losses of a chunk, and their gradient by the logits; may overwrite the logits.
+
+    When compiled, it only reads the logits and writes the gradient. It compares column numbers,
+    since a write to some columns would make Inductor store the whole matrix and read it again.
 
     Args:
         logits: [rows, columns], in the precision of the products.
@@ -235,7 +238,12 @@ def _softmax(
         log-sum-exp of the logits of all ranks, 0 without a label, or None without z-loss; and
         [rows, columns], in the precision of the logits, or None.
     """
-    logits[:, own_columns:] = -torch.inf  # probability 0
+    columns = None
+    if torch.compiler.is_compiling():
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits = torch.where(columns < own_columns, logits, -torch.inf)
+    else:
+        logits[:, own_columns:] = -torch.inf  # probability 0
     targets = labels if shard is None else labels - shard.first
     # A label in the columns of another rank adds its loss there.
     mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
@@ -257,13 +265,11 @@ def _softmax(
         probs *= 1.0 + 2.0 * z_loss * log_sums
     # Softmax minus one-hot. The products with it zero the rows without a label: they are narrower.
     one = mine.float().unsqueeze(1)
-    return losses, squares, probs.scatter_add_(1, targets, -one).to(logits.dtype)
-
-
-@functools.cache
-def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Return `_softmax` as a few kernels, which read and write the logits a fourth as often."""
-    return torch.compile(_softmax, dynamic=False)
+    if columns is None:
+        probs.scatter_add_(1, targets, -one)
+    else:
+        probs = torch.where(columns == targets, probs - one, probs)
+    return losses, squares, probs.to(logits.dtype)
 
 
 def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor | None]:

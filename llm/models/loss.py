@@ -18,10 +18,12 @@ from llm.models.source_losses import sum_by_source
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
-# Products of 2,560 tokens with GPT-2's vocabulary; larger ones are hardly faster. The logits and
-# their gradients in half precision take as many bytes again.
-_ACCELERATOR_CHUNK_BYTES = 512 * 2**20
-_MEMORY_SHARE = 64  # 512 MiB of 32 GiB; smaller devices get smaller chunks
+# Products of 5,248 tokens with GPT-2's vocabulary. Each chunk reads and writes the gradient of the
+# head, in fp32, so few large ones are faster. Logits and gradients in half precision take as many
+# bytes together, and where the softmax is not compiled, its fp32 probabilities as many again.
+_MAX_CHUNK_BYTES = 2**30
+_MEMORY_SHARE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
+_CHUNK_BYTES = 512 * 2**20  # where the memory is unknown
 _TILE = 128
 """Rows and columns of the tiles that an accelerator's matrix products are made of."""
 
@@ -243,7 +245,7 @@ class LanguageModelLoss(nn.Module):
 
     def _chunk_rows(self, hidden: Tensor, columns: int) -> int:
         if self._is_aligned(hidden.device):
-            return aligned_rows(len(hidden), columns, self._chunk_bytes or _ACCELERATOR_CHUNK_BYTES)
+            return aligned_rows(len(hidden), columns, self._chunk_bytes or _CHUNK_BYTES)
         if self._chunk_bytes is None:
             return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * columns))
         return max(1, self._chunk_bytes // (4 * columns))
@@ -256,8 +258,8 @@ def accelerator_chunk_bytes(memory: int | None) -> int:
         memory: Bytes of the device; None if they are unknown.
     """
     if memory is None:
-        return _ACCELERATOR_CHUNK_BYTES
-    return min(_ACCELERATOR_CHUNK_BYTES, memory // _MEMORY_SHARE)
+        return _CHUNK_BYTES
+    return min(_MAX_CHUNK_BYTES, memory // _MEMORY_SHARE)
 
 
 def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:

@@ -340,6 +340,7 @@ def test_aligned_products_under_autocast_give_the_same_gradients(dtype):
         (8192, 50257, 512 * 2**20, 2048),  # 2,668 tokens fit: four equal chunks, not three and 512
         (16384, 50304, 512 * 2**20, 2432),  # seven chunks, the last of 1,792 tokens
         (4096, 128256, 512 * 2**20, 1024),
+        (16384, 50304, 2**30, 4096),  # four chunks
         (1024, 50257, 512 * 2**20, 1024),  # one chunk
         (63, 320, 512 * 2**20, 128),
         (8192, 262144, 2**20, 128),  # 128 tokens at least
@@ -351,9 +352,11 @@ def test_chunks_are_equal_and_multiples_of_128(tokens, columns, chunk_bytes, row
 
 
 @pytest.mark.parametrize(
-    ("memory", "mebibytes"), [(80 * 2**30, 512), (32 * 2**30, 512), (8 * 2**30, 128), (None, 512)]
+    ("gibibytes", "mebibytes"),
+    [(8, 128), (32, 512), (48, 768), (64, 1024), (80, 1024), (141, 1024), (None, 512)],
 )
-def test_a_small_device_computes_small_chunks(memory, mebibytes):
+def test_chunks_take_a_64th_of_the_devices_memory_up_to_1_gib(gibibytes, mebibytes):
+    memory = None if gibibytes is None else gibibytes * 2**30
     assert accelerator_chunk_bytes(memory) == mebibytes * 2**20
 
 

@@ -1,7 +1,6 @@
 """The z-loss against its formula, in float64 and by autograd on the full logits."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llm.models.cross_entropy import _compiled_softmax, _softmax, chunked_cross_entropy
+from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_config, tiny_model
 
@@ -115,18 +114,3 @@ def test_half_precision_keeps_a_z_loss_smaller_than_its_rounding() -> None:
     found = gradient(z_loss) - gradient(0.0)
     share = (found * precise.grad).sum() / precise.grad.square().sum()
     assert 0.8 < share < 1.2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_softmax_has_the_same_z_loss(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(32, 300, generator=generator).to(dtype)
-    labels = torch.randint(290, (32,), generator=generator)
-    labels[3] = -100
-    arguments = labels, 290, None, True, 1e-2
-    expected = _softmax(logits.clone(), *arguments)
-    compiled = _compiled_softmax()(logits.clone(), *arguments)
-    for one, other in zip(compiled, expected, strict=True):
-        torch.testing.assert_close(one, other)
