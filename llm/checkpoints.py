@@ -322,7 +322,10 @@ def _check_empty(target: Path, option: str) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
     if (run := run_around(target)) is not None:
-        raise ConfigError(f"{option} {target} lies within the files of the run {run}.")
+        raise ConfigError(
+            f"{option} {target} lies within the files of the run {run}; name a "
+            "folder outside of them."
+        )
 
 
 def _prepare_libraries() -> None:

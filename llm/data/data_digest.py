@@ -1,7 +1,6 @@
 """Digests of the training tokens, by which a resume notices that the data have changed."""
 
 import json
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from llm.data.corpus import CorpusSource
-from llm.data.formats.megatron import mapping_of
+from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.sidecar import read_sidecar
 
 _END_TOKENS = 1 << 16
@@ -46,12 +45,9 @@ def _read_places(tokens: NDArray[Any]) -> bytes:
     """Return the bytes of a stream at places at equal distances."""
     last = max(0, tokens.size - _PLACE_TOKENS)
     starts = [last * number // (_PLACES - 1) for number in range(_PLACES)]
-    mapping = mapping_of(tokens) if hasattr(mmap, "MADV_RANDOM") else None
-    if mapping is not None:  # otherwise the system reads up to megabytes around each place
-        mapping.madvise(mmap.MADV_RANDOM)
+    set_read_ahead(tokens, on=False)
     places = b"".join(tokens[start : start + _PLACE_TOKENS].tobytes() for start in starts)
-    if mapping is not None:
-        mapping.madvise(mmap.MADV_NORMAL)
+    set_read_ahead(tokens, on=True)
     return places
 
 

@@ -89,6 +89,18 @@ def mapping_of(mapped: NDArray[Any]) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) else None
 
 
+def set_read_ahead(mapped: NDArray[Any], *, on: bool) -> None:
+    """Let the system read ahead, or keep it from reading megabytes around each place that is read.
+
+    Args:
+        mapped: An array that `map_file` returned.
+        on: Whether the system reads ahead, as it does by default.
+    """
+    mapping = mapping_of(mapped)
+    if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_NORMAL if on else mmap.MADV_RANDOM)
+
+
 def write_index(
     path: Path,
     dtype: np.dtype[Any],

@@ -21,11 +21,11 @@ from llm.checkpoint.run_folder import differences
 from llm.errors import CheckpointError
 from llm.models.configuration import load_config
 from llm.models.options import ARCHITECTURE
-from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.resume import named_changes
-from llm.trainers.gpt.trained_model import generation_settings, with_copies
+from llm.trainers.gpt.trained_model import generation_settings, tokenizer_of, with_copies
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.run_setup import RunSetup
@@ -160,7 +160,7 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
         ConfigError: It cannot be loaded.
     """
     if start is None or not start.holds_copies:
-        return _load_tokenizer(config)
+        return tokenizer_of(config)
     names = (*TOKENIZER_FILES, "model_name_or_path")
     option = next(option for option in names if getattr(config, option) is not None)
     files = [getattr(config, option)]
@@ -169,12 +169,12 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
     allowed = _allowed(config, names)
     if not all(Path(file).exists() for file in files) and not allowed:
         logger.info(f"{files[0]} is not a local path: the tokenizer is the copy in {start.path}.")
-        return _load_tokenizer(with_copies(config, start))
-    tokenizer = _load_tokenizer(config)
+        return tokenizer_of(with_copies(config, start))
+    tokenizer = tokenizer_of(config)
     ids = fingerprint(tokenizer)
     # Another version of the library may compute another fingerprint of the same tokenizer.
     changed = ids != start.metadata["tokenizer"] and ids != fingerprint(
-        _load_tokenizer(with_copies(config, start))
+        tokenizer_of(with_copies(config, start))
     )
     if allowed:
         same = "changes: it gives other ids than" if changed else "gives the same ids as"
@@ -185,14 +185,6 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
             f"changed. Restore it, or allow the change with --change_on_resume {option}."
         )
     return tokenizer
-
-
-def _load_tokenizer(config: GPTConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def _allowed(config: GPTConfig, names: tuple[str, ...]) -> bool:

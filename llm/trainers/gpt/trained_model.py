@@ -43,7 +43,10 @@ def read_config(run: Path) -> GPTConfig:
     if not run.is_dir():
         raise CheckpointError(f"{run} is not a folder; name the --output_dir of a run.")
     if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} has no config.toml, which says what model was trained.")
+        raise CheckpointError(
+            f"{run} has no config.toml, which says what model was trained; name the --output_dir "
+            "of a run, or copy the file back."
+        )
     return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
 
 
@@ -100,6 +103,21 @@ def with_copies(config: GPTConfig, checkpoint: Checkpoint) -> GPTConfig:
     return dataclasses.replace(config, **copies)
 
 
+def tokenizer_of(config: GPTConfig) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that the options name.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from llm.tokenizers.load_tokenizer import load_tokenizer
+
+    return load_tokenizer(
+        config,
+        model_name_or_path=config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
 def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
     """Return the generation settings of the pretrained weights that a run started from.
 
@@ -144,7 +162,9 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
     if step == "latest":
         listed = checkpoint_folders(folder)
         newest = newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
-        if newest is None or not os.path.lexists(listed[-1]):
+        if listed and not os.path.lexists(listed[-1]):  # `read_while_training` tries again
+            raise CheckpointError(f"Training removed {listed[-1]} while checkpoints were read.")
+        if newest is None:
             raise CheckpointError(f"{folder} holds no valid checkpoint.")
         return newest
     if step == BEST:
@@ -172,15 +192,15 @@ def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
     Raises:
         CheckpointError: Training removes them faster than they are read.
     """
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         listed = checkpoint_folders(folder)
         try:
             return read()
         except Exception:
-            removed = [path for path in listed if not os.path.lexists(path)]
-            if not removed:
+            if all(os.path.lexists(path) for path in listed):
                 raise
-        sys.stderr.write(f"{removed[-1]} was removed while it was read, by a running training.\n")
+        if tries_left:
+            sys.stderr.write(f"Training removed checkpoints of {folder}; reading again.\n")
     raise CheckpointError(
         f"A running training has removed checkpoints of {folder} {_TRIES} times while they were "
         "read; wait until it has ended, or let it keep more with --keep_checkpoints."
@@ -226,7 +246,6 @@ def build_untrained(
 
     from llm.models.build import build_model
     from llm.models.configuration import has_weights, load_config
-    from llm.tokenizers.load_tokenizer import load_tokenizer
 
     name = config.model_name_or_path
     settings = generation_settings(chosen)
@@ -239,11 +258,7 @@ def build_untrained(
             with contextlib.suppress(OSError):
                 settings = GenerationConfig.from_pretrained(name)
     config = with_copies(config, chosen)
-    tokenizer = load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        trust_remote_code=config.trust_remote_code,
-    )
+    tokenizer = tokenizer_of(config)
     model = build_model(
         dataclasses.replace(
             config,

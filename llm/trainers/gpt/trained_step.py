@@ -1,7 +1,6 @@
 """Which samples a step of a run was trained on, from the run's folder alone."""
 
 import json
-import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +14,22 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples
 from llm.data.data_digest import digest_of, has_changed
-from llm.data.formats.megatron import mapping_of
+from llm.data.formats.megatron import set_read_ahead
 from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.parallel.dims import parallel_dims
-from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
-from llm.trainers.gpt.trained_model import read_config, read_while_training, with_copies
+from llm.trainers.gpt.trained_model import (
+    read_config,
+    read_while_training,
+    tokenizer_of,
+    with_copies,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -83,12 +86,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     def read_model() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
         newest = list_checkpoints(checkpoints)[-1:]
         named = with_copies(config, newest[0]) if newest else config
-        tokenizer = load_tokenizer(
-            named,
-            model_name_or_path=named.model_name_or_path,
-            trust_remote_code=named.trust_remote_code,
-        )
-        return tokenizer, load_config(named)
+        return tokenizer_of(named), load_config(named)
 
     tokenizer, model_config = read_while_training(checkpoints, read_model)
     corpus = open_corpus(
@@ -104,7 +102,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
             f"{step} was trained on; restore them."
         )
     for source in corpus.train:
-        _read_no_further(source.stream.tokens)
+        set_read_ahead(source.stream.tokens, on=False)
     block_size = choose_block_size(config, model_config)
     samples = Samples(
         corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0
@@ -130,13 +128,6 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         corpus=corpus.train,
         tokenizer=tokenizer,
     )
-
-
-def _read_no_further(mapped: NDArray[Any]) -> None:
-    """Keep the system from reading up to megabytes of a mapped file around each sample."""
-    mapping = mapping_of(mapped)
-    if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
-        mapping.madvise(mmap.MADV_RANDOM)
 
 
 def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
