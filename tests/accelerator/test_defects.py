@@ -1,5 +1,6 @@
 """The made-up device notices defects that a CPU does not: they are put back one by one."""
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,7 @@ def leave_experts_in_float32() -> None:
 
 def test_experts_that_multiply_in_float32_raise():
     error = outcome_with(leave_experts_in_float32, Case(1, family="mixtral")).error
-    assert "Expected inputs of BF16 type but got mat_a.dtype=torch.float32" in error
+    assert re.search(r"Expected .*\bgot .*torch\.float32", error), error
 
 
 def compute_the_blocks_in_float32() -> None:
