@@ -3,6 +3,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -19,6 +20,7 @@ SCRIPTS = sorted(
     for path in [*EXAMPLES.glob("slurm/*"), *EXAMPLES.glob("pbs/*")]
     if path.stem != "prepare_data"
 )
+MY_DATA = 'model_name_or_path = "gpt2"\ntrain_file = "a.txt"\n'
 TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a b.txt", "--output_dir", "runs/a"]
 
 
@@ -39,11 +41,9 @@ def refuse(capsys, *argv: str, trainer: list[str] = TRAINER) -> str:
 
 
 def options_of(script: str) -> list[str]:
-    """The trainer's options of a script, with the folder from which it computes that of a job."""
+    """The trainer's options of a script."""
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
-    words = shlex.split(re.sub(r'"\$\{\w+:-(\w+)\}"', r"\1", block))  # what may come from outside
-    run = re.search(r"(?m)^RUN=([^$\n]*)$", script)
-    return words + (["--output_dir", run[1]] if run else [])
+    return shlex.split(re.sub(r'"\$\{\w+:-(\w+)\}"', r"\1", block))  # what may come from outside
 
 
 def directives(script: str) -> dict[str, str]:
@@ -80,13 +80,21 @@ def test_gpt2_small_has_a_script_for_each_mode_on_four_nodes_of_four_gpus(monkey
     assert modes["gpt2_small_decentralized"] == ("gossip", "alternating-exp-ring")
 
 
-# What a site's profile and its scheduler provide; the launchers only show how they are called.
+# What a site's profile and its scheduler provide. A training by torchrun is preempted at once.
 PROFILE = """
 module() { :; }
 conda() { :; }
-scontrol() { echo node1; }
-torchrun() { :; }
-srun() { :; }
+scontrol() { if [[ "$1" == show ]]; then echo node1; else echo "scontrol $*"; fi; }
+srun() {
+    while [[ "$1" == --* ]]; do shift; done
+    case "$*" in torchrun* | *llm.jobs.output_dir*) "$@" ;; esac
+}
+torchrun() {
+    if [[ "$*" == *" -m llm.trainers.gpt "* ]]; then
+        mkdir -p runs/mine
+        printf '{\\n "status": "preempted",\\n}\\n' > runs/mine/status.json
+    fi
+}
 mpiexec() { :; }
 """
 RECORD = {
@@ -129,14 +137,20 @@ def test_what_the_scheduler_was_given_needs_no_filling_in(path, tmp_path):
     assert done.returncode == 2
 
 
+def make_environment(folder: Path) -> None:
+    """Make a virtual environment that has the package and the Python of the tests."""
+    (folder / "bin").mkdir(parents=True)
+    paths = f'export PATH={Path(sys.executable).parent}:"$PATH" PYTHONPATH={EXAMPLES.parent}\n'
+    (folder / "bin/activate").write_text(paths)
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     path, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "env/bin").mkdir(parents=True)
-    (tmp_path / "env/bin/activate").touch()
-    (tmp_path / "my.toml").write_text('seed = 1\noutput_dir = "runs/mine"  # on a fast disk\n')
+    make_environment(tmp_path / "env")
+    (tmp_path / "my.toml").write_text(f'{MY_DATA}seed = 1\noutput_dir = "runs/mine"\n')
     script = tmp_path / "script"
     script.write_text(path.read_text().replace("IMAGE=__IMAGE__", "IMAGE=lab/llm:1"))
 
@@ -144,12 +158,71 @@ def test_a_configuration_as_argument_replaces_the_options_of_an_example(
 
     assert done.returncode == 0, done.stderr
     told = re.search(r"Running: (.*) -m llm\.trainers\.gpt (.*)", done.stdout)
-    config = parse_args([*shlex.split(told[2]), *TRAINER[:4]])
+    config = parse_args(shlex.split(told[2]))
     run = "runs/mine/learning_rate-1e-4" if path.stem == "array" else "runs/mine"
     assert (config.seed, config.output_dir, config.resume_from_checkpoint) == (2, run, True)
     assert (config.exit_after == 165) == (path.stem == "chain")
     if path.suffix == ".pbs":  # outside a job, on this host only
         assert told[1].startswith("torchrun --standalone --nproc_per_node=")
+
+
+MY_OUTPUT_DIR = pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('output_dir = "runs/mine"  # the "best" one', []),
+        ("output-dir = 'runs/mine'", []),
+        ('output_dir = "runs/other"', ["--output_dir", "runs/mine"]),
+        ("", ["--output-dir=runs/mine"]),
+    ],
+    ids=["quotes in a comment", "dash and single quotes", "command line wins", "no line"],
+)
+"""Ways to say `runs/mine` to the trainer: a line of the TOML file, and words after it."""
+
+
+@MY_OUTPUT_DIR
+@pytest.mark.parametrize("image", [[], ["--container", "lab/llm:1"]], ids=["", "container"])
+def test_a_job_requeues_by_the_status_of_the_run_that_the_trainer_writes(
+    line, words, image, tmp_path, capsys
+):
+    make_environment(tmp_path / "venv")
+    (tmp_path / "my.toml").write_text(MY_DATA + line)
+    script = tmp_path / "script"
+    script.write_text(write(capsys, "slurm", "--requeue", *image))
+
+    # In a container, Python is that of the image.
+    image_path = f"{Path(sys.executable).parent}:/usr/bin:/bin" if image else "/usr/bin:/bin"
+    variables = {**RECORD, "PATH": image_path, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = start(tmp_path, script, "my.toml", *words, **variables)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nscontrol requeue 7\n")
+
+
+@MY_OUTPUT_DIR
+def test_an_array_makes_its_folders_in_the_one_that_the_trainer_reads(
+    line, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_environment(tmp_path / "venv")
+    (tmp_path / "my.toml").write_text(MY_DATA + line)
+
+    done = start(tmp_path, EXAMPLES / "slurm/array.sh", "my.toml", *words, **RECORD)
+
+    told = re.search(r"Running: .* -m llm\.trainers\.gpt (.*)", done.stdout)
+    assert parse_args(shlex.split(told[1])).output_dir == "runs/mine/learning_rate-1e-4"
+
+
+def test_a_job_without_an_output_dir_ends_before_it_trains(tmp_path):
+    make_environment(tmp_path / "venv")
+    (tmp_path / "my.toml").write_text(MY_DATA)
+
+    done = start(tmp_path, EXAMPLES / "slurm/requeue.sh", "my.toml", **RECORD)
+
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: The job script needs an output_dir; add it to the trainer's options.\n"
+    )
+    assert "Running" not in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
@@ -200,15 +273,14 @@ def test_requested_resources_appear_in_the_directives(capsys):
     assert "=__" not in script
 
 
-def test_options_that_the_script_computes_are_removed_in_any_spelling(capsys):
+def test_the_option_that_an_array_varies_is_removed_in_any_spelling(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
     assert "\nVALUES=(1 2)  # one for each job of the array\n" in script
-    assert "\nRUN=runs/b\n" in script
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
-    assert block.split("\n")[2:] == ["    --resume-from-checkpoint"]
-    assert '\nRUN=$RUN/seed-$VALUE\nOPTIONS+=(--seed "$VALUE")\n' in script
-    assert '\nOPTIONS+=(--output_dir "$RUN")\n' in script
+    assert block.split("\n")[2:] == ["    --output-dir=runs/b", "    --resume-from-checkpoint"]
+    assert '\nOPTIONS+=(--seed "$VALUE")\n' in script
+    assert '\nOPTIONS+=(--output_dir "$RUN/seed-$VALUE")\n' in script
 
 
 def test_every_site_of_sites_toml_can_be_chosen():
@@ -305,8 +377,6 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
     assert directives(script)["signal"] == "B:USR1@300"
     assert "#SBATCH --requeue\n#SBATCH --open-mode=append\n" in script
     assert '"--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"' in script
-    assert '\nOPTIONS+=(--output_dir "$RUN")\n' in script
-    assert "\nRUN=runs/a\n" in script
 
 
 @pytest.mark.parametrize(
@@ -423,8 +493,7 @@ def test_only_a_run_that_this_start_has_preempted_is_queued_again(
     for name, text in programs.items():
         (tmp_path / "programs" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "programs" / name).chmod(0o755)
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/bin/activate").touch()
+    make_environment(tmp_path / "venv")
     script = EXAMPLES / "slurm/requeue.sh"
 
     done = subprocess.run(

@@ -24,7 +24,6 @@
 # The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
-RUN=runs/gpt-neo-125m
 OPTIONS=(
     --from_scratch
     --dataset_name wikitext
@@ -37,6 +36,7 @@ OPTIONS=(
     --per_device_train_batch_size 8
     --global_batch_size 128
     --mixed_precision bf16
+    --output_dir runs/gpt-neo-125m
 )
 
 # What sbatch was given in place of a directive is in the job's record.
@@ -52,16 +52,9 @@ fi
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
-    RUN=$(sed -n 's/^output_dir *= *"\(.*\)".*/\1/p' "$1")
-    if [[ -z "$RUN" ]]; then
-        echo "$1 has no output_dir; add it." >&2
-        exit 2
-    fi
 fi
 VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-RUN=$RUN/learning_rate-$VALUE
 OPTIONS+=(--learning_rate "$VALUE")
-OPTIONS+=(--output_dir "$RUN")
 
 # Only now, as modules and conda use unset variables.
 set -euo pipefail
@@ -76,6 +69,10 @@ source "$VENV/bin/activate"
 GPUS=${SLURM_GPUS_PER_NODE:-4}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+# The folder that the trainer reads from OPTIONS, where the command line overrides CONFIG.toml.
+RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+OPTIONS+=(--output_dir "$RUN/learning_rate-$VALUE")
 
 # EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
 LAUNCH=(

@@ -90,15 +90,12 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
     trainer = _with_stop_and_resume(trainer, exit_after)
     queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
     swept, values = _read_sweep(job.sweep)
-    output_dir = parse_args(trainer).output_dir
-    if output_dir is None:
+    if parse_args(trainer).output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     for words in [[f"--{swept}", value] for value in values] or [[]]:
         check_ranks(
             parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
-    computes_run = job.requeue or bool(swept)
-    by_script = {swept, "output_dir"} if computes_run else set()
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -115,10 +112,8 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         sweep=swept,
         values=values,
-        computes_run=computes_run,
-        output_dir=output_dir,
         exit_after=exit_after,
-        trainer=_rows(trainer, without=by_script),
+        trainer=_rows(trainer, without=swept),
         made_by=shlex.join(_without_output(command)),
     )
 
@@ -207,12 +202,12 @@ def _read_sweep(sweep: str | None) -> tuple[str, list[str]]:
     return name, values
 
 
-def _rows(trainer: Sequence[str], *, without: set[str]) -> list[str]:
+def _rows(trainer: Sequence[str], *, without: str) -> list[str]:
     """Quote the trainer's arguments for bash, one option a row.
 
     Args:
         trainer: The arguments.
-        without: Options that the script computes itself.
+        without: The option that an array varies, which the script adds; "" without an array.
     """
     rows: list[list[str]] = []
     for word in trainer:
@@ -223,7 +218,7 @@ def _rows(trainer: Sequence[str], *, without: set[str]) -> list[str]:
         variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
         if variable is not None and len(row) == 2:
             row[1] = f'"${{{variable}:-{row[1]}}}"'
-    return [" ".join(row) for row in rows if _option_of(row[0]) not in without]
+    return [" ".join(row) for row in rows if _option_of(row[0]) != without]
 
 
 def _option_of(word: str) -> str:

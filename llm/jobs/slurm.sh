@@ -66,9 +66,6 @@ VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% if sweep %}
 VALUES=({{ values | map("quote") | join(" ") }})  # one for each job of the array
 {% endif %}
-{% if computes_run %}
-RUN={{ output_dir | quote }}
-{% endif %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
@@ -88,21 +85,10 @@ fi
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
-{% if computes_run %}
-    RUN=$(sed -n 's/^output_dir *= *"\(.*\)".*/\1/p' "$1")
-    if [[ -z "$RUN" ]]; then
-        echo "$1 has no output_dir; add it." >&2
-        exit 2
-    fi
-{% endif %}
 fi
 {% if sweep %}
 VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-RUN=$RUN/{{ sweep }}-$VALUE
 OPTIONS+=(--{{ sweep }} "$VALUE")
-{% endif %}
-{% if computes_run %}
-OPTIONS+=(--output_dir "$RUN")
 {% endif %}
 {{ site.set_up }}
 # Only now, as modules and conda use unset variables.
@@ -137,6 +123,18 @@ CONTAINER=(  # what pyxis adds to the options of srun
     --container-mounts="$PWD:$PWD"
     --container-workdir="$PWD"
 )
+{% endif %}
+{% if job.requeue or sweep %}
+# The folder that the trainer reads from OPTIONS, where the command line overrides CONFIG.toml.
+{% if job.container %}
+RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m llm.jobs.output_dir "${OPTIONS[@]}")
+{% else %}
+RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+{% endif %}
+{% if sweep %}
+OPTIONS+=(--output_dir "$RUN/{{ sweep }}-$VALUE")
+{% endif %}
+
 {% endif %}
 # EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
 {% if not torchrun %}

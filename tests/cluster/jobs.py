@@ -57,11 +57,7 @@ class Submission:
         words = self.bench.command(run, **settings)
         rows = text.split("OPTIONS=(\n")[1].split("\n)\n")[0].splitlines()
         kept = [row for row in rows if "$" in row or "--resume" in row]
-        if re.search("(?m)^RUN=", text):
-            place = words.index("--output_dir")
-            del words[place : place + 2]
-        filled = re.sub(r"(?m)^RUN=[^$\n]*$", f"RUN=runs/{run}", text)
-        filled = filled.replace("\n".join(rows), "\n".join([" ".join(words), *kept]))
+        filled = text.replace("\n".join(rows), "\n".join([" ".join(words), *kept]))
         return self._write(f"{run}-{Path(example).name}", filled)
 
     def fill_in_preparation(self, example: str, *, output: str) -> Path:
