@@ -63,9 +63,11 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
         "gradient" and "update" of the third one, "log", "evaluation" and "save". Then the
         time-outs of all process groups that the package has made.
     """
-    for name in ("RANK", "LOCAL_RANK"):  # with which Accelerate would join groups of its own
+    # With a rank, Accelerate would join groups that this device does not have.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    os.environ["WORLD_SIZE"] = str(case.world_size)
+    if case.world_size > 1:
+        os.environ["WORLD_SIZE"] = str(case.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(min(RANKS_PER_NODE, case.world_size))
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{made_up_device.NAME}:0"
     device = made_up_device.install(case.rank, case.world_size)
