@@ -1,4 +1,4 @@
-"""Digests of the training tokens, by which a resume notices that the data have changed."""
+"""Digests of the training tokens: a resume compares them to notice changed data."""
 
 import json
 from collections.abc import Sequence

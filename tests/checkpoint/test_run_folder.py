@@ -47,7 +47,10 @@ def test_files_not_written_by_a_run_are_never_replaced(tmp_path, name, how):
 def test_a_run_can_start_in_a_folder_that_holds_only_the_stacks_of_a_hang(tmp_path, how):
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank_00001.txt").write_text("rank 0 on host hangs")
-    RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
+    run = RunFolder(tmp_path)
+    run.check(**{"resume": False, "overwrite": False, **how})
+    run.open(overwrite=False, config="seed = 1\n")
+    assert (tmp_path / "config.toml").read_text() == "seed = 1\n"
 
 
 def test_a_folder_with_the_users_own_files_can_be_used(tmp_path):
