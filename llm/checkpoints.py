@@ -25,7 +25,7 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.checkpoint.run_folder import run_around
 from llm.config.command_line import parse
-from llm.config.options import lacking, option
+from llm.config.options import lacking, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Checkpoints")
 class CheckpointsOptions:
     """The run, and the action on its checkpoints."""
 
@@ -53,44 +53,37 @@ class CheckpointsOptions:
         "",
         "The run's folder (--output_dir of its training), or its checkpoints folder. The option's "
         "name can be left out.",
-        group="Checkpoints",
         path=True,
     )
     verify: bool = option(
         False,
         "Read every byte and compare it with its checksum; exit with 1 if anything is damaged.",
-        group="Checkpoints",
     )
     export: tuple[str, ...] = option(
         (),
         "STEP DIR: write the model of a checkpoint, and the tokenizer, as a Hugging Face folder. "
         "STEP is a number, latest or best.",
-        group="Checkpoints",
         path=True,
     )
     ema: bool = option(
         False,
         "Export the moving average of the weights that --ema_decay or --ema_tokens keeps.",
-        group="Checkpoints",
         requires=("export",),
     )
     last: int = option(
         5,
         "average RUN: average the weights of so many checkpoints, the newest.",
-        group="Checkpoints",
         at_least=1,
         requires=("output",),
     )
     output: str | None = option(
         None,
         "average RUN: the folder to write the mean of the weights, and the tokenizer, to.",
-        group="Checkpoints",
         path=True,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
         None,
         "Precision of the exported weights; by default that of the run.",
-        group="Checkpoints",
         requires=("export", "output"),
     )
 

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from llm.config.command_line import parse
-from llm.config.options import given, option
+from llm.config.options import given, option, option_group
 from llm.config.program import program
 from llm.config.toml import given_as_toml, read_toml
 from llm.errors import ConfigError, LLMError, first_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.trainers.gpt.config import GPTConfig
-
-GROUP = "Fetch"
 
 # Files at the top of a model's repository. Weights are read as safetensors where there are some.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
@@ -33,43 +31,42 @@ _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 logger = logging.getLogger("llm")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Fetch")
 class FetchOptions:
     """The folder, and the trainer's options that can name something on the Hub."""
 
     folder: str | None = option(
-        None, "Folder to write to; the option's name can be left out.", group=GROUP, path=True
+        None, "Folder to write to; the option's name can be left out.", path=True
     )
     model_name_or_path: str | None = option(
-        None, "Model: its configuration, tokenizer and weights.", group=GROUP, path=True,
-        aliases=("model",),
-    )  # fmt: skip
+        None, "Model: its configuration, tokenizer and weights.", path=True, aliases=("model",)
+    )
     config_name: str | None = option(
-        None, "Model configuration, if it is not the model's.", group=GROUP, path=True
+        None, "Model configuration, if it is not the model's.", path=True
     )
     tokenizer_name: str | None = option(
-        None, "Tokenizer, if it is not the model's.", group=GROUP, path=True,
-        aliases=("tokenizer",),
-    )  # fmt: skip
+        None, "Tokenizer, if it is not the model's.", path=True, aliases=("tokenizer",)
+    )
     from_scratch: bool = option(
-        False, "Leave out the model's weights.", group=GROUP, aliases=("low_cpu_mem_usage",)
+        False, "Leave out the model's weights.", aliases=("low_cpu_mem_usage",)
     )
-    dataset_name: str | None = option(
-        None, "Data set.", group=GROUP, path=True, aliases=("dataset",)
-    )
+    dataset_name: str | None = option(None, "Data set.", path=True, aliases=("dataset",))
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set; only its files are downloaded.",
-        group=GROUP, requires=("dataset_name",),
-    )  # fmt: skip
+        None,
+        "Configuration (subset) of the data set; only its files are downloaded.",
+        requires=("dataset_name",),
+    )
     eval_metrics: tuple[str, ...] = option(
-        (), "Metrics of the evaluate library.", group=GROUP, aliases=("metrics",)
+        (), "Metrics of the evaluate library.", aliases=("metrics",)
     )
     eval_tasks: tuple[str, ...] = option(
-        (), "Tasks: YAML files of lm-eval, or names of tasks that come with it.", group=GROUP,
-        path=True, aliases=("tasks",),
-    )  # fmt: skip
+        (),
+        "Tasks: YAML files of lm-eval, or names of tasks that come with it.",
+        path=True,
+        aliases=("tasks",),
+    )
     trust_remote_code: bool = option(
-        False, "Run the Python code that comes with a model or a data set.", group=GROUP
+        False, "Run the Python code that comes with a model or a data set."
     )
 
 

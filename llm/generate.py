@@ -5,7 +5,6 @@ The text goes to the standard output token by token, everything else to the stan
 Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the model has diverged.
 """
 
-import dataclasses
 import io
 import json
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llm.checkpoint.format import MANIFEST
 from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError, DivergedError
 from llm.runtime.cpu import limit_spin_wait
@@ -40,7 +39,7 @@ _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
 """Logits divided by a temperature outside these bounds may not be finite."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Sampling")
 class GenerateOptions:
     """The model, the prompt, and how to sample."""
 
@@ -77,7 +76,6 @@ class GenerateOptions:
         None,
         "Below 1 likely tokens become likelier, above 1 all become more alike; 0 always takes the "
         "likeliest. By default what the model's generation_config.json says, else 1.",
-        group="Sampling",
         at_least=0,
         at_most=_LARGEST_TEMPERATURE,
     )
@@ -85,14 +83,12 @@ class GenerateOptions:
         None,
         "Sample from the k most likely tokens (0: no limit). By default what the model's "
         "generation_config.json says, else 50.",
-        group="Sampling",
         at_least=0,
     )
     top_p: float | None = option(
         None,
         "Draw from the likeliest tokens only that together have this probability. By default what "
         "the model's generation_config.json says, else 1.",
-        group="Sampling",
         above=0,
         at_most=1,
     )
@@ -100,7 +96,6 @@ class GenerateOptions:
         None,
         "The same seed writes the same text; the second of several texts has the next seed, and "
         "so on. By default drawn, and told.",
-        group="Sampling",
         at_least=0,
     )
 

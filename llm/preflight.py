@@ -8,7 +8,6 @@ Exit codes: 0 success; 1 a rank does not answer, fails, or differs from the othe
 the environment cannot work.
 """
 
-import dataclasses
 import os
 import platform
 import socket
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm import __version__
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ParallelError
 from llm.runtime.board import Board
@@ -40,18 +39,19 @@ STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
 """Progress of a rank in the collectives, in order."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Pre-flight")
 class PreflightOptions:
     """The timeout and the size of the messages."""
 
     timeout: float = option(
-        60.0, "Seconds for all ranks to answer, and again to communicate.", group="Pre-flight",
-        above=0, at_most=86_400,
-    )  # fmt: skip
+        60.0, "Seconds for all ranks to answer, and again to communicate.", above=0, at_most=86_400
+    )
     message_mb: int = option(
-        64, "Size of the tensor that is reduced and broadcast, in MiB.", group="Pre-flight",
-        at_least=1, at_most=1_000_000,
-    )  # fmt: skip
+        64,
+        "Size of the tensor that is reduced and broadcast, in MiB.",
+        at_least=1,
+        at_most=1_000_000,
+    )
 
 
 @program

@@ -1,54 +1,39 @@
 """Options of the run's folder and of checkpoints."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.tokens import Tokens
 
-CHECKPOINTS = "Output and checkpoints"
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Output and checkpoints")
 class CheckpointOptions:
     """Where a run writes, when it saves, and what it resumes from."""
 
     output_dir: str | None = option(
-        None,
-        "Folder of the run; by default runs/MODEL-DATA.",
-        group=CHECKPOINTS,
-        path=True,
+        None, "Folder of the run; by default runs/MODEL-DATA.", path=True
     )
     overwrite_output_dir: bool = option(
-        False,
-        "Remove the run that output_dir holds and start anew.",
-        group=CHECKPOINTS,
-        one_shot=True,
+        False, "Remove the run that output_dir holds and start anew.", one_shot=True
     )
     checkpointing_steps: int | Literal["epoch"] | None = option(
         None,
         "Save a checkpoint every so many steps, or at the end of every `epoch`; by default never.",
-        group=CHECKPOINTS,
         at_least=1,
     )
     checkpointing_tokens: Tokens | None = option(
         None,
         "Save a checkpoint after each step that completes so many tokens, in place of "
         "checkpointing_steps.",
-        group=CHECKPOINTS,
         at_least=1,
     )
     checkpointing_minutes: float | None = option(
-        None,
-        "Save a checkpoint also when so many minutes have passed since the last one.",
-        group=CHECKPOINTS,
-        above=0,
+        None, "Save a checkpoint also when so many minutes have passed since the last one.", above=0
     )
     keep_checkpoints: int | None = option(
         None,
         "Keep this many of the newest checkpoints; by default all. Needs checkpointing_steps, "
         "checkpointing_tokens or checkpointing_minutes.",
-        group=CHECKPOINTS,
         at_least=1,
     )
     save_top_k: int = option(
@@ -56,34 +41,29 @@ class CheckpointOptions:
         "Keep also this many checkpoints of the lowest validation loss, with a link `best`; each "
         "checkpoint is then evaluated before it is saved. Needs checkpointing_steps, "
         "checkpointing_tokens or checkpointing_minutes.",
-        group=CHECKPOINTS,
         at_least=0,
     )
     async_checkpoint: bool = option(
         True,
         "Go on training while a checkpoint is written; it takes as much host memory as this "
         "rank's share of weights and optimizer.",
-        group=CHECKPOINTS,
     )
     resume_from_checkpoint: bool | str = option(
         False,
         "Go on from the newest valid checkpoint of output_dir, or from the one at this path. "
         "Where there is none yet, the run starts afresh.",
-        group=CHECKPOINTS,
         one_shot=True,
         path=True,
     )
     change_on_resume: tuple[str, ...] = option(
         (),
         "Options that may differ from those of the run that is resumed although they are fixed.",
-        group=CHECKPOINTS,
         one_shot=True,
     )
     init_from: str | None = option(
         None,
         "Start with the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
         "RUN/best. Optimizer, schedule and data begin anew.",
-        group=CHECKPOINTS,
         path=True,
         resume="fixed",
     )
@@ -93,7 +73,6 @@ class CheckpointOptions:
         "RUN/best. Weights, optimizer, counters and the position in the data are those of the "
         "parent, and so are the options that are not given. A resumed branch goes on from its own "
         "checkpoints.",
-        group=CHECKPOINTS,
         path=True,
         requires=("output_dir",),
     )

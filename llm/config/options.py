@@ -14,14 +14,20 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
+T = TypeVar("T")
+
 _BELOW = 128
 """Bytes for names below a path, such as a checkpoint's files in the folder of a run."""
+
+Resume = Literal["fixed", "logged", "free"]
+"""What a resumed run may do with an option: keep its value (fixed), change it and log that, since
+rounding or evaluation change too (logged), or change it (free)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +35,14 @@ class Option:
     """The declaration of an option, besides its type and default; see `option`."""
 
     help: str
-    group: str
+    group: str = ""
     aliases: tuple[str, ...] = ()
     renamed_from: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    resume: Literal["fixed", "logged", "free"] = "free"
+    resume: Resume | None = None
     one_shot: bool = False
     path: bool = False
     requires: tuple[str, ...] = ()
@@ -46,14 +52,14 @@ def option(
     default: Any,
     help: str,
     *,
-    group: str,
+    group: str = "",
     aliases: tuple[str, ...] = (),
     renamed_from: str | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    resume: Literal["fixed", "logged", "free"] = "free",
+    resume: Resume | None = None,
     one_shot: bool = False,
     path: bool = False,
     requires: tuple[str, ...] = (),
@@ -63,15 +69,14 @@ def option(
     Args:
         default: Value when neither the TOML file nor the command line gives one.
         help: One or two sentences for `--help` and the configuration page.
-        group: Heading under which it is listed.
+        group: Heading under which it is listed, if not that of its class.
         aliases: Other names that mean the same.
         renamed_from: Name of the option in the last release, which is read for one release more.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
-        resume: `fixed` if a resumed run must keep the value of the run it continues; `logged` if
-            it may change the value and logs that, since rounding or evaluation change too.
+        resume: What a resumed run may do with the option, if not what its class says.
         one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
         path: Whether a string can name a file or folder.
         requires: Options that it depends on, as NAME or NAME=VALUE; it is refused unless one of
@@ -92,6 +97,29 @@ def option(
         requires=requires,
     )
     return dataclasses.field(default=default, metadata={"option": described})
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def option_group(group: str, *, resume: Resume = "free") -> Callable[[type[T]], type[T]]:
+    """Make a frozen, keyword-only dataclass of options.
+
+    Args:
+        group: Heading under which its options are listed, unless they name another.
+        resume: What a resumed run may do with its options, unless they say otherwise.
+    """
+
+    def make(cls: type[T]) -> type[T]:
+        for name in inspect.get_annotations(cls):
+            field = vars(cls).get(name)
+            if isinstance(field, dataclasses.Field):
+                own: Option = field.metadata["option"]
+                declared = dataclasses.replace(
+                    own, group=own.group or group, resume=own.resume or resume
+                )
+                field.metadata = types.MappingProxyType({"option": declared})
+        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    return make
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,20 @@
 """A stage of a data mixture as a table of the TOML file, and which stages make no sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.tokens import Tokens
 
-_STAGES = "Stages of the data"
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Stages of the data")
 class DataStage:
     """Sources and weights from the end of the stage before: one table `[[data_stage]]`."""
 
     until: Tokens | None = option(
-        None, "Tokens of the run at which the stage ends; none on the last.", group=_STAGES
+        None, "Tokens of the run at which the stage ends; none on the last."
     )
     data_path: tuple[float | str, ...] = option(
-        (), "Its token files, as the option data_path takes them.", group=_STAGES, path=True
+        (), "Its token files, as the option data_path takes them.", path=True
     )
 
 

@@ -7,7 +7,6 @@ Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2
 or files that are missing or, without `--verify`, too damaged to be shown.
 """
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
-from llm.config.options import lacking, option
+from llm.config.options import lacking, option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.tokenizers.options import TokenizerOptions
@@ -31,7 +30,7 @@ _MEASURED = 1_000_000  # documents whose length is measured
 _SAMPLED = 1_000  # documents whose last token is read
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Contents")
 class InspectOptions:
     """What to show of which file."""
 
@@ -67,24 +66,18 @@ class InspectOptions:
         requires=("rank",),
         at_least=1,
     )
-    documents: int = option(
-        3, "Number of documents to show, from the first.", group="Contents", at_least=0
-    )
-    tokens: int = option(60, "Tokens to show of each.", group="Contents", at_least=0)
+    documents: int = option(3, "Number of documents to show, from the first.", at_least=0)
+    tokens: int = option(60, "Tokens to show of each.", at_least=0)
     tokenizer_name: str | None = option(
         None,
         "Show them as text, too: a Hub name, a folder, or a tokenizer.json file. By default the "
         "tokenizer that the files were made with, if they name it and it is on this machine.",
-        group="Contents",
         path=True,
     )
     vocab_file: str | None = option(
-        None,
-        "GPT-2's vocab.json, with --merges_file instead of a name.",
-        group="Contents",
-        path=True,
+        None, "GPT-2's vocab.json, with --merges_file instead of a name.", path=True
     )
-    merges_file: str | None = option(None, "GPT-2's merges.txt.", group="Contents", path=True)
+    merges_file: str | None = option(None, "GPT-2's merges.txt.", path=True)
 
 
 @program

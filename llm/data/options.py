@@ -1,170 +1,120 @@
 """Options of the data: its source, its order, batches, the length of a run."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from llm.config.options import given, option
+from llm.config.options import given, option, option_group
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.data_stage import DataStage, stage_problems
 from llm.data.skipped_samples import skipped_ranges
 from llm.errors import ConfigError
 
-DATA = "Data"
 BATCH = "Batch"
-LENGTH = "Length of training"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Data", resume="fixed")
 class DataOptions:
     """Options of the training and validation data."""
 
     dataset_name: str | None = option(
         None,
         "Data set on the Hub, or a local folder that the datasets library can load.",
-        group=DATA,
         path=True,
-        resume="fixed",
     )
     dataset_config_name: str | None = option(
-        None,
-        "Configuration (subset) of the data set.",
-        group=DATA,
-        requires=("dataset_name",),
-        resume="fixed",
+        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
     )
     train_file: str | None = option(
-        None,
-        "Training text: a txt, json, jsonl, csv or parquet file.",
-        group=DATA,
-        path=True,
-        resume="fixed",
+        None, "Training text: a txt, json, jsonl, csv or parquet file.", path=True
     )
     validation_file: str | None = option(
-        None,
-        "Validation text: a txt, json, jsonl, csv or parquet file.",
-        group=DATA,
-        path=True,
-        resume="fixed",
+        None, "Validation text: a txt, json, jsonl, csv or parquet file.", path=True
     )
     data_path: tuple[float | str, ...] = option(
         (),
         "Token files to train and evaluate on: their paths without .bin and .idx (a flat nanoGPT "
         "file with its .bin), alone or each after its weight. Without weights, each counts by its "
         "tokens.",
-        group=DATA,
         path=True,
-        resume="fixed",
     )
     data_stage: tuple[DataStage, ...] = option(
         (),
         "Stages of a mixture that changes during the run, in place of data_path: tables "
         "[[data_stage]] of the TOML file, each with the data_path of the stage and, on all but the "
         "last, until, the tokens of the run at which it ends. As a flag, only none.",
-        group=DATA,
-        resume="fixed",
     )
     max_epochs: tuple[float | str, ...] = option(
         (),
         "Most epochs of a source: a number for every source, or a number before the path of each "
         "that has a limit. A run that would take more is refused before it trains.",
-        group=DATA,
         path=True,
         above=0,
+        resume="free",
     )
     train_data_path: tuple[float | str, ...] = option(
-        (),
-        "Token files to train on, taken whole, in place of data_path.",
-        group=DATA,
-        path=True,
-        resume="fixed",
+        (), "Token files to train on, taken whole, in place of data_path.", path=True
     )
     valid_data_path: tuple[float | str, ...] = option(
-        (), "Token files to evaluate on, taken whole.", group=DATA, path=True, resume="fixed"
+        (), "Token files to evaluate on, taken whole.", path=True
     )
     split: str | None = option(
         None,
         "How the documents of each file of data_path or data_stage are divided among training, "
         "validation and testing (which is not used), such as 980,10,10; 100,0,0 trains only. By "
         "default 969,30,1.",
-        group=DATA,
-        resume="fixed",
     )
     in_memory: bool = option(
         False,
         "Read the tokens into main memory at the start, once on each node, and pin them there if "
         "the system allows it.",
-        group=DATA,
+        resume="free",
     )
     reset_position_ids: bool = option(
-        False,
-        "Start the positions anew after each end-of-text token in a sample.",
-        group=DATA,
-        resume="fixed",
+        False, "Start the positions anew after each end-of-text token in a sample."
     )
     reset_attention_mask: bool = option(
-        False,
-        "Let no attention cross an end-of-text token in a sample.",
-        group=DATA,
-        resume="fixed",
+        False, "Let no attention cross an end-of-text token in a sample."
     )
     ignore_tokenizer_mismatch: bool = option(
         False,
         "Train on token files that another tokenizer made.",
-        group=DATA,
         renamed_from="force",
+        resume="free",
     )
     validation_split_percentage: float = option(
         5,
         "Percentage of the training rows, from the start, that validate when there is no "
         "validation split or file; 0 trains without validation.",
-        group=DATA,
         at_least=0,
         below=100,
-        resume="fixed",
     )
     text_column: str | None = option(
         None,
         "Column or JSON key that holds the text; by default `text`, else the only one of text.",
-        group=DATA,
         aliases=("json_key",),
-        resume="fixed",
     )
-    no_keep_linebreaks: bool = option(
-        False,
-        "Drop the line breaks (and blank lines) of txt files.",
-        group=DATA,
-        resume="fixed",
-    )
+    no_keep_linebreaks: bool = option(False, "Drop the line breaks (and blank lines) of txt files.")
     append_eos: bool = option(
-        True,
-        "End every document with the tokenizer's end-of-text token.",
-        group=DATA,
-        aliases=("append_eod",),
-        resume="fixed",
+        True, "End every document with the tokenizer's end-of-text token.", aliases=("append_eod",)
     )
     block_size: int | None = option(
-        None,
-        "Tokens a sample; by default the model's positions, 1024 at most.",
-        group=DATA,
-        at_least=1,
-        resume="fixed",
+        None, "Tokens a sample; by default the model's positions, 1024 at most.", at_least=1
     )
     preprocessing_num_workers: int | None = option(
-        None, "Threads that tokenise; by default all cores.", group=DATA, at_least=1
+        None, "Threads that tokenise; by default all cores.", at_least=1, resume="free"
     )
     overwrite_cache: bool = option(
-        False, "Tokenise again even when the cache holds the result.", group=DATA, one_shot=True
+        False, "Tokenise again even when the cache holds the result.", one_shot=True, resume="free"
     )
     data_cache_dir: str | None = option(
         None,
         "Folder for tokenised data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
-        group=DATA,
         path=True,
+        resume="free",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Length of training")
 class BatchOptions:
     """Options of batches and of the length of a run."""
 
@@ -195,22 +145,15 @@ class BatchOptions:
         at_least=1,
     )
     num_train_epochs: int = option(
-        3,
-        "Passes over the data, unless another length is given.",
-        group=LENGTH,
-        at_least=1,
-        resume="fixed",
+        3, "Passes over the data, unless another length is given.", at_least=1, resume="fixed"
     )
     max_train_steps: int | None = option(
-        None, "Optimizer steps to train.", group=LENGTH, at_least=1, resume="fixed"
+        None, "Optimizer steps to train.", at_least=1, resume="fixed"
     )
-    max_train_samples: int | None = option(
-        None, "Samples to train on.", group=LENGTH, at_least=1, resume="fixed"
-    )
+    max_train_samples: int | None = option(None, "Samples to train on.", at_least=1, resume="fixed")
     max_train_tokens: Tokens | None = option(
         None,
         "Tokens to train on, such as 20B; the run ends with the sample that reaches them.",
-        group=LENGTH,
         at_least=1,
         resume="fixed",
     )
@@ -218,7 +161,6 @@ class BatchOptions:
         None,
         "Tokens to train on for each parameter of the model, embeddings included; about 20 make "
         "the most of a number of operations (Hoffmann et al. 2022).",
-        group=LENGTH,
         above=0,
         resume="fixed",
     )
@@ -227,7 +169,6 @@ class BatchOptions:
         "Samples to leave out, as FIRST:STOP,... in the numbers of the log, such as 6400:6480 for "
         "6400 to 6479. A resume adds them to those of its checkpoint, and may name only samples "
         "that have not been trained on.",
-        group=LENGTH,
     )
 
 

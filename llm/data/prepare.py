@@ -3,12 +3,11 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.command_line import parse
-from llm.config.options import lacking, option
+from llm.config.options import lacking, option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
     from llm.data.preparation.output_files import Output
     from llm.data.text.sources import Source
 
-INPUT = "Input"
 TOKENIZER = "Tokenizer"
 OUTPUT = "Output"
 RUNNING = "Running"
 
 
-@dataclass(kw_only=True)
+@option_group("Input")
 class PrepareConfig:
     """Options of `python -m llm.data.prepare`."""
 
@@ -31,38 +29,33 @@ class PrepareConfig:
         (),
         "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
         "parquet also packed as gz, xz, zst or bz2.",
-        group=INPUT,
         path=True,
     )
     text_column: str | None = option(
         None,
         "JSON key or column that holds the text; by default `text`.",
-        group=INPUT,
         aliases=("json_key", "json_keys"),
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "What of a txt file is a document; blank lines separate paragraphs.", group=INPUT
+        "file", "What of a txt file is a document; blank lines separate paragraphs."
     )
     dataset_name: str | None = option(
-        None, "Data set on the Hub or a local folder, in place of input.", group=INPUT, path=True
+        None, "Data set on the Hub or a local folder, in place of input.", path=True
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", group=INPUT, requires=("dataset_name",)
+        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
     )
-    dataset_split: str = option("train", "Split of the data set.", group=INPUT)
+    dataset_split: str = option("train", "Split of the data set.")
     streaming: bool = option(
         False,
         "Read the data set over the network, keeping no copy of it.",
-        group=INPUT,
         requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
-        False, "Run tokenizer or data set code that comes with a Hub repository.", group=INPUT
+        False, "Run tokenizer or data set code that comes with a Hub repository."
     )
     on_error: Literal["stop", "skip"] = option(
-        "stop",
-        "Stop at a record that cannot be used, or skip and count it.",
-        group=INPUT,
+        "stop", "Stop at a record that cannot be used, or skip and count it."
     )
 
     tokenizer_name: str | None = option(

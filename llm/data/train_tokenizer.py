@@ -6,7 +6,6 @@ ids of a SentencePiece tokenizer are compared with those of SentencePiece itself
 Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
@@ -41,7 +40,7 @@ _FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
 log = logging.getLogger("llm.data")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group(_TOKENIZER)
 class TrainTokenizerOptions:
     """Options of `python -m llm.data.train_tokenizer`."""
 
@@ -70,20 +69,15 @@ class TrainTokenizerOptions:
         "huggingface",
         "huggingface trains on bytes in GPT-2's manner, with the token <|endoftext|>; "
         "sentencepiece on letters, and needs the package of this name.",
-        group=_TOKENIZER,
     )
     model_type: Literal["bpe", "unigram"] = option(
-        "bpe", "How text is cut: joined from pairs, or the likeliest pieces.", group=_TOKENIZER
+        "bpe", "How text is cut: joined from pairs, or the likeliest pieces."
     )
     vocab_size: int = option(
-        32768,
-        "Number of tokens, with all special ones.",
-        group=_TOKENIZER,
-        at_least=1,
-        at_most=_MOST_TOKENS,
+        32768, "Number of tokens, with all special ones.", at_least=1, at_most=_MOST_TOKENS
     )
     split_digits: bool = option(
-        False, "Make every digit a token of its own, so that numbers have places.", group=_TOKENIZER
+        False, "Make every digit a token of its own, so that numbers have places."
     )
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
@@ -91,39 +85,24 @@ class TrainTokenizerOptions:
             "What is done to every text first. identity keeps it as it is, with every space and "
             "line break. huggingface has identity, nfc and nfkc; sentencepiece all but nfc, and "
             "joins spaces unless it is identity; nmt_nfkc is its own default.",
-            group=_TOKENIZER,
         )
     )
-    byte_fallback: bool = option(
-        False, "Write unknown letters as bytes (sentencepiece).", group=_TOKENIZER
-    )
+    byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
     character_coverage: float | None = option(
         None,
         "Share of the letters in the text that become tokens, by default 0.9995 (sentencepiece).",
-        group=_TOKENIZER,
         at_least=0.98,
         at_most=1.0,
     )
     pad_id: int | None = option(
-        None,
-        "Id of <pad>; -1, the default, leaves it out (sentencepiece).",
-        group=_TOKENIZER,
-        at_least=-1,
+        None, "Id of <pad>; -1, the default, leaves it out (sentencepiece).", at_least=-1
     )
-    unk_id: int | None = option(
-        None, "Id of <unk>, by default 0 (sentencepiece).", group=_TOKENIZER, at_least=0
-    )
+    unk_id: int | None = option(None, "Id of <unk>, by default 0 (sentencepiece).", at_least=0)
     bos_id: int | None = option(
-        None,
-        "Id of <s>, by default 1; -1 leaves it out (sentencepiece).",
-        group=_TOKENIZER,
-        at_least=-1,
+        None, "Id of <s>, by default 1; -1 leaves it out (sentencepiece).", at_least=-1
     )
     eos_id: int | None = option(
-        None,
-        "Id of </s>, by default 2; -1 leaves it out (sentencepiece).",
-        group=_TOKENIZER,
-        at_least=-1,
+        None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", at_least=-1
     )
     output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT, path=True)
     overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)

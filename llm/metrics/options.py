@@ -1,47 +1,37 @@
 """Options of what a run measures and reports."""
 
-from dataclasses import dataclass
-
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.errors import ConfigError
 
-LOGGING = "Logging"
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Logging")
 class LoggingOptions:
     """What is logged, how often and where."""
 
-    logging_steps: int = option(
-        10, "Steps between two lines of the log.", group=LOGGING, at_least=1
-    )
+    logging_steps: int = option(10, "Steps between two lines of the log.", at_least=1)
     report_to: tuple[str, ...] = option(
         ("tensorboard",),
         "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
-        group=LOGGING,
     )
     project_name: str | None = option(
         None,
         "Project of the run in the trackers besides tensorboard; by default $WANDB_PROJECT for "
         "wandb, else llm.",
-        group=LOGGING,
     )
     log_source_losses: bool = option(
-        False, "Log the training loss of each source of the data by itself.", group=LOGGING
+        False, "Log the training loss of each source of the data by itself."
     )
     device_peak_tflops: float | None = option(
         None,
         "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
         "default the maker's figure for half precision, or the rate of matrix products that is "
         "measured at the start.",
-        group=LOGGING,
         above=0,
     )
     profile: str | None = option(
         None,
         "START:STOP profiles these steps: a trace and a table of where their time went in the "
         "run's folder.",
-        group=LOGGING,
         one_shot=True,
     )
 

@@ -1,17 +1,15 @@
 """Options of the model: its architecture, and how it computes."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from llm.config.options import option
+from llm.config.options import option, option_group
 
-MODEL = "Model"
 SPEED = "Speed and memory"
 
 Recomputation = Literal["none", "full", "selective"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Model", resume="fixed")
 class ModelOptions:
     """The architecture of the model and its loss, and how it computes."""
 
@@ -19,29 +17,20 @@ class ModelOptions:
         None,
         "Hub name or local folder that gives the model's configuration, tokenizer and weights. "
         "A folder without weights is trained from scratch.",
-        group=MODEL,
         path=True,
-        resume="fixed",
     )
     config_name: str | None = option(
         None,
         "Hub name, folder or config.json of the model's configuration, if it differs from "
         "model_name_or_path. Without model_name_or_path the model is trained from scratch.",
-        group=MODEL,
         path=True,
-        resume="fixed",
     )
     model_type: str | None = option(
         None,
         "Architecture to train from scratch with its default configuration, such as gpt2 or llama.",
-        group=MODEL,
-        resume="fixed",
     )
     config_overrides: str | None = option(
-        None,
-        "Changes to the model's configuration, such as n_layer=4,n_embd=128.",
-        group=MODEL,
-        resume="fixed",
+        None, "Changes to the model's configuration, such as n_layer=4,n_embd=128."
     )
     model_size: (
         Literal[
@@ -64,112 +53,88 @@ class ModelOptions:
         "Layers, width and heads of a GPT-2- or Llama-shaped model by name, trained from scratch: "
         "GPT-2's four sizes and those of Narayanan et al. 2021. Without a model's name it is a "
         "GPT-2 with vocabulary and positions of that table (51,200 and 2,048 from 1.7B on).",
-        group=MODEL,
-        resume="fixed",
     )
     num_layers: int | None = option(
         None,
         "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name it "
         "is a GPT-2, and hidden_size and num_attention_heads are needed too.",
-        group=MODEL,
         at_least=1,
-        resume="fixed",
     )
     hidden_size: int | None = option(
-        None,
-        "Width of such a model; the width of its MLP keeps its proportion.",
-        group=MODEL,
-        at_least=1,
-        resume="fixed",
+        None, "Width of such a model; the width of its MLP keeps its proportion.", at_least=1
     )
     num_attention_heads: int | None = option(
         None,
         "Heads of such a model; the ratio of query heads to key-value heads is kept.",
-        group=MODEL,
         at_least=1,
-        resume="fixed",
     )
     from_scratch: bool = option(
         False,
         "Take only configuration and tokenizer from model_name_or_path, and train from random "
         "weights, which are drawn on the device. The alias is llm-pytorch's name; it does not load "
         "pretrained weights with less memory.",
-        group=MODEL,
         aliases=("low_cpu_mem_usage",),
-        resume="fixed",
     )
     attention_implementation: str | None = option(
         None,
         "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
         "the best that the model supports.",
-        group=MODEL,
         resume="logged",
     )
     pad_vocab_to_multiple_of: int | None = option(
         None,
         "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding takes "
         "no part in the loss and is cut off on export.",
-        group=MODEL,
         at_least=1,
         at_most=1_000_000,
-        resume="fixed",
     )
     z_loss: float = option(
         0.0,
         "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps "
         "them from drifting (PaLM: 1e-4). It is logged apart from the loss, and evaluation is "
         "without it.",
-        group=MODEL,
         at_least=0,
-        resume="fixed",
     )
-    no_bias: bool = option(False, "Hold all biases at zero.", group=MODEL, resume="fixed")
+    no_bias: bool = option(False, "Hold all biases at zero.")
     mup: bool = option(
         False,
         "Train under muP: initial weights and learning rates by which the best learning rate of a "
         "narrow model is that of a wide one. For GPT-2- and Llama-shaped models.",
-        group=MODEL,
-        resume="fixed",
     )
     mup_base_width: int | None = option(
         None,
         "Width of the narrow model, for which the options of the optimizer are meant: at this "
         "width muP changes nothing.",
-        group=MODEL,
         requires=("mup",),
         at_least=1,
-        resume="fixed",
     )
     mup_base_num_layers: int | None = option(
         None,
         "Layers of the narrow model, if they are fewer: completeP's rule for the depth. Without "
         "it, depth changes nothing.",
-        group=MODEL,
         requires=("mup",),
         at_least=1,
-        resume="fixed",
     )
     mup_base_head_dim: int | None = option(
         None,
         "Width of a head of the narrow model, if heads grow with the width and not their number.",
-        group=MODEL,
         requires=("mup",),
         at_least=1,
-        resume="fixed",
     )
     trust_remote_code: bool = option(
         False,
         "Run model, tokenizer or data set code that comes with a Hub repository.",
-        group=MODEL,
+        resume="free",
     )
     activation_checkpointing: Literal["none", "full", "selective"] | None = option(
         None,
         "Activations that the backward pass computes once more, to save memory: none, if not "
         "given; all of a block (full); or all but its matrix products and attention (selective).",
         group=SPEED,
+        resume="free",
     )
     gradient_checkpointing: bool = option(
-        False, "The older name of activation_checkpointing full.", group=SPEED
+        False, "The older name of activation_checkpointing full.", group=SPEED, resume="free"
     )
     torch_compile: bool | None = option(
         None,

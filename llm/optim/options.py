@@ -1,28 +1,21 @@
 """Options of the optimizer, K-FAC and the learning rate."""
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-from llm.config.options import given, option
+from llm.config.options import given, option, option_group
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
 from llm.optim.scheduler_kwargs import scheduler_kwargs
 
-OPTIMIZER = "Optimizer and learning rate"
-
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
 
-# What almost all options have in common.
-_fixed_option = partial(option, group=OPTIMIZER, resume="fixed")
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Optimizer and learning rate", resume="fixed")
 class OptimizerOptions(KFACOptions):
     """The optimizer, with or without K-FAC, and the learning rate of each step."""
 
-    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = _fixed_option(
+    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
         "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
         "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
@@ -30,52 +23,52 @@ class OptimizerOptions(KFACOptions):
         "accumadamw for gossip, else adamw. With kfac's ekfac: adamw or soap, for what it does not "
         "cover.",
     )
-    moment_update_steps: int | None = _fixed_option(
+    moment_update_steps: int | None = option(
         None,
         "Steps between two updates of accumadamw's moments; by default the number of models that "
         "are trained side by side, 8 at most.",
         renamed_from="accum_steps",
         at_least=1,
     )
-    moment_dtype: Literal["fp32", "bf16"] = _fixed_option(
+    moment_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
         "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
         "memory.",
     )
-    embedding_learning_rate: float | None = _fixed_option(
+    embedding_learning_rate: float | None = option(
         None,
         "Peak learning rate of embeddings, output head and one-dimensional weights; learning_rate "
         "if not given.",
         renamed_from="adamw_learning_rate",
         at_least=0,
     )
-    split_projections: bool | None = _fixed_option(
+    split_projections: bool | None = option(
         None,
         "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
         "value, as the matrices that they consist of. If not given they do, but a run of a "
         "version that did not goes on as it began.",
     )
-    momentum: float | None = _fixed_option(
+    momentum: float | None = option(
         None,
         "Momentum of sgd (0.9 if not given) or of muon (0.95).",
         requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
     )
-    nesterov: bool = _fixed_option(
+    nesterov: bool = option(
         False,
         "Nesterov's momentum in soap and ekfac: a step's first moment is one gradient ahead of the "
         "one that is kept.",
         requires=("optimizer=soap", "kfac"),
     )
-    soap_update_steps: int | None = _fixed_option(
+    soap_update_steps: int | None = option(
         None,
         "Steps between two updates of soap's eigenbases; 10 if not given.",
         requires=("optimizer=soap",),
         at_least=1,
     )
-    learning_rate: float = _fixed_option(5e-5, "Peak learning rate.", at_least=0)
-    min_learning_rate: float = _fixed_option(0.0, "Learning rate at which decay ends.", at_least=0)
+    learning_rate: float = option(5e-5, "Peak learning rate.", at_least=0)
+    min_learning_rate: float = option(0.0, "Learning rate at which decay ends.", at_least=0)
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -84,16 +77,16 @@ class OptimizerOptions(KFACOptions):
         "constant",
         "constant_with_warmup",
         "warmup_stable_decay",
-    ] = _fixed_option("linear", "Learning-rate schedule.")
-    lr_scheduler_kwargs: str | None = _fixed_option(
+    ] = option("linear", "Learning-rate schedule.")
+    lr_scheduler_kwargs: str | None = option(
         None,
         "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (0.5 if not "
         "given) and of cosine_with_restarts (1), power of polynomial (1).",
     )
-    num_warmup_steps: int = _fixed_option(
+    num_warmup_steps: int = option(
         0, "Steps over which the learning rate rises from 0.", at_least=0
     )
-    num_warmup_samples: int | None = _fixed_option(
+    num_warmup_samples: int | None = option(
         None,
         "Samples over which the learning rate rises from 0, in place of num_warmup_steps.",
         at_least=0,
@@ -102,15 +95,13 @@ class OptimizerOptions(KFACOptions):
         None,
         "Tokens over which the learning rate rises from 0, in place of num_warmup_steps.",
         at_least=0,
-        group=OPTIMIZER,
-        resume="fixed",
     )
-    num_constant_steps: int = _fixed_option(
+    num_constant_steps: int = option(
         0,
         "Last steps that stay at min_learning_rate, after the decay of linear and cosine.",
         at_least=0,
     )
-    num_decay_steps: int | None = _fixed_option(
+    num_decay_steps: int | None = option(
         None,
         "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
@@ -121,10 +112,8 @@ class OptimizerOptions(KFACOptions):
         "Last tokens of warmup_stable_decay, in place of num_decay_steps.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
-        group=OPTIMIZER,
-        resume="fixed",
     )
-    lr_batch_scaling: Literal["none", "sqrt"] = _fixed_option(
+    lr_batch_scaling: Literal["none", "sqrt"] = option(
         "none",
         "Where global_batch_size grows, multiply the learning rate by the square root of the "
         "batch over the first one (Malladi et al. 2022), or leave it as it is.",
@@ -134,34 +123,31 @@ class OptimizerOptions(KFACOptions):
         None,
         "Tokens of a branch, over which its learning rate falls from the parent's stable rate to "
         "min_learning_rate; in place of the parent's schedule and length.",
-        group=OPTIMIZER,
-        resume="fixed",
         requires=("branch_from",),
         at_least=1,
     )
-    cooldown_shape: Literal["linear", "sqrt", "cosine"] = _fixed_option(
+    cooldown_shape: Literal["linear", "sqrt", "cosine"] = option(
         "linear",
         "How the rate falls in the decay of warmup_stable_decay and in a cooldown: linear, as 1 - "
         "sqrt(progress), or as half a cosine.",
         requires=("lr_scheduler_type=warmup_stable_decay", "cooldown_tokens"),
     )
-    weight_decay: float = _fixed_option(
+    weight_decay: float = option(
         0.0,
         "Weight decay, on matrices only: decoupled, but with sgd added to the gradient.",
         at_least=0,
     )
-    betas: tuple[float, ...] = _fixed_option(
+    betas: tuple[float, ...] = option(
         (0.9, 0.999), "The two decay rates of AdamW and SOAP.", at_least=0, below=1
     )
-    eps: float = _fixed_option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
-    max_grad_norm: float = _fixed_option(
+    eps: float = option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
+    max_grad_norm: float = option(
         1.0, "Clip the gradient's global norm to this; 0 is off.", at_least=0
     )
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights, in which the past counts this much "
         "less after each step.",
-        group=OPTIMIZER,
         resume="logged",
         above=0,
         below=1,
@@ -169,7 +155,6 @@ class OptimizerOptions(KFACOptions):
     ema_tokens: Tokens | None = option(
         None,
         "The same by tokens: the past counts half as much after so many (its half-life).",
-        group=OPTIMIZER,
         resume="logged",
         at_least=1,
         at_most=10**15,

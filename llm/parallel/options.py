@@ -1,19 +1,16 @@
 """Options of the layout: precision, sharding of one model, and decentralised training."""
 
 import itertools
-from dataclasses import dataclass
 from typing import Literal
 
-from llm.config.options import fields, option
+from llm.config.options import fields, option, option_group
 
-SPEED = "Speed and memory"
 PARALLELISM = "Parallelism"
-DECENTRALIZED = "Decentralised training"
 
 Topology = Literal["complete", "exp", "ring", "alternating-exp-ring"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Speed and memory", resume="logged")
 class PrecisionOptions:
     """The precision of forward and backward."""
 
@@ -21,26 +18,21 @@ class PrecisionOptions:
         None,
         "Arithmetic of forward and backward; weights stay float32. By default bf16 on CUDA GPUs "
         "that have it, no elsewhere.",
-        group=SPEED,
         resume="fixed",
     )
     deterministic: bool = option(
         False,
         "Use deterministic kernels only, which are slower: the same run has the same bits on GPUs "
         "too.",
-        group=SPEED,
-        resume="logged",
     )
     tf32: bool | None = option(
         None,
         "Whether float32 matrix products round their inputs to TF32. By default on CUDA GPUs, "
         "without effect elsewhere.",
-        group=SPEED,
-        resume="logged",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group(PARALLELISM, resume="logged")
 class ParallelOptions:
     """How ranks divide one model."""
 
@@ -48,31 +40,23 @@ class ParallelOptions:
         1,
         "Ranks that each hold a part of every weight, gradient and moment; what the sizes leave "
         "over holds copies.",
-        group=PARALLELISM,
-        resume="logged",
         at_least=1,
     )
     tensor_parallel_size: int = option(
         1,
         "Ranks that compute every layer together, each some of its heads and columns; keep them on "
         "one node.",
-        group=PARALLELISM,
-        resume="logged",
         at_least=1,
     )
     context_parallel_size: int = option(
         1,
         "Ranks that each hold a part of every sample; block_size is a multiple of twice as many.",
-        group=PARALLELISM,
-        resume="logged",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
         1,
         "Ranks that each hold some of the layers; the micro-batches of a step run through them "
         "one behind the other, so gradient_accumulation_steps should be several times as many.",
-        group=PARALLELISM,
-        resume="logged",
         at_least=1,
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
@@ -80,18 +64,18 @@ class ParallelOptions:
         "In which order a stage takes the passes of a step: all forward passes first (gpipe), one "
         "forward and one backward in turn, which keeps fewer activations (1f1b), or so with "
         "several stages on each rank, which idle less (interleaved-1f1b).",
-        group=PARALLELISM,
+        resume="free",
     )
     virtual_stages: int = option(
         1,
         "Stages of each rank, for interleaved-1f1b.",
-        group=PARALLELISM,
         requires=("pipeline_parallel_size",),
         at_least=1,
+        resume="free",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Decentralised training", resume="fixed")
 class DecentralizedOptions:
     """Replicas with weights of their own, by gossip or DiLoCo."""
 
@@ -100,56 +84,39 @@ class DecentralizedOptions:
         "How ranks train one model: with the mean gradient of all in each step; or each with "
         "weights of its own, averaged with a few other ranks in each step (gossip), or with all "
         "every inner_steps steps (diloco).",
-        group=DECENTRALIZED,
-        resume="fixed",
     )
     topology: Topology = option(
         "ring",
         "Which ranks average in which step of gossip; `python -m llm.parallel.topology` shows it.",
-        group=DECENTRALIZED,
         requires=("data_parallel=gossip",),
-        resume="fixed",
     )
     gossip_order: Literal["overlap", "blocking"] = option(
         "overlap",
         "Whether weights travel while the next gradient is computed, or each step waits for them.",
-        group=DECENTRALIZED,
         requires=("data_parallel=gossip",),
-        resume="fixed",
     )
     gossip_group: Literal["world", "nodes"] = option(
         "world",
         "What has weights of its own in gossip: each rank, or each node, whose ranks share their "
         "gradients.",
-        group=DECENTRALIZED,
         requires=("data_parallel=gossip",),
-        resume="fixed",
     )
     inner_steps: int = option(
         500,
         "Steps that ranks train alone between two common steps of diloco.",
-        group=DECENTRALIZED,
         renamed_from="sync_every",
         requires=("data_parallel=diloco",),
         at_least=1,
-        resume="fixed",
     )
     outer_learning_rate: float = option(
-        0.7,
-        "Rate of diloco's common step.",
-        group=DECENTRALIZED,
-        requires=("data_parallel=diloco",),
-        above=0,
-        resume="fixed",
+        0.7, "Rate of diloco's common step.", requires=("data_parallel=diloco",), above=0
     )
     outer_momentum: float = option(
         0.9,
         "Nesterov momentum of diloco's common step.",
-        group=DECENTRALIZED,
         requires=("data_parallel=diloco",),
         at_least=0,
         below=1,
-        resume="fixed",
     )
 
 

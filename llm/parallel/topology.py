@@ -5,7 +5,6 @@
 Exit codes: 0 on success; 2 for an option that cannot work, or a file that cannot be written.
 """
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.parallel.gossip.rounds import (
@@ -35,36 +34,27 @@ _BYTES_PER_PARAMETER = 4
 _EXACT = 1e-9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Topology")
 class TopologyOptions:
     """Which topology to show, for how many ranks."""
 
-    topology: Topology = option("exp", "Which ranks average in each round.", group="Topology")
-    ranks: int = option(
-        8, "Ranks that average with one another.", group="Topology", at_least=1, at_most=1024
-    )
+    topology: Topology = option("exp", "Which ranks average in each round.")
+    ranks: int = option(8, "Ranks that average with one another.", at_least=1, at_most=1024)
     ranks_per_node: int | None = option(
-        None,
-        "Ranks on each node; all of them unless given.",
-        group="Topology",
-        at_least=1,
+        None, "Ranks on each node; all of them unless given.", at_least=1
     )
     gossip_group: Literal["world", "nodes"] = option(
-        "world",
-        "What averages: ranks, or nodes, whose ranks average their gradients exactly.",
-        group="Topology",
+        "world", "What averages: ranks, or nodes, whose ranks average their gradients exactly."
     )
     parameters: str = option(
         "",
         "Parameters of the model, as in 124M or 7B; traffic is then shown in bytes of float32 "
         "weights, not in sizes of the model.",
-        group="Topology",
     )
     plot: str = option(
         "",
         "Plot the rounds and the distance from the mean to this .png or .svg file; needs "
         "matplotlib.",
-        group="Topology",
         path=True,
     )
 

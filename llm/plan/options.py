@@ -1,17 +1,14 @@
 """Options of `python -m llm.plan`: those of the trainer, and the devices of the run."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import GPTConfig
 from llm.trainers.gpt.rules import check_planned
 
-PLAN = "Plan"
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Plan")
 class PlanOptions(GPTConfig):
     """The run to plan: any option of the trainer, and the devices it is planned for."""
 
@@ -24,29 +21,23 @@ class PlanOptions(GPTConfig):
         *("data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"),
     )
 
-    nodes: int = option(1, "Nodes.", group=PLAN, at_least=1)
-    gpus_per_node: int = option(8, "Devices of a node, one for each rank.", group=PLAN, at_least=1)
+    nodes: int = option(1, "Nodes.", at_least=1)
+    gpus_per_node: int = option(8, "Devices of a node, one for each rank.", at_least=1)
     device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
-        option("h100-80gb", "The device that holds a rank.", group=PLAN)
+        option("h100-80gb", "The device that holds a rank.")
     )
     memory_gib: float | None = option(
-        None,
-        "Memory of a device in GiB, if not that of the table.",
-        group=PLAN,
-        above=0,
-        at_most=1_000_000,
+        None, "Memory of a device in GiB, if not that of the table.", above=0, at_most=1_000_000
     )
     links: tuple[float, ...] = option(
         (),
         "GB/s that one device sends, in the node and between nodes, if not those of the table, "
         "such as 450 50.",
-        group=PLAN,
         above=0,
     )
     efficiency: float = option(
         0.5,
         "Fraction of the device's peak that matrix products are expected to reach.",
-        group=PLAN,
         above=0,
         at_most=1,
     )
@@ -54,35 +45,25 @@ class PlanOptions(GPTConfig):
         None,
         "Tokens to train on, such as 300e9; by default those of max_train_steps, "
         "max_train_samples, max_train_tokens or tokens_per_parameter.",
-        group=PLAN,
         above=0,
     )
-    disk_gbps: float = option(
-        10.0, "GB/s at which all ranks together write a checkpoint.", group=PLAN, above=0
-    )
-    search: bool = option(False, "Rank all layouts of these devices.", group=PLAN)
-    top: int = option(
-        10, "Layouts that --search shows.", group=PLAN, at_least=1, requires=("search",)
-    )
-    json: bool = option(False, "Print JSON for scripts.", group=PLAN)
+    disk_gbps: float = option(10.0, "GB/s at which all ranks together write a checkpoint.", above=0)
+    search: bool = option(False, "Rank all layouts of these devices.")
+    top: int = option(10, "Layouts that --search shows.", at_least=1, requires=("search",))
+    json: bool = option(False, "Print JSON for scripts.")
     plot: str | None = option(
-        None,
-        "Draw the memory by kind into this PNG, PDF or SVG file.",
-        group=PLAN,
-        path=True,
+        None, "Draw the memory by kind into this PNG, PDF or SVG file.", path=True
     )
     coordinate_check: bool = option(
         False,
         "Instead of planning, train models of several widths for some steps, with and without mup, "
         "and draw how large their activations become, into coordinate_check.png unless plot names "
         "another file.",
-        group=PLAN,
         requires=("mup",),
     )
     widths: tuple[int, ...] = option(
         (),
         "Widths of the coordinate check; by default 1, 2, 4 and 8 times mup_base_width.",
-        group=PLAN,
         at_least=1,
         requires=("coordinate_check",),
     )

@@ -3,14 +3,13 @@
 Exit codes: 0 written, 2 an option or file that cannot be read or written.
 """
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from llm.config.command_line import parse
-from llm.config.options import option
+from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.report.runs import X, read_runs
@@ -21,7 +20,7 @@ _PAGE_TITLE = b": training report</title>"
 _HEAD_BYTES = 1 << 14
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@option_group("Report")
 class ReportOptions:
     """What to show, and where to write it."""
 
@@ -29,26 +28,19 @@ class ReportOptions:
         (),
         "The folders of runs (--output_dir of their trainings), finished or not; the option's "
         "name can be left out.",
-        group="Report",
         path=True,
     )
     output: str | None = option(
         None,
         "HTML file to write, a page that needs no other file and no network. By default "
         "report.html in the folder of the first run.",
-        group="Report",
         path=True,
     )
     png: str | None = option(
-        None,
-        "Folder to write the charts to as PNG files, beside the page.",
-        group="Report",
-        path=True,
+        None, "Folder to write the charts to as PNG files, beside the page.", path=True
     )
     x: Literal["steps", "tokens", "time"] = option(
-        "steps",
-        "What the PNG files show the curves against, and the page when it is opened.",
-        group="Report",
+        "steps", "What the PNG files show the curves against, and the page when it is opened."
     )
 
 

@@ -1,15 +1,12 @@
 """Options of the tokenizer."""
 
-from dataclasses import dataclass
+from llm.config.options import option, option_group
 
-from llm.config.options import option
-
-TOKENIZER = "Tokenizer"
 TOKENIZER_FILES = ("tokenizer_name", "vocab_file", "merges_file")
 """Options that name the tokenizer, in place of `model_name_or_path`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Tokenizer", resume="fixed")
 class TokenizerOptions:
     """Which tokenizer turns text into ids."""
 
@@ -17,32 +14,20 @@ class TokenizerOptions:
         None,
         "Hub name, folder or tokenizer.json of the tokenizer, if it differs from "
         "model_name_or_path.",
-        group=TOKENIZER,
         path=True,
-        resume="fixed",
     )
     vocab_file: str | None = option(
-        None,
-        "GPT-2 style vocab.json; goes with merges_file.",
-        group=TOKENIZER,
-        requires=("merges_file",),
-        path=True,
-        resume="fixed",
+        None, "GPT-2 style vocab.json; goes with merges_file.", requires=("merges_file",), path=True
     )
     merges_file: str | None = option(
         None,
         "GPT-2 style merges.txt; goes with vocab_file.",
-        group=TOKENIZER,
         requires=("vocab_file",),
         path=True,
         aliases=("merge_file",),
-        resume="fixed",
     )
     use_slow_tokenizer: bool = option(
-        False,
-        "Use the tokenizer's Python implementation where there is one.",
-        group=TOKENIZER,
-        resume="fixed",
+        False, "Use the tokenizer's Python implementation where there is one."
     )
 
 

@@ -7,7 +7,14 @@ from typing import Literal
 import pytest
 
 from llm.config.command_line import log_former_names, parse
-from llm.config.options import lacking, option, to_markdown, with_present_names
+from llm.config.options import (
+    fields,
+    lacking,
+    option,
+    option_group,
+    to_markdown,
+    with_present_names,
+)
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 
@@ -292,3 +299,25 @@ def test_a_list_with_commas_is_refused_with_the_way_to_separate_items():
     )
     with pytest.raises(ConfigError, match=said):
         read("--betas", "0.9,0.95")
+
+
+def test_options_have_the_heading_and_the_resume_rule_of_their_class():
+    @option_group("Numbers", resume="fixed")
+    class Numbers:
+        seed: int = option(0, "Seed.")
+        threads: int = option(1, "Threads.", resume="free")
+        color: str = option("red", "Color.", group="Words")
+
+    @option_group("Both")
+    class Both(Numbers):
+        speed: int = option(1, "Speed.")
+
+    declared = {f.name: (f.option.group, f.option.resume) for f in fields(Both)}
+    assert declared == {
+        "speed": ("Both", "free"),
+        "seed": ("Numbers", "fixed"),
+        "threads": ("Numbers", "free"),
+        "color": ("Words", "fixed"),
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Both().seed = 1

@@ -1,26 +1,22 @@
 """Options of K-FAC."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from llm.config.options import option
+from llm.config.options import option, option_group
 
 KFAC = "K-FAC"
 
-# What almost all options have in common.
-_kfac_option = partial(option, group=KFAC, requires=("kfac",), resume="fixed")
+_kfac_option = partial(option, requires=("kfac",))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group(KFAC, resume="fixed")
 class KFACOptions:
     """K-FAC, a second-order method; see `llm.optim.kfac`."""
 
     kfac: bool = option(
         False,
         "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
-        group=KFAC,
-        resume="fixed",
     )
     kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
         None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
-from llm.config.options import Removed, option
+from llm.config.options import Removed, option, option_group
 from llm.config.tokens import Tokens
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
@@ -19,11 +19,8 @@ from llm.optim.options import OptimizerOptions
 from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 
-EVALUATION = "Evaluation"
-RUN = "Run"
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group("Evaluation")
 class EvaluationOptions:
     """When and how a run is evaluated."""
 
@@ -31,19 +28,16 @@ class EvaluationOptions:
         None,
         "Steps between two evaluations; by default one at the end of each epoch. The end of "
         "training is always evaluated.",
-        group=EVALUATION,
         at_least=1,
     )
     eval_tokens: Tokens | None = option(
         None,
         "Evaluate after each step that completes so many tokens, in place of eval_steps.",
-        group=EVALUATION,
         at_least=1,
     )
     max_eval_steps: int | None = option(
         None,
         "Most batches of an evaluation, over all devices; by default the whole validation split.",
-        group=EVALUATION,
         resume="logged",
         at_least=1,
     )
@@ -51,44 +45,38 @@ class EvaluationOptions:
         (),
         "More metrics of the validation split: accuracy (of the next token), or names that "
         "evaluate.load knows.",
-        group=EVALUATION,
     )
     eval_ema: bool = option(
         False,
         "Evaluate the moving average of the weights too, each time; its results begin with ema_.",
-        group=EVALUATION,
         requires=("ema_decay", "ema_tokens"),
     )
     eval_tasks: tuple[str, ...] = option(
         (),
         "Tasks of lm-eval to run on the model: YAML files, with data in local files. Needs the "
         "extra tasks.",
-        group=EVALUATION,
         path=True,
     )
     eval_tasks_steps: int | None = option(
         None,
         "Steps between two runs of eval_tasks. The end of training always has one.",
-        group=EVALUATION,
         at_least=1,
         requires=("eval_tasks",),
     )
     eval_only: bool = option(
         False,
         "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",
-        group=EVALUATION,
         one_shot=True,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group("Run")
 class RunOptions:
     """The run as a whole."""
 
     seed: int | None = option(
         None,
         "Seed of weights, order and dropout; by default drawn anew, logged, and kept on resume.",
-        group=RUN,
         at_least=0,
         resume="fixed",
     )
@@ -96,7 +84,6 @@ class RunOptions:
         None,
         "Minutes after which the run saves a checkpoint and ends with exit code 75 (1 under "
         "torchrun), as at a signal.",
-        group=RUN,
         one_shot=True,
         above=0,
     )
@@ -104,7 +91,6 @@ class RunOptions:
         30,
         "Steps in a row that may be skipped because loss or gradient is not finite before "
         "training stops.",
-        group=RUN,
         at_least=1,
     )
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
@@ -112,12 +98,10 @@ class RunOptions:
         "What to do when the loss of a step lies far above those before it: log the step and its "
         "sources; stop as well; or go back to the last checkpoint, leave out the samples around "
         "it, and go on.",
-        group=RUN,
     )
     max_rewinds: int = option(
         3,
         "Times that a run goes back because of loss spikes before it stops.",
-        group=RUN,
         requires=("on_loss_spike=rewind",),
         at_least=1,
     )
@@ -126,7 +110,6 @@ class RunOptions:
         "Seconds for a step, or a batch of an evaluation, after which a rank counts as hung: the "
         "log names it and all ranks end. The first step, a checkpoint and the export may take "
         "three times as long. 0 waits for ever.",
-        group=RUN,
         at_least=0,
         at_most=604_800,
     )
@@ -134,18 +117,14 @@ class RunOptions:
         True,
         "On a CPU under Linux, let the C library keep freed memory, in huge pages; the process "
         "starts itself anew for that, unless GLIBC_TUNABLES or a preloaded allocator is set.",
-        group=RUN,
     )
     sample_prompt: str | None = option(
-        None,
-        "Text that the trained model continues at the end of the run.",
-        group=RUN,
+        None, "Text that the trained model continues at the end of the run."
     )
     sample_steps: int | None = option(
         None,
         "Steps between samples that the model writes into log and TensorBoard while it trains; "
         "they continue sample_prompt, if it is given.",
-        group=RUN,
         renamed_from="sample_every",
         at_least=1,
     )
@@ -153,25 +132,21 @@ class RunOptions:
         False,
         "Export the moving average of the weights at the end, in place of the last weights, and "
         "compute its validation loss.",
-        group=RUN,
         requires=("ema_decay", "ema_tokens"),
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "Precision of the weights in the exported model; training and checkpoints stay float32.",
-        group=RUN,
     )
     push_to_hub: bool = option(
         False,
         "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "
         "new repository is private.",
-        group=RUN,
         one_shot=True,
     )
     hub_model_id: str | None = option(
         None,
         "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
-        group=RUN,
         requires=("push_to_hub",),
         one_shot=True,
     )
