@@ -11,8 +11,8 @@ from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.options import OptimizerOptions
+from llm.parallel import buckets
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip import averaging
 from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
 from llm.parallel.options import DecentralizedOptions
@@ -93,7 +93,7 @@ def trained(model: nn.Module) -> torch.Tensor:
 
 def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrategy:
     """A prepared strategy on the ranks that there are."""
-    averaging.BUCKET_BYTES = case.bucket_bytes
+    buckets.BUCKET_BYTES = case.bucket_bytes
     accelerator = cpu_accelerator(mixed_precision)
     each = case.ranks_per_node if case.nodes else 1
     rounds = make_rounds(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.gossip.averaging import Bucket, bucket_groups
+from llm.parallel.buckets import Bucket, bucket_groups
 
 
 class Consensus:

@@ -19,9 +19,9 @@ from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
 from llm.models.source_losses import empty_sums
 from llm.parallel.base import MakeOptimizer
+from llm.parallel.buckets import Bucket, bucket_groups
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor, reshard
-from llm.parallel.gossip.averaging import Bucket, bucket_groups
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.parallel.gossip import averaging
+from llm.parallel import buckets
 from llm.parallel.gossip.averaging import GossipAverager
 from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
 from llm.parallel.options import DecentralizedOptions
@@ -34,7 +34,7 @@ def join() -> int:
 
 def mixed(cases, steps: int, bucket_bytes: int):
     """The weights of this rank after each step of each case, where nothing else moves them."""
-    averaging.BUCKET_BYTES = bucket_bytes
+    buckets.BUCKET_BYTES = bucket_bytes
     rank = join()
     found = []
     for topology, ranks_per_node, overlap in cases:
@@ -81,7 +81,7 @@ def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_b
 
 def mixed_nodes(topologies):
     """Weights after one period between nodes of two ranks."""
-    averaging.BUCKET_BYTES = 100
+    buckets.BUCKET_BYTES = 100
     rank = join()
     node, nodes = rank // 2, dist.get_world_size() // 2
     found = []

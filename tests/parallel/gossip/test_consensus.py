@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.parallel.gossip import averaging
+from llm.parallel import buckets
 from llm.parallel.gossip.consensus import Consensus
 from llm.plan.trace import MemoryMeter
 from tests.support.ranks import run_ranks, values
@@ -21,7 +21,7 @@ def weights_of(rank: int) -> list[torch.Tensor]:
 def mean_and_peak(how: str, bucket_bytes: int) -> tuple[torch.Tensor, float, int]:
     """The mean weights, the distance, and the most bytes beside the weights themselves."""
     dist.init_process_group("gloo")
-    averaging.BUCKET_BYTES = bucket_bytes
+    buckets.BUCKET_BYTES = bucket_bytes
     weights = weights_of(dist.get_rank())
     consensus = Consensus(weights, world_size=dist.get_world_size())
     with MemoryMeter(known=weights) as meter:

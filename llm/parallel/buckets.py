@@ -1,0 +1,60 @@
+"""Tensors in flat buffers, each of which is sent as one message."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
+"""About the size of a message, so that slow links are used well; a larger tensor is sent alone."""
+
+
+class Bucket:
+    """Tensors of one type on one device, with a flat buffer that has room for all of them.
+
+    Groups of tensors come from `bucket_groups`.
+
+    Attributes:
+        flat: The buffer, one-dimensional; its end may be padding.
+
+    Args:
+        tensors: One at least.
+        multiple_of: A divisor of the buffer's number of elements.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int = 1) -> None:
+        self._tensors = list(tensors)
+        sizes = [tensor.numel() for tensor in tensors]
+        length = -(-sum(sizes) // multiple_of) * multiple_of
+        self.flat = torch.zeros(length, dtype=tensors[0].dtype, device=tensors[0].device)
+        slices = self.flat[: sum(sizes)].split(sizes)
+        self._views = [part.view(t.shape) for part, t in zip(slices, tensors, strict=True)]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the tensors into the buffer."""
+        torch._foreach_copy_(self._views, self._tensors)
+
+    @torch.no_grad()
+    def empty(self) -> None:
+        """Copy the buffer into the tensors."""
+        torch._foreach_copy_(self._tensors, self._views)
+
+
+def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
+
+    Args:
+        tensors: In the same order on all ranks, whose buckets are then the same too.
+    """
+    groups: list[list[Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        group = open_groups.get(kind)
+        held = 0 if group is None else sum(other.nbytes for other in group)
+        if group is None or held + tensor.nbytes > BUCKET_BYTES:
+            group = open_groups[kind] = []
+            groups.append(group)
+        group.append(tensor)
+    return groups
