@@ -23,7 +23,7 @@ from llm.jobs.options import JobOptions
 from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"

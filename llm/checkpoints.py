@@ -29,7 +29,7 @@ from llm.config.options import lacking, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.trained_model import (
     build_untrained,
     choose_checkpoint,
@@ -271,7 +271,7 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
-def _in_dtype(config: GPTConfig, options: CheckpointsOptions) -> GPTConfig:
+def _in_dtype(config: CoreConfig, options: CheckpointsOptions) -> CoreConfig:
     return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
 
 
@@ -294,7 +294,7 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
 
 
 def _read_mean(
-    config: GPTConfig, folder: Path, number: int
+    config: CoreConfig, folder: Path, number: int
 ) -> tuple[list[Checkpoint], "PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
     """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
     newest = list_checkpoints(folder)[-number:]
@@ -332,7 +332,7 @@ def _prepare_libraries() -> None:
 def _write(
     target: Path,
     run: Path,
-    config: GPTConfig,
+    config: CoreConfig,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     state: dict[str, Any],

@@ -21,7 +21,7 @@ from llm.config.toml import given_as_toml, read_toml
 from llm.errors import ConfigError, LLMError, first_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 
 # Files at the top of a model's repository. Weights are read as safetensors where there are some.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")

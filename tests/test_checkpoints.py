@@ -21,7 +21,7 @@ from llm.config.toml import to_toml
 from llm.generate import main as generate
 from llm.models.configuration import load_config
 from llm.tokenizers import load_tokenizer
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.checkpoints import Part, filled, save, saver_of
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks, values

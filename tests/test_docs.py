@@ -35,7 +35,7 @@ from llm.report.__main__ import ReportOptions
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import Kind
 from llm.runtime.signals import EXIT_PREEMPTED
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT
 

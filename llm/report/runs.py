@@ -15,7 +15,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import with_present_names
 from llm.errors import ConfigError
 from llm.report.events import Event, logged_events, planned_events
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")

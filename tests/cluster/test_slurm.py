@@ -5,7 +5,7 @@ import time
 import pytest
 
 from llm.config.toml import read_toml, to_toml
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.cluster.jobs import EXAMPLES, HERE, IN_QUEUE, Slurm, Submission
 

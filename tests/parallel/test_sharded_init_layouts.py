@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.strategies import Replicas, choose_strategy
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model

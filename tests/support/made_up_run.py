@@ -27,7 +27,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import setup
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.strategies import plan_replicas
 from tests.support import made_up_device
 from tests.support.models import VOCAB_SIZE, tiny_config

@@ -18,7 +18,7 @@ from llm.parallel.trial import trial_step
 from llm.plan.__main__ import main as plan
 from llm.runtime.world import World
 from llm.trainers.gpt import auto_batch
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.data_parallel import share
 from tests.support.faults import Fault

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llm.config.toml import read_toml
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import tiny_config, tiny_model
 from tests.support.refusals import assert_refused
 from tests.support.training import Bench, Run, write_model_folder

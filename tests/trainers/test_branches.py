@@ -11,7 +11,7 @@ from llm.checkpoints import main as checkpoints
 from llm.errors import CheckpointError, LLMError
 from llm.runtime.world import World
 from llm.trainers.gpt.branches import branch_of
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault

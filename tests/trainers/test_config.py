@@ -16,7 +16,7 @@ from llm.errors import CheckpointError, ConfigError
 from llm.models.options import recomputation
 from llm.optim.kfac.options import kfac_method
 from llm.trainers.gpt import resume
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.strategies import plan_replicas

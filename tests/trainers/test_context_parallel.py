@@ -3,7 +3,7 @@
 import pytest
 
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.rules import check
 from tests.support.training import Bench
 

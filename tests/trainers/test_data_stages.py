@@ -9,7 +9,7 @@ import pytest
 from llm.config.toml import read_toml
 from llm.errors import LLMError
 from llm.runtime.world import World
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.rules import check

@@ -9,7 +9,7 @@ from llm.checkpoint.format import Checkpoint
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt import resume
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.resume import fixed_options
 from tests.support.training import Bench
 

@@ -7,7 +7,7 @@ import pytest
 
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.lengths import saved_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times

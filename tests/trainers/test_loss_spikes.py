@@ -17,7 +17,8 @@ from llm.data.inspect import main
 from llm.data.loader import TrainLoader
 from llm.data.mixture import Stage
 from llm.errors import LossSpikeError
-from llm.trainers.gpt.config import GPTConfig, RunOptions
+from llm.trainers.gpt.config import RunOptions
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.step_report import report_steps
 from tests.support.faults import Fault

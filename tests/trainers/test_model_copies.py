@@ -19,7 +19,7 @@ from llm.report.__main__ import main as report
 from llm.runtime.files import sync_file
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.model_copies import read_model_config

@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.trainers.gpt import commands
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import log_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import weights_hash, without_times

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.results import open_repository, push
 from llm.trainers.gpt.rules import check
 

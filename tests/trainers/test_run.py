@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import read_toml
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
 from tests.support.ranks import run_ranks
 from tests.support.training import Bench, Run

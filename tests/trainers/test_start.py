@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.setup import make_model
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times

@@ -14,7 +14,7 @@ import yaml
 from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
 from llm.trainers.gpt import inputs
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import weights_hash, without_times

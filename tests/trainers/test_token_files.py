@@ -11,7 +11,7 @@ import pytest
 from llm.data.order import WindowSampler
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks

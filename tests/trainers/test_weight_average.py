@@ -16,7 +16,7 @@ from llm.models.sampling import sample_text
 from llm.optim.options import OptimizerOptions
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.weight_average import WeightAverage
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import SAMPLE_TOKENS
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import load_trained, read_config

@@ -27,7 +27,7 @@ from llm.metrics.hardware import device_memory, host_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.trial import trial_step
 from llm.runtime.world import World, ranks_per_node
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup
@@ -41,8 +41,8 @@ logger = logging.getLogger("llm")
 
 
 def find_batch_size(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
-) -> tuple[GPTConfig, TrainSetup]:
+    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
+) -> tuple[CoreConfig, TrainSetup]:
     """Return options and setup with the largest micro-batch that fits; every rank calls it.
 
     Args:
@@ -81,7 +81,7 @@ def find_batch_size(
     return config, dataclasses.replace(setup, plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
+def _fits(size: int, config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
     """Return whether a step with micro-batches of this size fits into this rank's memory."""
     together = size * setup.plan.world_size
     # Gradients accumulate over two micro-batches if a step has several.
@@ -109,7 +109,7 @@ def _fits(size: int, config: GPTConfig, setup: TrainSetup, strategy: Accelerated
     return False
 
 
-def ask_plan(config: GPTConfig, world: World, device: torch.device) -> int | str:
+def ask_plan(config: CoreConfig, world: World, device: torch.device) -> int | str:
     """Return the micro-batch that `python -m llm.plan` finds to fit, or why it cannot plan.
 
     A process of its own plans: it forms process groups, and this one has some already.

@@ -9,7 +9,7 @@ from llm.checkpoint.retention import BEST
 from llm.checkpoint.run_folder import check_unchanged
 from llm.checkpoint.verify import Verifiers
 from llm.errors import CheckpointError
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import (
     find_start,
     fixed_options,
@@ -38,7 +38,7 @@ class Branch:
 
 
 def find_parent(
-    config: GPTConfig, resume_from: Checkpoint | None, *, verifiers: Verifiers
+    config: CoreConfig, resume_from: Checkpoint | None, *, verifiers: Verifiers
 ) -> Checkpoint | None:
     """Return the checkpoint that a new branch starts from; None for any other run.
 
@@ -86,7 +86,7 @@ def _check_same_parent(named: str, resume_from: Checkpoint) -> None:
 
 
 def branch_of(
-    config: GPTConfig, resume_from: Checkpoint | None, parent: Checkpoint | None
+    config: CoreConfig, resume_from: Checkpoint | None, parent: Checkpoint | None
 ) -> Branch | None:
     """Return what a branch records of itself; None for a run that is none.
 

@@ -7,7 +7,7 @@ import sys
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.runtime.world import task_launcher
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 
 def generate_command(run: RunFolder) -> str:
@@ -20,7 +20,7 @@ def inspect_command(run: str, step: int) -> str:
     return shlex.join([python_command(), "-m", "llm.data.inspect", run, "--step", str(step)])
 
 
-def resume_command(config: GPTConfig, run: RunFolder, world_size: int) -> str:
+def resume_command(config: CoreConfig, run: RunFolder, world_size: int) -> str:
     """Return the command line that resumes a run on the same number of ranks."""
     words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
     if config.push_to_hub:  # config.toml does not record it, and it has not been done

@@ -1,8 +1,8 @@
-"""The options of the GPT trainer: the sum of those of every room.
+"""The options of the trainer's core: the sum of those of every room.
 
-The command line, the TOML file and the configuration page of the documentation are all made from
-[GPTConfig][llm.trainers.gpt.config.GPTConfig]. Rules that tie options of several rooms together are
-in `llm/trainers/gpt/rules.py`.
+Code of the core takes [CoreConfig][llm.trainers.gpt.config.CoreConfig], so that the type checker
+refuses a read of an extension's option. `llm/trainers/gpt/extensions.py` adds those. Rules that tie
+options of several rooms together are in `llm/trainers/gpt/rules.py`.
 """
 
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(
+class CoreConfig(
     ModelOptions,
     PrecisionOptions,
     TokenizerOptions,
@@ -168,7 +168,7 @@ class GPTConfig(
     LoggingOptions,
     RunOptions,
 ):
-    """Options of `python -m llm.trainers.gpt`: those of every room, and its own."""
+    """Options of the core: those of every room, and of the run as a whole."""
 
     # The options of most runs, which `--help` lists in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (

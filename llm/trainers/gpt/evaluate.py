@@ -9,7 +9,7 @@ from llm.metrics.tracker import task_values
 from llm.parallel.weight_average import WeightAverage
 from llm.runtime.files import write_whole
 from llm.runtime.world import World
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import read_evaluation
 from llm.trainers.gpt.reporting import log_start
 from llm.trainers.gpt.setup import (
@@ -25,7 +25,7 @@ from llm.trainers.gpt.setup import (
 logger = logging.getLogger("llm")
 
 
-def evaluate(config: GPTConfig, world: World) -> None:
+def evaluate(config: CoreConfig, world: World) -> None:
     """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
 
     Raises:

@@ -29,7 +29,7 @@ from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.branches import branch_of, find_parent
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
@@ -54,7 +54,7 @@ _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "eval_ema", "sa
 
 
 def read_training(
-    config: GPTConfig, world: World, *, config_file: Path | None = None
+    config: CoreConfig, world: World, *, config_file: Path | None = None
 ) -> TrainSetup:
     """Read everything that a run needs, and refuse what cannot work.
 
@@ -101,7 +101,7 @@ def read_training(
     )
 
 
-def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
+def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
     """Read everything that an evaluation needs, and refuse what cannot work.
 
     Raises:
@@ -129,7 +129,7 @@ def read_evaluation(config: GPTConfig, world: World) -> RunSetup:
     return setup
 
 
-def _open_run(config: GPTConfig, world: World) -> RunFolder:
+def _open_run(config: CoreConfig, world: World) -> RunFolder:
     """Return the run's folder, after the checks that read nothing."""
     check_device(device_of(world))
     _check_trackers(config)
@@ -137,7 +137,7 @@ def _open_run(config: GPTConfig, world: World) -> RunFolder:
 
 
 def _read(
-    config: GPTConfig,
+    config: CoreConfig,
     world: World,
     run: RunFolder,
     resume_from: Checkpoint | None,
@@ -205,7 +205,7 @@ def _initial_weights(
 
 
 def _load_tasks(
-    config: GPTConfig,
+    config: CoreConfig,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     layout: ParallelDims,
@@ -230,7 +230,7 @@ def _nothing_to_evaluate_on(*options: str) -> str:
 
 
 def choose_layout(
-    config: GPTConfig, model_config: PreTrainedConfig, world_size: int
+    config: CoreConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
     """Return how the ranks divide the model and its data.
 
@@ -245,7 +245,7 @@ def choose_layout(
     return layout
 
 
-def _check_trackers(config: GPTConfig) -> None:
+def _check_trackers(config: CoreConfig) -> None:
     available = {str(tracker) for tracker in get_available_trackers()}
     for name in config.report_to:
         if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
@@ -259,7 +259,7 @@ def _check_trackers(config: GPTConfig) -> None:
             )
 
 
-def _default_output_dir(config: GPTConfig) -> str:
+def _default_output_dir(config: CoreConfig) -> str:
     model = config.model_name_or_path or config.config_name or config.model_type or "gpt2"
     if config.model_size is not None:
         model = f"{Path(model).name}-{config.model_size}"
@@ -276,7 +276,7 @@ def _default_output_dir(config: GPTConfig) -> str:
     return str(Path("runs") / f"{Path(str(model)).name}-{data}")
 
 
-def choose_block_size(config: GPTConfig, model_config: PreTrainedConfig) -> int:
+def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int:
     """Return the tokens of a sample.
 
     Raises:

@@ -19,13 +19,13 @@ from llm.models.sizes import parameter_counts
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.trainers.gpt.branches import Branch
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.run_setup import RunSetup
 
 
 def budget_parameters(
-    config: GPTConfig, model_config: PreTrainedConfig, *, vocab_size: int
+    config: CoreConfig, model_config: PreTrainedConfig, *, vocab_size: int
 ) -> int | None:
     """Return the parameters of the model, tied ones once, if its budget depends on them."""
     if config.tokens_per_parameter is None:
@@ -42,7 +42,7 @@ def budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def saved_batch(config: GPTConfig, setup: RunSetup) -> int | str | None:
+def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
     """Return the global batch of the checkpoint that a run starts from, if it keeps that.
 
     The order of samples depends on it: on another number of ranks, accumulation changes.
@@ -66,7 +66,7 @@ def saved_batch(config: GPTConfig, setup: RunSetup) -> int | str | None:
 
 
 def plan_learning_rates(
-    config: GPTConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
+    config: CoreConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
     """Make the schedule, whose phases the options may give in samples or tokens.
 
@@ -102,7 +102,7 @@ def plan_learning_rates(
 
 
 def add_cooldown(
-    config: GPTConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
+    config: CoreConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
 ) -> tuple[BatchPlan, Schedule]:
     """Return batch plan and schedule of a run, of which a cooldown replaces the end.
 
@@ -139,7 +139,7 @@ def add_cooldown(
 
 
 def plan_training(
-    config: GPTConfig, setup: RunSetup, samples: Samples, branch: Branch | None
+    config: CoreConfig, setup: RunSetup, samples: Samples, branch: Branch | None
 ) -> tuple[BatchPlan, SkippedSamples, Schedule]:
     """Return the batches, the samples to leave out and the learning rates.
 

@@ -21,7 +21,7 @@ from llm.parallel.weight_average import WeightAverage
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.step_report import report_steps
 
@@ -55,7 +55,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: CoreConfig,
         setup: TrainSetup,
         strategy: AcceleratedStrategy,
         *,
@@ -332,7 +332,7 @@ class Trainer:
         return [*words, f"total train time: {self.state.seconds:.1f} s"]
 
 
-def _loader(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> TrainLoader:
+def _loader(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> TrainLoader:
     """Return the loader of this rank's samples."""
     return TrainLoader(
         samples=setup.samples,

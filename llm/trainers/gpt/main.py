@@ -29,7 +29,7 @@ from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import inherited_options
 

@@ -23,7 +23,7 @@ from llm.models.configuration import load_config
 from llm.models.options import ARCHITECTURE
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import named_changes
 from llm.trainers.gpt.trained_model import generation_settings, tokenizer_of, with_copies
 
@@ -64,7 +64,7 @@ def copy_model(setup: "RunSetup", model: PreTrainedModel) -> dict[str, bytes]:
         return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
 
 
-def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrainedConfig:
+def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTrainedConfig:
     """Load the model's configuration, and compare it with the copy in a checkpoint.
 
     Args:
@@ -99,7 +99,7 @@ def read_model_config(config: GPTConfig, start: Checkpoint | None) -> PreTrained
     return current
 
 
-def log_other_model(config: GPTConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
+def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
     """Log how the configuration of a new run differs from the run that its weights come from."""
     changed = _changes(config, init_from, current) if init_from.holds_copies else []
     if changed:
@@ -109,7 +109,7 @@ def log_other_model(config: GPTConfig, init_from: Checkpoint, current: PreTraine
         )
 
 
-def check_same_model(config: GPTConfig, checkpoints: Sequence[Checkpoint]) -> None:
+def check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
     """Refuse to average checkpoints between which the model's configuration has changed.
 
     Args:
@@ -131,7 +131,7 @@ def check_same_model(config: GPTConfig, checkpoints: Sequence[Checkpoint]) -> No
             )
 
 
-def _changes(config: GPTConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
+def _changes(config: CoreConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
     """Return a clause for each field that differs from the copy in a checkpoint."""
     saved = load_config(with_copies(config, checkpoint))
     # Made from all fields, as the copy is: some classes then derive other values.
@@ -147,7 +147,7 @@ def _changes(config: GPTConfig, checkpoint: Checkpoint, current: PreTrainedConfi
     return changed
 
 
-def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTokenizerBase:
+def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer, and compare it with the copy in a checkpoint.
 
     Args:
@@ -187,7 +187,7 @@ def read_tokenizer(config: GPTConfig, start: Checkpoint | None) -> PreTrainedTok
     return tokenizer
 
 
-def _allowed(config: GPTConfig, names: tuple[str, ...]) -> bool:
+def _allowed(config: CoreConfig, names: tuple[str, ...]) -> bool:
     """Return whether `change_on_resume` names one of these options."""
     return not set(names).isdisjoint(named_changes(config))
 

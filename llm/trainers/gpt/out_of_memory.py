@@ -9,13 +9,13 @@ from llm.errors import DeviceMemoryError
 from llm.metrics.hardware import device_memory
 from llm.models.options import recomputation
 from llm.runtime.world import World, device_of, ranks_per_node
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 _GIB = 2**30
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(config: GPTConfig, world: World) -> Iterator[None]:
+def explain_out_of_memory(config: CoreConfig, world: World) -> Iterator[None]:
     """Replace an error of an allocation on the device by a sentence that names what helps.
 
     Raises:
@@ -35,7 +35,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return "out of memory" in str(error).lower()
 
 
-def _sentence(config: GPTConfig, world: World) -> str:
+def _sentence(config: CoreConfig, world: World) -> str:
     device = device_of(world)
     total = device_memory(device)
     size = "" if total is None else f" of its {total / _GIB:.1f} GiB"
@@ -52,7 +52,7 @@ def _sentence(config: GPTConfig, world: World) -> str:
     )
 
 
-def _remedies(config: GPTConfig) -> str:
+def _remedies(config: CoreConfig) -> str:
     """Return the options that lower the memory and are not used to the full yet."""
     remedies = []
     size = device_batch_size(config)

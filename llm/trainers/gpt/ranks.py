@@ -8,10 +8,10 @@ from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.parallel.dims import parallel_dims
 from llm.parallel.gossip.rounds import Round, check_topology, make_rounds
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 
-def check_ranks(config: GPTConfig, *, ranks: int, ranks_per_node: int) -> None:
+def check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
     """Refuse a number of ranks that layout, topology or global batch do not allow.
 
     Args:
@@ -32,7 +32,7 @@ def check_ranks(config: GPTConfig, *, ranks: int, ranks_per_node: int) -> None:
 
 
 def divide_ranks(
-    config: GPTConfig, *, ranks: int, ranks_per_node: int
+    config: CoreConfig, *, ranks: int, ranks_per_node: int
 ) -> tuple[int, int, list[Round]]:
     """Divide the ranks into replicas of the model that train side by side.
 

@@ -28,7 +28,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.wandb_run import wandb_arguments
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("llm")
 
 
 def log_start(
-    config: GPTConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+    config: CoreConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> None:
     """Log model, data, batch arithmetic, ranks, precision and versions."""
     import accelerate
@@ -90,7 +90,7 @@ def log_start(
 
 
 def _log_model(
-    config: GPTConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+    config: CoreConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> None:
     """Log the size of the model, of each rank's part of it, and where its weights are from."""
     counts = parameter_counts(model)
@@ -112,7 +112,7 @@ def _log_model(
     logger.info(f"weights: {f'from {start.path}' if start else setup.initial_weights}")
 
 
-def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
+def _log_length(config: CoreConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
     """Log the batches, the length and, of a budget in tokens, the operations that it takes."""
     plan = setup.plan
     for phase in plan.phases:
@@ -145,7 +145,7 @@ def _log_length(config: GPTConfig, setup: TrainSetup, model: PreTrainedModel) ->
         )
 
 
-def _order(config: GPTConfig, setup: TrainSetup) -> dict[str, object]:
+def _order(config: CoreConfig, setup: TrainSetup) -> dict[str, object]:
     """Return what decides which samples a rank has in each step."""
     return {
         "seed": setup.seed,
@@ -183,7 +183,7 @@ def _num_windows(source: CorpusSource, setup: RunSetup) -> int:
     return math.ceil((tokens - 1) / setup.block_size) if source.weight > 0 else 0
 
 
-def _log_replicas(config: GPTConfig, setup: TrainSetup) -> None:
+def _log_replicas(config: CoreConfig, setup: TrainSetup) -> None:
     """Log how the replicas of gossip or DiLoCo train and what they exchange."""
     replicas = setup.replicas
     steps = replicas.accum_steps
@@ -232,7 +232,7 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
             )
 
 
-def connect_trackers(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+def connect_trackers(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
     """Open the trackers of `report_to` but for TensorBoard.
 
     Raises:
@@ -255,7 +255,7 @@ def connect_trackers(config: GPTConfig, setup: TrainSetup, strategy: Accelerated
         tracker.store_init_configuration(dataclasses.asdict(config))
 
 
-def open_tensorboard(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+def open_tensorboard(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
     """Open TensorBoard's files in the run's folder; rank 0 calls it."""
     if "tensorboard" not in config.report_to:
         return
@@ -270,7 +270,7 @@ def open_tensorboard(config: GPTConfig, setup: TrainSetup, strategy: Accelerated
 
 
 def make_tracker(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
+    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
     """Return the tracker of the run, which reports to the trackers that are open by then."""
 
@@ -291,7 +291,7 @@ def make_tracker(
     )
 
 
-def _write_hyperparameters(writer: Any, config: GPTConfig) -> None:
+def _write_hyperparameters(writer: Any, config: CoreConfig) -> None:
     """Fill TensorBoard's table of runs, in the same files as the curves."""
     from torch.utils.tensorboard.summary import hparams
 
@@ -306,7 +306,7 @@ def _write_hyperparameters(writer: Any, config: GPTConfig) -> None:
 
 
 def log_sample(
-    config: GPTConfig,
+    config: CoreConfig,
     setup: TrainSetup,
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
@@ -346,7 +346,7 @@ def log_sample(
 
 
 def log_end(
-    config: GPTConfig, setup: TrainSetup, state: TrainState, results: dict[str, float]
+    config: CoreConfig, setup: TrainSetup, state: TrainState, results: dict[str, float]
 ) -> None:
     """Log the last validation loss, where the files lie, and the commands that use them."""
     _log_sources(setup, state.samples, "served")

@@ -19,7 +19,7 @@ from llm.models.export import export_model, write_model_card
 from llm.models.mup import scales_of
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import write_whole
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("llm")
 
 
 def write_results(
-    config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel
+    config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel
 ) -> None:
     """Export the model and write its card and `all_results.json`; every rank calls it."""
     # A collective where ranks hold shards: all of them gather, rank 0 writes.
@@ -74,7 +74,7 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
 
 
 def _card(
-    config: GPTConfig, setup: TrainSetup, results: dict[str, float | None], model: PreTrainedModel
+    config: CoreConfig, setup: TrainSetup, results: dict[str, float | None], model: PreTrainedModel
 ) -> dict[str, object]:
     data = config.dataset_name or config.train_file
     if data is None:
@@ -101,7 +101,7 @@ def _card(
     }
 
 
-def open_repository(config: GPTConfig, folder: Path) -> str | None:
+def open_repository(config: CoreConfig, folder: Path) -> str | None:
     """Create the repository to push to, before training; rank 0 calls it.
 
     Args:

@@ -23,7 +23,7 @@ from llm.models.compilation import compiles_by_default
 from llm.optim.schedule import is_constant
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
 BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "split_projections")
@@ -33,7 +33,7 @@ logger = logging.getLogger("llm")
 
 
 def find_resume(
-    config: GPTConfig, run: RunFolder, *, verifiers: Verifiers = ALONE
+    config: CoreConfig, run: RunFolder, *, verifiers: Verifiers = ALONE
 ) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` asks for; None if there is none yet.
 
@@ -98,7 +98,7 @@ def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_folder(
-    config: GPTConfig, run: RunFolder, resume_from: Checkpoint | None, *, config_file: Path | None
+    config: CoreConfig, run: RunFolder, resume_from: Checkpoint | None, *, config_file: Path | None
 ) -> None:
     """Refuse to write a run over another run, over other files, or over its own inputs.
 
@@ -133,7 +133,7 @@ def check_folder(
 
 
 def check_same_data(
-    config: GPTConfig, checkpoint: Checkpoint | None, digest: dict[str, Any], *, is_branch: bool
+    config: CoreConfig, checkpoint: Checkpoint | None, digest: dict[str, Any], *, is_branch: bool
 ) -> None:
     """Refuse to resume or to branch with other training data, or log an allowed change.
 
@@ -162,7 +162,7 @@ def check_same_data(
         )
 
 
-def lengthened(config: GPTConfig, checkpoint: Checkpoint) -> list[str]:
+def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
     """Return the options of length that may grow because the learning rates so far stay."""
     saved = checkpoint.metadata["fixed"]
     kind = saved.get("lr_scheduler_type")
@@ -219,7 +219,7 @@ def find_start(named: str, *, option: str, verifiers: Verifiers = ALONE) -> Chec
     )
 
 
-def check_same_attention(config: GPTConfig, init_from: Checkpoint | None) -> None:
+def check_same_attention(config: CoreConfig, init_from: Checkpoint | None) -> None:
     """Refuse weights that were trained with another scale of attention.
 
     Raises:
@@ -235,7 +235,7 @@ def check_same_attention(config: GPTConfig, init_from: Checkpoint | None) -> Non
         )
 
 
-def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
+def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the options that a resumed run must keep, as JSON has them.
 
     Args:
@@ -250,15 +250,15 @@ def fixed_options(config: GPTConfig, *, like: dict[str, Any] | None = None) -> d
     return fixed
 
 
-def logged_options(config: GPTConfig) -> dict[str, Any]:
+def logged_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that a resumed run may change, and logs, as JSON has them."""
     return _options(config, resume="logged")
 
 
-def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
+def _options(config: CoreConfig, *, resume: str) -> dict[str, Any]:
     values = {
         field.name: getattr(config, field.name)
-        for field in options.fields(GPTConfig)
+        for field in options.fields(type(config))
         if field.option.resume == resume
     }
     plain: dict[str, Any] = json.loads(json.dumps(values, default=dataclasses.asdict))
@@ -267,16 +267,16 @@ def _options(config: GPTConfig, *, resume: str) -> dict[str, Any]:
 
 def saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options of a checkpoint, which may have former names."""
-    return options.with_present_names(GPTConfig, checkpoint.metadata.get(kind, {}))
+    return options.with_present_names(CoreConfig, checkpoint.metadata.get(kind, {}))
 
 
-def named_changes(config: GPTConfig) -> list[str]:
+def named_changes(config: CoreConfig) -> list[str]:
     """Return the options of `change_on_resume` by their present names."""
-    present = options.other_names(GPTConfig)
+    present = options.other_names(type(config))
     return [present.get(name, name) for name in config.change_on_resume]
 
 
-def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
+def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
     """Log the settings that affect the numbers and differ from those of the checkpoint."""
     fixed, logged = saved_options(checkpoint, "fixed"), saved_options(checkpoint, "logged")
     changed = [
@@ -296,7 +296,7 @@ def log_changes(config: GPTConfig, checkpoint: Checkpoint, *, ranks: int) -> Non
 
 
 def choose_by_device(
-    config: GPTConfig, resume_from: Checkpoint | None, device: torch.device
+    config: CoreConfig, resume_from: Checkpoint | None, device: torch.device
 ) -> dict[str, Any]:
     """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
@@ -310,7 +310,7 @@ def choose_by_device(
     return values | {name: value for name, value in given.items() if value is not None}
 
 
-def keep_batch_size(config: GPTConfig, resume_from: Checkpoint | None) -> GPTConfig:
+def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
     """Return the options with the micro-batch of the checkpoint in place of `auto`."""
     if resume_from is None or config.per_device_train_batch_size != "auto":
         return config
@@ -318,7 +318,7 @@ def keep_batch_size(config: GPTConfig, resume_from: Checkpoint | None) -> GPTCon
     return dataclasses.replace(config, **{name: saved_options(resume_from, "logged").get(name, 1)})
 
 
-def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
+def choose_seed(config: CoreConfig, resume_from: Checkpoint | None) -> int:
     """Return the seed of the options, of the checkpoint, or a new one."""
     if config.seed is not None:
         return config.seed
@@ -328,7 +328,7 @@ def choose_seed(config: GPTConfig, resume_from: Checkpoint | None) -> int:
 
 
 def choose_skipped(
-    config: GPTConfig, resume_from: Checkpoint | None, plan: BatchPlan
+    config: CoreConfig, resume_from: Checkpoint | None, plan: BatchPlan
 ) -> SkippedSamples:
     """Return the samples to leave out: those of the options and of the checkpoint.
 

@@ -9,7 +9,7 @@ from llm.checkpoint.verify import Verifiers
 from llm.config.toml import to_toml
 from llm.errors import CheckpointError, DivergedError, LossSpikeError
 from llm.runtime.logging import event
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.reporting import forget_points
 from llm.trainers.gpt.run_setup import TrainSetup
@@ -20,7 +20,7 @@ logger = logging.getLogger("llm")
 
 
 def fit(
-    config: GPTConfig, setup: TrainSetup, trainer: Trainer
+    config: CoreConfig, setup: TrainSetup, trainer: Trainer
 ) -> tuple[Literal["finished", "preempted"], TrainSetup]:
     """Train to the last step or a request to stop, going back where the loss spikes.
 
@@ -68,7 +68,7 @@ def _newest_checkpoint(setup: TrainSetup, trainer: Trainer) -> Checkpoint | None
 
 
 def _rewind(
-    config: GPTConfig, setup: TrainSetup, trainer: Trainer, checkpoint: Checkpoint, first: int
+    config: CoreConfig, setup: TrainSetup, trainer: Trainer, checkpoint: Checkpoint, first: int
 ) -> TrainSetup:
     """Load a checkpoint, and leave out the samples around a spike from there on.
 

@@ -15,7 +15,7 @@ from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 # A rule names the optimizers that go with an option, so that it refuses an optimizer added later
 # until somebody has checked the combination. The same holds for sizes and precisions.
@@ -23,7 +23,7 @@ _ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
 _WITH_MATRICES = (*_ELEMENTWISE, "muon", "soap")
 
 
-def check(config: GPTConfig) -> None:
+def check(config: CoreConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
@@ -43,7 +43,7 @@ def check(config: GPTConfig) -> None:
         raise ConfigError(" ".join(problems))
 
 
-def check_planned(config: GPTConfig) -> list[str]:
+def check_planned(config: CoreConfig) -> list[str]:
     """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
         *model_problems(config),
@@ -59,7 +59,7 @@ def check_planned(config: GPTConfig) -> list[str]:
     ]
 
 
-def _source_problems(config: GPTConfig) -> list[str]:
+def _source_problems(config: CoreConfig) -> list[str]:
     problems = []
     if not any(getattr(config, name) for name in SOURCES):
         if not config.eval_only:
@@ -80,7 +80,7 @@ def _source_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _run_problems(config: GPTConfig) -> list[str]:
+def _run_problems(config: CoreConfig) -> list[str]:
     problems = []
     if config.init_from is not None and config.eval_only:
         problems.append(
@@ -107,7 +107,7 @@ def _run_problems(config: GPTConfig) -> list[str]:
         for name, text in paths(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
-    known = {field.name for field in fields(GPTConfig)} | other_names(GPTConfig).keys()
+    known = {field.name for field in fields(type(config))} | other_names(type(config)).keys()
     for name in config.change_on_resume:
         if name not in known:
             problems.append(f"--change_on_resume names '{name}', which is no option.")
@@ -123,7 +123,7 @@ def _run_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _optimizer_problems(config: GPTConfig) -> list[str]:
+def _optimizer_problems(config: CoreConfig) -> list[str]:
     kind = config.optimizer
     problems = []
     uses_blocks = kind == "accumadamw" or (kind is None and config.data_parallel == "gossip")
@@ -169,7 +169,7 @@ def _optimizer_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _replica_problems(config: GPTConfig) -> list[str]:
+def _replica_problems(config: CoreConfig) -> list[str]:
     mode = config.data_parallel
     problems = []
     if config.kfac and mode != "allreduce":
@@ -186,7 +186,7 @@ def _replica_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _size_problems(config: GPTConfig) -> list[str]:
+def _size_problems(config: CoreConfig) -> list[str]:
     sizes = sizes_above_one(config)
     if not sizes:
         return []
@@ -241,7 +241,7 @@ def _size_problems(config: GPTConfig) -> list[str]:
     return problems
 
 
-def _precision_problems(config: GPTConfig) -> list[str]:
+def _precision_problems(config: CoreConfig) -> list[str]:
     precision = config.mixed_precision
     if precision in (None, "no", "fp16", "bf16"):
         return []

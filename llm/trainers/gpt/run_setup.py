@@ -15,7 +15,7 @@ from llm.optim.schedule import Schedule
 from llm.parallel.dims import ParallelDims
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branches import Branch
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import fixed_options, logged_options
 from llm.trainers.gpt.strategies import Replicas
 
@@ -93,7 +93,7 @@ class TrainSetup(RunSetup):
     schedule: Schedule
 
 
-def resolve(config: GPTConfig, setup: TrainSetup) -> GPTConfig:
+def resolve(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
     """Return the options as `config.toml` records them: with what the setup has chosen."""
     return dataclasses.replace(
         config,
@@ -107,7 +107,7 @@ def resolve(config: GPTConfig, setup: TrainSetup) -> GPTConfig:
     )
 
 
-def checkpoint_metadata(config: GPTConfig, setup: TrainSetup) -> dict[str, Any]:
+def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]:
     """Return what every checkpoint records of the run."""
     batch = config.global_batch_size  # with the user's units, for messages
     if batch is None and setup.start is not None and not config.change_on_resume:

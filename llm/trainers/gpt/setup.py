@@ -33,7 +33,7 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.stage import check_cut
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evaluate_sources
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
@@ -44,7 +44,7 @@ from llm.trainers.gpt.trained_model import generation_settings
 logger = logging.getLogger("llm")
 
 
-def make_model(config: GPTConfig, setup: RunSetup, world: World) -> PreTrainedModel:
+def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedModel:
     """Build the model on this process' device, or on the meta device if ranks hold shards of it.
 
     Raises:
@@ -84,7 +84,7 @@ def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
     return without_weights(model) if setup.layout.pipeline > 1 else model
 
 
-def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> None:
+def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model whose results the options would change."""
     ends, layout = setup.ends, setup.layout
     # Context parallelism has an attention of its own.
@@ -100,7 +100,7 @@ def _check_use(config: GPTConfig, setup: RunSetup, model: PreTrainedModel) -> No
 
 
 def make_strategy(
-    config: GPTConfig, setup: RunSetup, model: PreTrainedModel, world: World
+    config: CoreConfig, setup: RunSetup, model: PreTrainedModel, world: World
 ) -> AcceleratedStrategy:
     """Form the process groups, and prepare the strategy with the model and its optimizer."""
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
@@ -212,7 +212,7 @@ class _Weights:
 
 
 def make_evaluate(
-    config: GPTConfig,
+    config: CoreConfig,
     setup: RunSetup,
     strategy: AcceleratedStrategy,
     *,
@@ -246,7 +246,7 @@ def make_evaluate(
 
 
 def make_evaluate_tasks(
-    config: GPTConfig,
+    config: CoreConfig,
     setup: RunSetup,
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
@@ -284,7 +284,7 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     logger.info(f"{setup.start.path} has no moving average of the weights: it begins here.")
 
 
-def leave_later_steps(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:
     """Log the step of the start, and set later checkpoints of the run aside."""
     if setup.start is None:
         return

@@ -23,7 +23,7 @@ from llm.parallel.gossip.sharded_replicas import ShardedReplicas
 from llm.parallel.pipeline.pipelined import PipelineStrategy
 from llm.parallel.sharded_init import fill_model
 from llm.runtime.world import ranks_per_node
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.ranks import divide_ranks
 
 MOST_ACCUM_STEPS = 8
@@ -52,7 +52,7 @@ class Replicas:
         return {"replicas": self.number, "accum_steps": self.accum_steps}
 
 
-def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | None) -> Replicas:
+def plan_replicas(config: CoreConfig, world_size: int, resume_from: Checkpoint | None) -> Replicas:
     """Divide the ranks into replicas.
 
     Raises:
@@ -69,7 +69,7 @@ def plan_replicas(config: GPTConfig, world_size: int, resume_from: Checkpoint | 
     )
 
 
-def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
+def _accum_steps(config: CoreConfig, replicas: int, resume_from: Checkpoint | None) -> int | None:
     if config.moment_update_steps is not None:
         return config.moment_update_steps
     if resume_from is not None and "accum_steps" in resume_from.metadata:
@@ -84,7 +84,7 @@ def _accum_steps(config: GPTConfig, replicas: int, resume_from: Checkpoint | Non
 
 
 def choose_strategy(
-    config: GPTConfig,
+    config: CoreConfig,
     replicas: Replicas,
     dims: ParallelDims,
     accelerator: Accelerator,

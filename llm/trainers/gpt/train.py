@@ -20,7 +20,7 @@ from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.auto_batch import find_batch_size
 from llm.trainers.gpt.commands import generate_command, resume_command
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import copy_model
@@ -55,7 +55,7 @@ PEER_SECONDS = 5.0
 logger = logging.getLogger("llm")
 
 
-def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
+def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     """Train as configured; every rank calls it.
 
     Args:
@@ -113,7 +113,7 @@ def train(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
 
 
 def make_trainer(
-    config: GPTConfig,
+    config: CoreConfig,
     setup: TrainSetup,
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
@@ -164,7 +164,7 @@ def failing_together(strategy: AcceleratedStrategy, health: Health) -> Iterator[
     raise getattr(errors, kind, ParallelError)(message, reported=True)
 
 
-def open_folder(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
+def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
     """Begin to write to the run's folder: the log so far, `status.json`, TensorBoard's files."""
     run = setup.run
     run.is_open = True
@@ -178,7 +178,7 @@ def open_folder(config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrat
 
 @contextlib.contextmanager
 def watched(
-    config: GPTConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
+    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
 ) -> Iterator[Health]:
     """Watch the other ranks, and write `status.json` if an error ends the run in its open folder.
 
@@ -219,7 +219,7 @@ def watched(
         raise
 
 
-def log_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> None:
+def log_preempted(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:
     """Log why the run stopped and the command that resumes it."""
     step = trainer.state.step
     reason = trainer.interruption.reason or "a request to another rank"
@@ -232,7 +232,7 @@ def log_preempted(config: GPTConfig, setup: TrainSetup, trainer: Trainer) -> Non
     trainer.interruption.keep_exit_code()
 
 
-def finish(config: GPTConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel) -> None:
+def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel) -> None:
     """Export the model and its results, and log the last lines; every rank calls it."""
     if not trainer.results and trainer.evaluate is not None:
         # The run was finished before it was resumed, so this start has not evaluated.

@@ -23,7 +23,8 @@ from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import ARCHITECTURE
 from llm.tokenizers.options import TOKENIZER_FILES
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.extensions import GPTConfig
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -89,7 +90,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in taken.items() if name not in own}
 
 
-def with_copies(config: GPTConfig, checkpoint: Checkpoint) -> GPTConfig:
+def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
     """Return options that name the checkpoint's copies of the model's configuration and tokenizer.
 
     Checkpoints of earlier versions have none: the options are returned unchanged.
@@ -103,7 +104,7 @@ def with_copies(config: GPTConfig, checkpoint: Checkpoint) -> GPTConfig:
     return dataclasses.replace(config, **copies)
 
 
-def tokenizer_of(config: GPTConfig) -> "PreTrainedTokenizerBase":
+def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that the options name.
 
     Raises:
@@ -208,7 +209,7 @@ def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def load_trained(
-    config: GPTConfig, chosen: Checkpoint, *, ema: bool = False
+    config: CoreConfig, chosen: Checkpoint, *, ema: bool = False
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load the model and the tokenizer of a run, with the weights of a checkpoint.
 
@@ -229,7 +230,7 @@ def load_trained(
 
 
 def build_untrained(
-    config: GPTConfig, chosen: Checkpoint, *, device: Literal["cpu", "meta"]
+    config: CoreConfig, chosen: Checkpoint, *, device: Literal["cpu", "meta"]
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Build the model of a run with its vocabulary padded, and load its tokenizer.
 

@@ -20,7 +20,7 @@ from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.parallel.dims import parallel_dims
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
@@ -149,7 +149,7 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
     return positions[positions >= 0]
 
 
-def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, Any]:
+def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
     """Return what a run has recorded of the order of its samples.
 
     The last start that trained the step has logged it; runs of earlier versions have logged less,
@@ -173,7 +173,7 @@ def _recorded_order(run: RunFolder, step: int, config: GPTConfig) -> dict[str, A
     return order
 
 
-def _starts(run: RunFolder, config: GPTConfig) -> list[dict[str, Any]]:
+def _starts(run: RunFolder, config: CoreConfig) -> list[dict[str, Any]]:
     """Return what the starts of a run have logged, a branch's after those of its parent."""
     starts: list[dict[str, Any]] = []
     if config.branch_from is not None:

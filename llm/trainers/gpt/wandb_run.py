@@ -8,12 +8,12 @@ from typing import Any
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.runtime.files import write_whole
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.config import CoreConfig
 
 DEFAULT_PROJECT = "llm"
 
 
-def wandb_arguments(config: GPTConfig, run: RunFolder) -> tuple[str, dict[str, Any]]:
+def wandb_arguments(config: CoreConfig, run: RunFolder) -> tuple[str, dict[str, Any]]:
     """Return the project of a run in its trackers, and the other arguments of `wandb.init`.
 
     The project is `project_name`. With W&B it is by default the project of the run in the folder,
