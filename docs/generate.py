@@ -1,9 +1,8 @@
 """Write the parts of docs/ that are generated from the code: `make pages`.
 
 configuration.md: the trainer's options, all below the page's introduction. data-tools.md, cli.md:
-a table for each program, between two comments that name its module. api.md: every module, below
-the introduction. architecture.md: every module and the first paragraph of its docstring, between
-two comments.
+a table for each program, between two comments that name its module. architecture.md: every package
+and the first paragraph of its docstring, between two comments. api/: a page for each package.
 """
 
 import ast
@@ -61,10 +60,10 @@ def programs_page(page: str, programs: tuple[type, ...]) -> str:
     return page
 
 
-def rooms() -> Iterator[tuple[Path, list[Path]]]:
-    """Yield each folder of the package, the root first, and its modules."""
-    for folder in [PACKAGE, *sorted(path.parent for path in PACKAGE.rglob("*/__init__.py"))]:
-        yield folder, [path for path in sorted(folder.glob("*.py")) if path.name[0] != "_"]
+def packages(root: Path = PACKAGE) -> Iterator[Path]:
+    """Yield a folder of the package and all folders in it, in the order of their names."""
+    yield root
+    yield from sorted(path.parent for path in root.rglob("*/__init__.py"))
 
 
 def summary_of(path: Path) -> str:
@@ -73,49 +72,64 @@ def summary_of(path: Path) -> str:
     return " ".join(docstring.split("\n\n")[0].split())
 
 
-def api_page(page: str) -> str:
-    """Return the page by which mkdocstrings describes every module, with a heading a folder."""
-    lines = [page.partition("\n## ")[0].rstrip("\n"), ""]
-    for folder, modules in rooms():
+def api_page(title: str, folders: list[Path]) -> str:
+    """Return a page on which mkdocstrings describes the modules of some folders.
+
+    Modules that only declare options are left out: configuration.md and cli.md list those.
+    """
+    lines = [f"# {title}", ""]
+    for folder in folders:
+        modules = [
+            path
+            for path in sorted(folder.glob("*.py"))
+            if path.name[0] != "_" and path.stem not in ("options", "config")
+        ]
         if modules:
-            lines += [f"## {folder.relative_to(PACKAGE.parent)}", ""]
+            lines += [summary_of(folder / "__init__.py"), ""] if len(folders) == 1 else []
+            lines += [f"## {folder.relative_to(PACKAGE.parent)}", ""] if len(folders) > 1 else []
         for path in modules:
             dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             lines += [f"::: {dotted}", ""]
     return "\n".join(lines)
 
 
+def api_pages() -> dict[Path, str]:
+    """Return the pages of the API reference: the programs, and a page for each package."""
+    pages = {"programs.md": api_page("llm", [PACKAGE])}
+    for init in sorted(PACKAGE.glob("*/__init__.py")):
+        folder = init.parent
+        pages[f"{folder.name}.md"] = api_page(f"llm.{folder.name}", list(packages(folder)))
+    return {DOCS / "api" / name: page for name, page in pages.items()}
+
+
 def architecture_page(page: str) -> str:
-    """Return the page with its list of files."""
-    lines = []
-    for folder, modules in rooms():
+    """Return the page with its list of packages."""
+    lines = ["", "| Package | Content |", "|---|---|"]
+    for folder in packages():
         name = f"{folder.relative_to(PACKAGE.parent)}/"
-        lines += ["", f"**`{name}`** {summary_of(folder / '__init__.py')}", ""]
-        lines += ["| File | Its job |", "|---|---|"] if modules else []
-        lines += [
-            f"| `{path.name}` | {summary_of(path)} |".replace("<", "&lt;") for path in modules
-        ]
-    before, begin, rest = page.partition("<!-- files -->")
-    after = rest.partition("<!-- end of files -->")[2]
-    return f"{before}{begin}\n" + "\n".join(lines) + f"\n\n<!-- end of files -->{after}"
+        lines.append(f"| `{name}` | {summary_of(folder / '__init__.py')} |")
+    before, begin, rest = page.partition("<!-- packages -->")
+    after = rest.partition("<!-- end of packages -->")[2]
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n\n<!-- end of packages -->{after}"
 
 
 def pages() -> dict[Path, str]:
     """Return every page with generated parts, up to date."""
     made = {
         "configuration.md": configuration_page,
-        "api.md": api_page,
         "architecture.md": architecture_page,
         **{name: partial(programs_page, programs=programs) for name, programs in PAGES.items()},
     }
-    return {
+    filled = {
         DOCS / name: make((DOCS / name).read_text(encoding="utf-8")) for name, make in made.items()
     }
+    return filled | api_pages()
 
 
 def main() -> None:
     """Write all pages."""
     for path, page in pages().items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
 

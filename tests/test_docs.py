@@ -310,10 +310,11 @@ def test_the_troubles_show_messages_that_the_program_prints():
     assert not unknown
 
 
-def test_the_benchmarks_page_shows_every_report():
-    page = read(ROOT / "docs/benchmarks.md")
-    for report in (ROOT / "benchmarks/results").glob("*.md"):
-        assert f'--8<-- "benchmarks/results/{report.name}:3:"' in page
+def test_the_benchmarks_page_shows_the_newest_report_of_each_subject():
+    newest = {path.name[11:]: path.name for path in sorted((ROOT / "benchmarks/results").glob("*"))}
+    shown = re.findall(r'--8<-- "benchmarks/results/(.*?):', read(ROOT / "docs/benchmarks.md"))
+    assert len(set(shown)) >= 8
+    assert set(shown) <= set(newest.values())
 
 
 def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
@@ -424,23 +425,14 @@ def test_what_a_page_gives_to_make_train_parses(page):
         assert parse_args(["--config", str(ROOT / "examples/quickstart.toml"), *arguments.split()])
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs/guides/gpt.md"], ids=name_of_page
-)
-def test_the_command_of_the_guide_is_the_original_programs(page):
-    launches = [command.split() for command in trainer_commands(page)]
+def test_the_guide_shows_the_command_of_the_original_program():
+    launches = [command.split() for command in trainer_commands(ROOT / "docs/guides/gpt.md")]
     assert ANCESTORS_LAUNCHER.replace("{options}", SHOWN_OPTIONS).split() in launches
+    assert parse_args(SHOWN_OPTIONS.split()) == parse_args(ANCESTORS_OPTIONS.split())
 
 
 def test_the_guide_shows_the_launcher_of_the_original_program():
     assert ANCESTORS_LAUNCHER in trainer_commands(ROOT / "docs/guides/gpt.md")
-
-
-def test_the_job_script_has_the_options_of_the_original_program():
-    script = next(block for block in blocks(ROOT / "docs/guides/gpt.md") if "#PBS" in block)
-    options = re.sub(r"#.*", "", script.split("OPTIONS=(")[1].split("\n)")[0])
-    assert options.split() == SHOWN_OPTIONS.split()
-    assert parse_args(options.split()) == parse_args(ANCESTORS_OPTIONS.split())
 
 
 def test_every_section_of_the_original_guide_has_its_counterpart():
@@ -464,19 +456,6 @@ def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
         rooms = {word.rstrip("/") for word in words if "/" not in word.rstrip("/")}
         floors.setdefault(number, set()).update(rooms)
     assert [floors[number] for number in range(len(floors))] == FLOORS
-
-
-def test_the_readme_names_every_folder_of_the_package_and_no_other():
-    tree = next(block for block in blocks(ROOT / "README.md") if block.startswith("llm/\n"))
-    named, above = set(), {-1: ROOT}
-    for line in tree.splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        above[depth] = above[depth - 1] / name
-        assert above[depth].exists(), f"{above[depth].relative_to(ROOT)} does not exist"
-        if name.endswith("/"):
-            named.add(above[depth])
-    assert named == {path.parent for path in MODULES if path.name == "__init__.py"}
 
 
 def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
@@ -528,8 +507,8 @@ def test_every_page_of_the_site_is_in_its_menu():
     assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in SITE)
 
 
-def test_the_test_files_that_the_readme_names_exist():
-    witnesses = re.findall(r"`(tests/\S+\.py)`", read(ROOT / "README.md"))
+def test_the_test_files_that_the_page_of_guarantees_names_exist():
+    witnesses = re.findall(r"`(tests/\S+\.py)`", read(ROOT / "docs/guarantees.md"))
     assert witnesses
     assert all((ROOT / witness).exists() for witness in witnesses)
 

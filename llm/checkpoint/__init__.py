@@ -1,1 +1,1 @@
-"""The folder of a run and its checkpoints: save, verify, load, prune."""
+"""The run folder and its checkpoints: save, verify, load, prune."""

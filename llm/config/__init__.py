@@ -1,1 +1,1 @@
-"""A dataclass of options as flags, as a TOML file and as a page of the documentation."""
+"""Options as a dataclass: command-line flags, TOML files, and a page of the documentation."""

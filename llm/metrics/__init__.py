@@ -1,1 +1,1 @@
-"""What a run measures: loss, throughput, memory, profiles."""
+"""Loss, throughput, memory, and profiles of a run."""

@@ -1,1 +1,1 @@
-"""How one optimizer step is spread over devices, each layout in one place."""
+"""Layouts: how an optimizer step is spread over devices."""

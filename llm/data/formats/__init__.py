@@ -1,1 +1,1 @@
-"""Token files on disk: Megatron-LM's pair, nanoGPT's flat file, and the sidecar beside both."""
+"""Token files on disk: Megatron-LM's pair, nanoGPT's flat file, and their sidecar."""

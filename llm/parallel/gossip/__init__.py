@@ -1,1 +1,1 @@
-"""Decentralised training: replicas with weights of their own, by gossip or DiLoCo."""
+"""Decentralized training: replicas that average their weights, by gossip or DiLoCo."""
