@@ -53,7 +53,7 @@ def test_our_readme_reads_well_without_the_repository():
 
     assert not re.search(r"\]\((?!https://)", readme)
     assert "# llm-trainers" in readme
-    assert "## Quick start" in readme
+    assert "## Train your own" in readme
 
 
 def test_a_release_requires_the_same_packages_except_those_with_a_url():
