@@ -21,7 +21,7 @@ from llm.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from llm.checkpoint.load import list_checkpoints, read_valid
+from llm.checkpoint.load import list_checkpoints, parts_of, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.checkpoint.run_folder import run_around
 from llm.config.command_line import parse
@@ -259,7 +259,11 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
 
     def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
         chosen = choose_checkpoint(folder, step, option="--export")
-        return chosen, *load_trained(config, chosen, ema=options.ema)
+        if options.ema and "ema" not in parts_of(chosen):
+            raise CheckpointError(
+                f"{chosen.path} has no moving average, which --ema_decay or --ema_tokens keeps."
+            )
+        return chosen, *load_trained(config, chosen, part="ema" if options.ema else None)
 
     chosen, model, tokenizer = read_while_training(folder, read)
     known: dict[str, object] = {"steps": chosen.step}

@@ -29,9 +29,22 @@ def test_every_folder_and_program_has_a_floor():
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_lower_floors_and_its_own_room(path):
     name = name_of(path)
+    if name == "trainers.gpt.extensions":
+        return  # the list of the extensions
     for imported in imports_of(path):
         lower = floor_of(imported) < floor_of(name)
         assert lower or room_of(imported) == room_of(name), f"llm.{name} imports llm.{imported}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_an_extension_is_named_by_its_own_files_and_the_list_only(path):
+    name = name_of(path)
+    if name == "trainers.gpt.extensions":
+        return
+    own = ".".join(name.split(".")[:2])
+    for imported in imports_of(path):
+        if imported.startswith("extensions."):
+            assert f"{imported}.".startswith(f"{own}."), f"llm.{name} imports llm.{imported}"
 
 
 def test_no_modules_import_one_another_in_a_circle():

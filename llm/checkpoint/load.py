@@ -93,9 +93,9 @@ def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
     return checkpoint
 
 
-def holds_part(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a checkpoint has a part of this name."""
-    return name in json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))
+def parts_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of a checkpoint's parts."""
+    return [*json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))]
 
 
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
@@ -133,20 +133,21 @@ def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
     read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
 
 
-def load_average(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Load the model of a checkpoint, with the moving average of its weights in their place.
+def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
+    """Load the model of a checkpoint, with the weights that another part has in their place.
+
+    Args:
+        part: A part that has a tensor for each trained parameter, such as a moving average.
+        checkpoint: What to read from.
+        model: The model to load.
 
     Raises:
-        CheckpointError: It has none, or is of another model.
+        CheckpointError: The checkpoint has no such part, or is of another model.
     """
-    if not holds_part(checkpoint, "ema"):
-        raise CheckpointError(
-            f"{checkpoint.path} has no moving average, which --ema_decay or --ema_tokens keeps."
-        )
     load_model(checkpoint, model)
     named = model.named_parameters()
-    averages = {f"ema/{name}": p.detach() for name, p in named if p.requires_grad}
-    read_tensors(checkpoint, averages, of=["ema/"])
+    weights = {f"{part}/{name}": p.detach() for name, p in named if p.requires_grad}
+    read_tensors(checkpoint, weights, of=[f"{part}/"])
 
 
 def read_tensors(

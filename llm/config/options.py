@@ -46,6 +46,7 @@ class Option:
     one_shot: bool = False
     path: bool = False
     requires: tuple[str, ...] = ()
+    extension: bool = False
 
 
 def option(
@@ -100,12 +101,16 @@ def option(
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
-def option_group(group: str, *, resume: Resume = "free") -> Callable[[type[T]], type[T]]:
+def option_group(
+    group: str, *, resume: Resume = "free", extension: bool = False
+) -> Callable[[type[T]], type[T]]:
     """Make a frozen, keyword-only dataclass of options.
 
     Args:
         group: Heading under which its options are listed, unless they name another.
         resume: What a resumed run may do with its options, unless they say otherwise.
+        extension: Whether they belong to an extension. They are listed last, and recorded only
+            where they are not the default, so that a run without the extension does not need it.
     """
 
     def make(cls: type[T]) -> type[T]:
@@ -114,7 +119,10 @@ def option_group(group: str, *, resume: Resume = "free") -> Callable[[type[T]], 
             if isinstance(field, dataclasses.Field):
                 own: Option = field.metadata["option"]
                 declared = dataclasses.replace(
-                    own, group=own.group or group, resume=own.resume or resume
+                    own,
+                    group=own.group or group,
+                    resume=own.resume or resume,
+                    extension=extension,
                 )
                 field.metadata = types.MappingProxyType({"option": declared})
         return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -177,15 +185,16 @@ class Field:
 def fields(cls: type) -> list[Field]:
     """Return the options of a dataclass: its own first, then those of its bases in their order.
 
-    `dataclasses.fields` returns the bases in reverse.
+    `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
     """
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
     names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     items = [declared[name] for name in names if name in declared]
-    return [
+    found = [
         _field(item.name, hints[item.name], item.default, item.metadata["option"]) for item in items
     ]
+    return sorted(found, key=lambda field: field.option.extension)
 
 
 def _field(name: str, hint: Any, default: Any, described: Option) -> Field:

@@ -95,6 +95,8 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
 def to_toml(config: Any) -> str:
     """Return every option that has a value as TOML, group by group, except one-shot options.
 
+    Options of extensions are left out where they have their default.
+
     `read_toml` reads the same options back. Renamed options are written under both names, since
     other programs read the files of runs too.
     """
@@ -103,7 +105,7 @@ def to_toml(config: Any) -> str:
     group = ""
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        if field.option.one_shot:
+        if field.option.one_shot or (field.option.extension and value == field.default):
             continue
         if field.option.renamed_from is not None and value is not None:
             former.append(f"{field.option.renamed_from} = {_toml(value)}")

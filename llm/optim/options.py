@@ -144,21 +144,6 @@ class OptimizerOptions(KFACOptions):
     max_grad_norm: float = option(
         1.0, "Clip the gradient's global norm to this; 0 is off.", at_least=0
     )
-    ema_decay: float | None = option(
-        None,
-        "Keep an exponential moving average of the weights, in which the past counts this much "
-        "less after each step.",
-        resume="logged",
-        above=0,
-        below=1,
-    )
-    ema_tokens: Tokens | None = option(
-        None,
-        "The same by tokens: the past counts half as much after so many (its half-life).",
-        resume="logged",
-        at_least=1,
-        at_most=10**15,
-    )
 
 
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
@@ -172,8 +157,6 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         named = [f"--{name}" for name in names if name in given(options)]
         if len(named) > 1:
             problems.append(f"{' and '.join(named)} exclude each other; give one of them.")
-    if options.ema_decay is not None and options.ema_tokens is not None:
-        problems.append("--ema_decay and --ema_tokens exclude each other.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.embedding_learning_rate is not None and not options.learning_rate:
@@ -213,11 +196,6 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
     except ConfigError as error:
         problems.append(str(error))
     return problems
-
-
-def averages_weights(options: OptimizerOptions) -> bool:
-    """Return whether the run keeps a moving average of its weights."""
-    return options.ema_decay is not None or options.ema_tokens is not None
 
 
 def kfac_problems(options: OptimizerOptions) -> list[str]:

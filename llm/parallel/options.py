@@ -119,6 +119,12 @@ class DecentralizedOptions:
         below=1,
     )
 
+    @property
+    def several_models(self) -> str | None:
+        """The option by which ranks have weights of their own; None if they train one model."""
+        mode = self.data_parallel
+        return None if mode == "allreduce" else f"--data_parallel {mode}"
+
 
 def parallel_problems(options: ParallelOptions) -> list[str]:
     """Return a sentence for each combination of these options that cannot work."""

@@ -18,10 +18,10 @@ from llm.models.sizes import find_blocks
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
-from llm.optim.options import averages_weights
 from llm.optim.whole import units_of
 from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
 from llm.plan.options import PlanOptions
+from llm.trainers.gpt.seams import extensions_of
 
 FP32 = 4
 """Bytes of a number."""
@@ -153,15 +153,15 @@ class OptimizerMemory:
 def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
     """Make the optimizer on the meta device as the trainer does, and count its state.
 
-    A moving average of the weights counts as such too.
+    What extensions keep of each parameter counts as such too.
     """
-    average = FP32 * averages_weights(options)
+    kept = sum(each.bytes_per_parameter(given) for each, given in extensions_of(options))
     if not options.kfac:
         uses_blocks = options.optimizer == "accumadamw"
         accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
         optimizer = make_optimizer(options, model, accum_steps=accum_steps)
         matrices = bool(units_of(optimizer))
-        per_element = _per_element(optimizer, model) + average
+        per_element = _per_element(optimizer, model) + kept
         return OptimizerMemory(per_element=per_element, matrices=matrices)
     with fake_ranks(options.nodes * options.gpus_per_node):
         kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
@@ -171,7 +171,7 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     widths = [width for factor in curvature.factors for width in factor.widths]
     sums = FP32 * sum(width**2 for width in widths)
     return OptimizerMemory(
-        per_element=_per_element(kfac.optimizer, model) + average,
+        per_element=_per_element(kfac.optimizer, model) + kept,
         kfac=curvature.num_bytes(),
         kfac_whole=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
         matrices=True,

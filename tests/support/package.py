@@ -15,6 +15,7 @@ FLOORS = [
     {"data", "models", "optim", "checkpoint", "metrics"},
     {"parallel"},
     {"trainers"},
+    {"extensions"},
     {
         *("plan", "report", "jobs", "checkpoints", "fetch", "generate", "preflight"),
         *("quickstart", "__main__"),

@@ -14,19 +14,15 @@ from tests.support.ranks import run_ranks, values
 
 def reads_of_a_step(mixed_precision: str) -> list[str]:
     from llm.metrics.meter import Meter
-    from llm.optim.options import OptimizerOptions
-    from llm.parallel.weight_average import WeightAverage
 
     strategy = make_strategy(mixed_precision)
     meter = Meter(strategy.device, rank=0)
-    average = WeightAverage(OptimizerOptions(ema_decay=0.9), strategy)
     for step in range(2):
         micro_batches, num_tokens = share(step, strategy, 2)
         with Reads() as reads:
             strategy.set_learning_rate(1e-3)
             loss_sum = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
             grad_norm, skipped = strategy.optimizer_step(1.0)
-            average.update(num_tokens)
             meter.add(0, loss_sum, num_tokens, grad_norm=grad_norm, skipped=skipped)
     return reads.seen
 

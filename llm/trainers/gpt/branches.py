@@ -11,6 +11,7 @@ from llm.checkpoint.verify import Verifiers
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import (
+    check_known,
     find_start,
     fixed_options,
     lengthened,
@@ -57,7 +58,8 @@ def find_parent(
         _check_same_parent(config.branch_from, resume_from)
         return None
     parent = find_start(config.branch_from, option="branch_from", verifiers=verifiers)
-    saved = saved_options(parent, "fixed")
+    check_known(config, parent)
+    saved = saved_options(config, parent, "fixed")
     allowed = (*named_changes(config), *lengthened(config, parent))
     check_unchanged(
         saved,

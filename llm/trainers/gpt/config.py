@@ -46,11 +46,6 @@ class EvaluationOptions:
         "More metrics of the validation split: accuracy (of the next token), or names that "
         "evaluate.load knows.",
     )
-    eval_ema: bool = option(
-        False,
-        "Evaluate the moving average of the weights too, each time; its results begin with ema_.",
-        requires=("ema_decay", "ema_tokens"),
-    )
     eval_tasks: tuple[str, ...] = option(
         (),
         "Tasks of lm-eval to run on the model: YAML files, with data in local files. Needs the "
@@ -127,12 +122,6 @@ class RunOptions:
         "they continue sample_prompt, if it is given.",
         renamed_from="sample_every",
         at_least=1,
-    )
-    export_ema: bool = option(
-        False,
-        "Export the moving average of the weights at the end, in place of the last weights, and "
-        "compute its validation loss.",
-        requires=("ema_decay", "ema_tokens"),
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

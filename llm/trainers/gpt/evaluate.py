@@ -6,12 +6,12 @@ import logging
 
 from llm.checkpoint.load import load_state
 from llm.metrics.tracker import task_values
-from llm.parallel.weight_average import WeightAverage
 from llm.runtime.files import write_whole
 from llm.runtime.world import World
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import read_evaluation
 from llm.trainers.gpt.reporting import log_start
+from llm.trainers.gpt.seams import Running, loop_extensions
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -43,10 +43,11 @@ def evaluate(config: CoreConfig, world: World) -> None:
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation asks for validation data
     results = evaluate_model()
-    if config.eval_ema and setup.resume_from is not None:
-        average = WeightAverage(config, strategy)
-        load_state(setup.resume_from, {"ema": average})
-        results |= average.evaluated(evaluate_model)
+    running = Running(strategy=strategy, model=model, keep_alive=lambda: None)
+    for extension in loop_extensions(config, running):
+        if setup.resume_from is not None and extension.part is not None:
+            load_state(setup.resume_from, {extension.part: extension})
+        results |= extension.evaluated(evaluate_model, last=False)
     evaluate_tasks = make_evaluate_tasks(config, setup, strategy, model)
     if evaluate_tasks is not None:
         results |= task_values(evaluate_tasks())

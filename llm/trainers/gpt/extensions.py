@@ -1,16 +1,26 @@
 """All options of the trainer: the core's, and those of the extensions that are listed here.
 
-The command line, the TOML file and the configuration page of the documentation are all made from
+To delete an extension, remove its folder, its import and its line in the list. The command line,
+the TOML file and the configuration page of the documentation are all made from
 [GPTConfig][llm.trainers.gpt.extensions.GPTConfig].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llm.extensions.averaging.options import AveragingOptions
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import Extension
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(
+    AveragingOptions,
     CoreConfig,
 ):
     """Options of `python -m llm.trainers.gpt`: those of the core and of each extension."""
+
+    @property
+    def listed(self) -> Sequence[type[Extension]]:
+        """The extensions, in the order in which the core calls them."""
+        return [base for base in GPTConfig.__bases__ if issubclass(base, Extension)]

@@ -35,6 +35,7 @@ from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
 from llm.trainers.gpt.resume import (
     check_folder,
+    check_known,
     check_same_attention,
     check_same_data,
     choose_by_device,
@@ -44,12 +45,13 @@ from llm.trainers.gpt.resume import (
     keep_batch_size,
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
+from llm.trainers.gpt.seams import Inputs, extensions_of
 from llm.trainers.gpt.strategies import plan_replicas
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.tasks import Tasks
 
-_NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "eval_ema", "save_top_k")
+_NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Options of a training that ask for evaluations."""
 
 
@@ -76,6 +78,8 @@ def read_training(
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     asked = [name for name in _NEED_VALIDATION if getattr(config, name)]
+    for extension, options in extensions_of(config):
+        asked += extension.needs_validation(options)
     if asked and not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on(*asked))
     data_digest = digest_of(setup.corpus.train)
@@ -119,11 +123,6 @@ def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
         )
     if not setup.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("eval_only"))
-    if config.eval_ema and setup.resume_from is None:
-        raise ConfigError(
-            "--eval_ema has no moving average to evaluate with --eval_only: name a checkpoint by "
-            "--resume_from_checkpoint, or leave it out."
-        )
     if config.in_memory and world.local_rank == 0:
         hold_in_memory(setup.corpus.validation)
     return setup
@@ -155,11 +154,14 @@ def _read(
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
+    for extension, options in extensions_of(config):
+        extension.read(options, Inputs(start=start))
     tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None
     if start is None and config.init_from is not None:
         init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
+        check_known(config, init_from)
         log_other_model(config, init_from, model_config)
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)

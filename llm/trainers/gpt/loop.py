@@ -1,7 +1,7 @@
 """The training loop. The page to read first."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
 from typing import Literal
@@ -15,14 +15,13 @@ from llm.metrics.meter import Meter
 from llm.metrics.options import profiled_steps
 from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
-from llm.optim.options import averages_weights
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.weight_average import WeightAverage
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
+from llm.trainers.gpt.seams import Exported, LoopExtension
 from llm.trainers.gpt.step_report import report_steps
 
 Every = int | Tokens | Literal["epoch"] | None
@@ -43,12 +42,12 @@ class Trainer:
         sample: Logs a sample of the model after a step, or without a step at the end; all ranks
             call it.
         copies: Files of the model and the tokenizer for every checkpoint, on rank 0.
+        extensions: What else takes part, in the order in which it is called.
 
     Attributes:
         state: Counters of the run, which a checkpoint restores through `parts`.
         loader: What each step is trained on.
         metadata: What every checkpoint records of the run.
-        average: The moving average of the weights; None unless the options ask for one.
         results: The last evaluation of this start.
         task_results: The last results of tasks of this start, by task and metric.
     """
@@ -65,6 +64,7 @@ class Trainer:
         evaluate_tasks: Callable[[], dict[str, dict[str, float]]] | None,
         sample: Callable[[int | None], None],
         copies: Mapping[str, bytes],
+        extensions: Sequence[LoopExtension],
     ) -> None:
         self.config, self.seed = config, setup.seed
         self.strategy = strategy
@@ -75,7 +75,7 @@ class Trainer:
         self.health, self.tracker = health, tracker
         self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
         self.sample = sample
-        self.average = WeightAverage(config, strategy) if averages_weights(config) else None
+        self.extensions = extensions
         self.state = TrainState()
         names = [source.name for source in self.corpus.train] if config.log_source_losses else []
         self.meter = Meter(
@@ -122,9 +122,12 @@ class Trainer:
         }
         if self.strategy.second_order is not None:
             parts["kfac"] = self.strategy.second_order
-        if self.average is not None:
-            parts["ema"] = self.average
-        return parts
+        return parts | {each.part: each for each in self.extensions if each.part is not None}
+
+    @property
+    def exported(self) -> Exported | None:
+        """What is exported in place of the last weights; None if these are."""
+        return next((each.exported for each in self.extensions if each.exported), None)
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train to the last step, or until a request to stop; then everything is saved."""
@@ -185,8 +188,8 @@ class Trainer:
         # Skipped on all ranks if the gradient of any is not finite. Norm and flag stay on the
         # device: reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
-        if self.average is not None:
-            self.average.update(batch.num_tokens)
+        for extension in self.extensions:
+            extension.after_update(batch)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(
             step,
@@ -312,12 +315,12 @@ class Trainer:
         self.state.tasks_at = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:
-        """Return the results of an evaluation, and as `ema_NAME` those of the average."""
+        """Return the results of an evaluation, and what extensions add to them."""
         assert self.evaluate is not None
         results = self.evaluate()
-        exports = self.config.export_ema and self.state.step == self.plan.total_steps
-        if self.average is not None and (self.config.eval_ema or exports):
-            results |= self.average.evaluated(self.evaluate)
+        last = self.state.step == self.plan.total_steps
+        for extension in self.extensions:
+            results |= extension.evaluated(self.evaluate, last=last)
         return results
 
     def format_train_stats(self) -> list[str]:

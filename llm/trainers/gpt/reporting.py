@@ -30,6 +30,7 @@ from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
+from llm.trainers.gpt.seams import Exported
 from llm.trainers.gpt.wandb_run import wandb_arguments
 
 SAMPLE_TOKENS = 120
@@ -346,17 +347,24 @@ def log_sample(
 
 
 def log_end(
-    config: CoreConfig, setup: TrainSetup, state: TrainState, results: dict[str, float]
+    config: CoreConfig,
+    setup: TrainSetup,
+    state: TrainState,
+    results: dict[str, float],
+    *,
+    exported: Exported | None,
 ) -> None:
     """Log the last validation loss, where the files lie, and the commands that use them."""
     _log_sources(setup, state.samples, "served")
     folder = setup.run.path
-    average, of_average = ("ema_", " of the average") if config.export_ema else ("", "")
-    loss = results.get(f"{average}loss")
+    prefix, of_exported = "", ""
+    if exported is not None:
+        prefix, of_exported = exported.prefix, f" of {exported.words}"
+    loss = results.get(f"{prefix}loss")
     if loss is not None:
-        perplexity = results[f"{average}perplexity"]
+        perplexity = results[f"{prefix}perplexity"]
         logger.info(
-            f"validation loss{of_average} {loss:.4f}, perplexity {perplexity:.2f} after "
+            f"validation loss{of_exported} {loss:.4f}, perplexity {perplexity:.2f} after "
             f"{state.step:,} steps, {state.tokens:,} tokens, {state.seconds:.1f} s of training"
         )
         if not math.isfinite(loss):

@@ -22,6 +22,7 @@ from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.seams import Exported
 
 _NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of the files in a run's folder that are not part of the model."""
@@ -50,7 +51,7 @@ def write_results(
         attention_factor=scales_of(config, model.config).attention,
     )
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
-    write_model_card(folder, _card(config, setup, results, model))
+    write_model_card(folder, _card(config, setup, results, model, trainer.exported))
 
 
 def collect_results(trainer: Trainer) -> dict[str, float | None]:
@@ -74,7 +75,11 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
 
 
 def _card(
-    config: CoreConfig, setup: TrainSetup, results: dict[str, float | None], model: PreTrainedModel
+    config: CoreConfig,
+    setup: TrainSetup,
+    results: dict[str, float | None],
+    model: PreTrainedModel,
+    exported: Exported | None,
 ) -> dict[str, object]:
     data = config.dataset_name or config.train_file
     if data is None:
@@ -88,7 +93,7 @@ def _card(
         "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "initial weights": setup.initial_weights,
-        **({"weights": "their exponential moving average"} if config.export_ema else {}),
+        **({"weights": exported.card} if exported else {}),
         "data": data,
         "block size": setup.block_size,
         "global batch size": setup.plan.batch_schedule(setup.block_size),

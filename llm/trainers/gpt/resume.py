@@ -73,9 +73,10 @@ def find_resume(
             logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
             return None
         checkpoint = newest
+    check_known(config, checkpoint)
     if config.eval_only:
         return checkpoint  # only its weights are loaded
-    saved = saved_options(checkpoint, "fixed")
+    saved = saved_options(config, checkpoint, "fixed")
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
     fixed = fixed_options(config, like=saved)
     check_unchanged(saved, fixed, allowed=allowed)
@@ -95,6 +96,23 @@ def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
     own = {name: fixed[name] for name in ("kfac", "kfac_max_dim") if name in fixed}
     default = "accumadamw" if fixed.get("data_parallel") == "gossip" else "adamw"
     return own | {"optimizer": fixed.get("optimizer") or default}
+
+
+def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint with fixed options of an extension that is not installed.
+
+    Raises:
+        CheckpointError: It names them; without them the run would silently train another model.
+    """
+    known = {field.name for field in options.fields(type(config))}
+    unknown = saved_options(config, checkpoint, "fixed").keys() - known
+    if unknown:
+        names = " and ".join(f"--{name}" for name in sorted(unknown))
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with {names}, which this installation does not have. "
+            "Install the extension that has it, or start another run from the exported model by "
+            "--model_name_or_path."
+        )
 
 
 def check_folder(
@@ -261,13 +279,40 @@ def _options(config: CoreConfig, *, resume: str) -> dict[str, Any]:
         for field in options.fields(type(config))
         if field.option.resume == resume
     }
+    return _as_json(values)
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(values, default=dataclasses.asdict))
     return plain
 
 
-def saved_options(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
-    """Return the fixed or the logged options of a checkpoint, which may have former names."""
-    return options.with_present_names(CoreConfig, checkpoint.metadata.get(kind, {}))
+def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
+    """Return what a checkpoint records of the options: extensions' only where they are given."""
+    left_out = {
+        field.name
+        for field in options.fields(type(config))
+        if field.option.extension and getattr(config, field.name) == field.default
+    }
+    kinds = {"fixed": fixed_options(config), "logged": logged_options(config)}
+    return {
+        kind: {name: value for name, value in values.items() if name not in left_out}
+        for kind, values in kinds.items()
+    }
+
+
+def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+    """Return the fixed or the logged options of a checkpoint, which may have former names.
+
+    Those of extensions that it does not record have their default.
+    """
+    defaults = {
+        field.name: field.default
+        for field in options.fields(type(config))
+        if field.option.extension and field.option.resume == kind
+    }
+    saved = options.with_present_names(type(config), checkpoint.metadata.get(kind, {}))
+    return _as_json(defaults) | saved
 
 
 def named_changes(config: CoreConfig) -> list[str]:
@@ -278,7 +323,7 @@ def named_changes(config: CoreConfig) -> list[str]:
 
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
     """Log the settings that affect the numbers and differ from those of the checkpoint."""
-    fixed, logged = saved_options(checkpoint, "fixed"), saved_options(checkpoint, "logged")
+    fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
         *differences(logged, logged_options(config)),
@@ -302,7 +347,7 @@ def choose_by_device(
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
     values |= {"split_projections": True}
     if resume_from is not None and not config.eval_only:
-        fixed, logged = (saved_options(resume_from, kind) for kind in ("fixed", "logged"))
+        fixed, logged = (saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
         # What runs had before there were these options.
         values |= {"tf32": False, "split_projections": False}
         values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
@@ -315,7 +360,8 @@ def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreC
     if resume_from is None or config.per_device_train_batch_size != "auto":
         return config
     name = "per_device_train_batch_size"
-    return dataclasses.replace(config, **{name: saved_options(resume_from, "logged").get(name, 1)})
+    size = saved_options(config, resume_from, "logged").get(name, 1)
+    return dataclasses.replace(config, **{name: size})
 
 
 def choose_seed(config: CoreConfig, resume_from: Checkpoint | None) -> int:

@@ -16,6 +16,7 @@ from llm.optim.options import kfac_problems, optimizer_problems, schedule_proble
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import extensions_of
 
 # A rule names the optimizers that go with an option, so that it refuses an optimizer added later
 # until somebody has checked the combination. The same holds for sizes and precisions.
@@ -55,6 +56,7 @@ def check_planned(config: CoreConfig) -> list[str]:
         *_replica_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
+        *(p for each, options in extensions_of(config) for p in each.problems(options)),
         *lacking(config),
     ]
 
@@ -177,12 +179,6 @@ def _replica_problems(config: CoreConfig) -> list[str]:
             f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
             "bring together; leave one of them out."
         )
-    problems += [
-        f"--{name} averages the weights of one model, and --data_parallel {mode} trains several; "
-        "leave one of them out."
-        for name in ("ema_decay", "ema_tokens")
-        if mode != "allreduce" and getattr(config, name) is not None
-    ]
     return problems
 
 

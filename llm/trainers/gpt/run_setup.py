@@ -16,7 +16,7 @@ from llm.parallel.dims import ParallelDims
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.resume import fixed_options, logged_options
+from llm.trainers.gpt.resume import recorded_options
 from llm.trainers.gpt.strategies import Replicas
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]
     if batch is None and setup.start is not None and not config.change_on_resume:
         batch = setup.start.metadata.get("batch_option")
     return {
-        "fixed": fixed_options(config),
-        "logged": logged_options(config),
+        **recorded_options(config),
         "global_batch_size": setup.plan.batch_schedule(setup.block_size),
         "batch_option": batch,
         "data": setup.data_digest,

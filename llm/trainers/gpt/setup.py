@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import holds_part, load_state
+from llm.checkpoint.load import load_state, parts_of
 from llm.checkpoint.retention import mark_superseded
 from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
@@ -274,14 +274,17 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     """
     if setup.start is None:
         return
-    parts, average = trainer.parts, trainer.average
-    if average is None or holds_part(setup.start, "ema"):
-        load_checkpoint(setup.start, parts)
-        return
-    del parts["ema"]
-    load_checkpoint(setup.start, parts)
-    average.restart()
-    logger.info(f"{setup.start.path} has no moving average of the weights: it begins here.")
+    parts, saved = trainer.parts, parts_of(setup.start)
+    new = {each.part: each for each in trainer.extensions if each.part and each.part not in saved}
+    load_checkpoint(setup.start, {name: part for name, part in parts.items() if name not in new})
+    for extension in new.values():
+        extension.begin()
+        logger.info(f"{setup.start.path} has no {extension.words}: it begins here.")
+    left = [name for name in saved if name not in parts]
+    if left:
+        logger.info(
+            f"{setup.start.path} also holds {' and '.join(left)}, which this run does not continue."
+        )
 
 
 def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:

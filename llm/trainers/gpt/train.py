@@ -36,6 +36,7 @@ from llm.trainers.gpt.reporting import (
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.rewind import fit
 from llm.trainers.gpt.run_setup import TrainSetup, resolve
+from llm.trainers.gpt.seams import Running, loop_extensions
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -138,6 +139,9 @@ def make_trainer(
         evaluate_tasks=make_evaluate_tasks(config, setup, strategy, model, on_batch=on_batch),
         sample=partial(log_sample, config, setup, strategy, model),
         copies=copies,
+        extensions=loop_extensions(
+            config, Running(strategy=strategy, model=model, keep_alive=on_batch)
+        ),
     )
 
 
@@ -239,8 +243,9 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
         trainer.results = trainer.evaluate_weights()
     if not trainer.task_results and trainer.evaluate_tasks is not None:
         trainer.task_results = trainer.evaluate_tasks()
-    exported = trainer.average.swapped() if trainer.average and config.export_ema else None
-    with exported or contextlib.nullcontext():
+    with contextlib.ExitStack() as exported:
+        for extension in trainer.extensions:
+            exported.enter_context(extension.exporting())
         write_results(config, setup, trainer, model)
         if config.sample_prompt is not None and setup.layout.is_replicated:
             trainer.sample(None)
@@ -250,7 +255,7 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
                 + generate_command(setup.run)
             )
     if trainer.strategy.rank == 0:
-        log_end(config, setup, trainer.state, trainer.results)
+        log_end(config, setup, trainer.state, trainer.results, exported=trainer.exported)
         loss = trainer.results.get("loss", 0.0)
         diverged = None if math.isfinite(loss) else "the validation loss is not finite"
         setup.run.say("finished", reason=diverged, step=trainer.state.step)

@@ -15,7 +15,7 @@ from llm.checkpoint.format import (
     checkpoint_folders,
     step_of,
 )
-from llm.checkpoint.load import load_average, load_model, newest_valid, read_valid
+from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
 from llm.config.options import fields, given
 from llm.config.toml import read_toml
@@ -62,7 +62,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         ConfigError: There is no such run, or a branch with a cooldown is given a length besides.
     """
     parent = values.get("branch_from")
-    recorded = [field for field in fields(GPTConfig) if not field.option.one_shot]
+    recorded = [f for f in fields(GPTConfig) if not (f.option.one_shot or f.option.extension)]
     if parent is None or {f.name for f in recorded if f.default is not None} <= values.keys():
         return {}
     lengths = [f"--{name}" for name in LENGTHS if name in values]
@@ -209,14 +209,14 @@ def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def load_trained(
-    config: CoreConfig, chosen: Checkpoint, *, ema: bool = False
+    config: CoreConfig, chosen: Checkpoint, *, part: str | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load the model and the tokenizer of a run, with the weights of a checkpoint.
 
     Args:
         config: The run's configuration.
         chosen: One of its checkpoints.
-        ema: Whether to take the moving average of the weights in their place.
+        part: The part of the checkpoint that has the weights, if not the model itself.
 
     Returns:
         The model, in fp32 on the CPU, with the vocabulary padded as in training; the tokenizer.
@@ -225,7 +225,10 @@ def load_trained(
         LLMError: The model or the tokenizer cannot be loaded, or the checkpoint is of another one.
     """
     model, tokenizer = build_untrained(config, chosen, device="cpu")
-    (load_average if ema else load_model)(chosen, model)
+    if part is None:
+        load_model(chosen, model)
+    else:
+        load_weights_of(part, chosen, model)
     return model, tokenizer
 
 

@@ -11,15 +11,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.format import name_of, read_manifest
 from llm.checkpoints import main as checkpoints
+from llm.data.loader import StepBatch
 from llm.errors import ConfigError
+from llm.extensions.averaging.weight_average import WeightAverage
 from llm.models.sampling import sample_text
-from llm.optim.options import OptimizerOptions
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.weight_average import WeightAverage
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import SAMPLE_TOKENS
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import load_trained, read_config
+from tests.support.data_parallel import make_strategy
+from tests.support.device_reads import Reads
+from tests.support.ranks import run_ranks, values
 from tests.support.recovery import last_counts, last_hash, weights_hash, without_times
 from tests.support.training import Bench, Run
 
@@ -43,7 +46,7 @@ def bench(tmp_path_factory) -> Bench:
 def weights(run: Run, step: int, *, ema: bool) -> dict[str, torch.Tensor]:
     """The whole weights, or their average, of a checkpoint of any layout."""
     checkpoint = read_manifest(run.folder / "checkpoints" / name_of(step))
-    model, _ = load_trained(read_config(run.folder), checkpoint, ema=ema)
+    model, _ = load_trained(read_config(run.folder), checkpoint, part="ema" if ema else None)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -157,13 +160,26 @@ def test_an_average_begins_anew_wherever_a_checkpoint_has_none():
     """As where a run goes back to the checkpoint without one that it was resumed from."""
     weight = torch.nn.Parameter(torch.zeros(2))
     strategy = SimpleNamespace(local_parameters=[weight])
-    average = WeightAverage(OptimizerOptions(ema_decay=0.5), cast(AcceleratedStrategy, strategy))
+    average = WeightAverage(cast(AcceleratedStrategy, strategy), decay=0.5)
+    batch = cast(StepBatch, SimpleNamespace(num_tokens=1))
     for value in (1.0, 2.0, 4.0):
         if value == 4.0:
-            average.restart()
+            average.begin()
         weight.data.fill_(value)
-        average.update(1)
+        average.after_update(batch)
     assert average._averages[0].tolist() == [4.0, 4.0]
+
+
+def reads_of_an_update() -> list[str]:
+    strategy = make_strategy("no")
+    average = WeightAverage(strategy, decay=0.9)
+    with Reads() as reads:
+        average.after_update(cast(StepBatch, SimpleNamespace(num_tokens=1)))
+    return reads.seen
+
+
+def test_an_average_reads_no_value_from_the_device():
+    assert values(run_ranks(reads_of_an_update, 1)) == [[]]
 
 
 @pytest.mark.parametrize(

@@ -6,43 +6,58 @@ from typing import Any
 
 import torch
 
-from llm.optim.options import OptimizerOptions
+from llm.data.loader import StepBatch
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import as_dtensor, reshard
+from llm.trainers.gpt.seams import Exported, LoopExtension
 
 
-class WeightAverage:
+class WeightAverage(LoopExtension):
     """The average of a strategy's weights after each step, in float32, sharded as they are.
 
-    The weights after a step count `ema_decay` times as much after each later one, or half as much
-    after `ema_tokens`. As in Adam's moments (Kingma & Ba 2015, section 3), the average is divided
-    by the sum of all factors: the initial weights have no part in it, however short the run.
+    The weights after a step count `decay` times as much after each later one, or half as much
+    after `half_life` tokens. As in Adam's moments (Kingma & Ba 2015, section 3), the average is
+    divided by the sum of all factors: the initial weights have no part in it, however short the
+    run.
 
     Args:
-        options: The decay, by steps or by tokens.
         strategy: A prepared strategy whose ranks train one model.
+        decay: What the past counts after each step; None with a half-life.
+        half_life: Tokens after which the past counts half as much.
+        evaluates: Whether each evaluation has the average too.
+        exports: Whether the average is exported in place of the weights.
     """
 
-    def __init__(self, options: OptimizerOptions, strategy: AcceleratedStrategy) -> None:
-        self._options, self._strategy = options, strategy
+    part = "ema"
+    words = "moving average of the weights"
+
+    def __init__(
+        self,
+        strategy: AcceleratedStrategy,
+        *,
+        decay: float | None,
+        half_life: int | None = None,
+        evaluates: bool = False,
+        exports: bool = False,
+    ) -> None:
+        self._strategy, self._decay, self._half_life = strategy, decay, half_life
+        self._evaluates = evaluates
+        if exports:
+            self.exported = Exported("ema_", "the average", "their exponential moving average")
         self._weights = [parameter.detach() for parameter in strategy.local_parameters]
         self._averages = [weight.clone() for weight in self._weights]
         self._mass = 0.0  # the sum of all factors, times 1 - decay
 
-    def restart(self) -> None:
+    def begin(self) -> None:
         """Begin with the present weights, where a checkpoint has no average."""
         torch._foreach_copy_(self._averages, self._weights)
         self._mass = 0.0
 
-    def update(self, num_tokens: int) -> None:
-        """Take in the weights after a step.
-
-        Args:
-            num_tokens: Tokens of the step over all ranks.
-        """
-        decay = self._options.ema_decay
-        if self._options.ema_tokens is not None:
-            decay = 0.5 ** (num_tokens / self._options.ema_tokens)
+    def after_update(self, batch: StepBatch) -> None:
+        """Take in the weights after a step."""
+        decay = self._decay
+        if self._half_life is not None:
+            decay = 0.5 ** (batch.num_tokens / self._half_life)
         assert decay is not None  # one of the two is given
         # All numbers are the host's: nothing is read from the device, nor copied to it.
         self._mass = 1 - decay * (1 - self._mass)
@@ -57,8 +72,16 @@ class WeightAverage:
         finally:
             self._swap()
 
-    def evaluated(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def exporting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the average, if that is exported."""
+        return contextlib.nullcontext() if self.exported is None else self.swapped()
+
+    def evaluated(
+        self, evaluate: Callable[[], dict[str, float]], *, last: bool
+    ) -> dict[str, float]:
         """Return the results of an evaluation of the average, as `ema_NAME`."""
+        if not (self._evaluates or (self.exported and last)):
+            return {}
         with self.swapped():
             return {f"ema_{name}": value for name, value in evaluate().items()}
 

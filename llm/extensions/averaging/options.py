@@ -1,0 +1,94 @@
+"""Options of the moving average of the weights."""
+
+from typing import TYPE_CHECKING
+
+from llm.config.options import option, option_group
+from llm.config.tokens import Tokens
+from llm.errors import ConfigError
+from llm.trainers.gpt.seams import Extension, LoopExtension
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.seams import Inputs, Running
+
+
+@option_group("Moving average of the weights", extension=True)
+class AveragingOptions(Extension):
+    """The moving average of the weights, and whether it is evaluated and exported."""
+
+    ema_decay: float | None = option(
+        None,
+        "Keep an exponential moving average of the weights, in which the past counts this much "
+        "less after each step.",
+        resume="logged",
+        above=0,
+        below=1,
+    )
+    ema_tokens: Tokens | None = option(
+        None,
+        "The same by tokens: the past counts half as much after so many (its half-life).",
+        resume="logged",
+        at_least=1,
+        at_most=10**15,
+    )
+    eval_ema: bool = option(
+        False,
+        "Evaluate the moving average of the weights too, each time; its results begin with ema_.",
+        requires=("ema_decay", "ema_tokens"),
+    )
+    export_ema: bool = option(
+        False,
+        "Export the moving average of the weights at the end, in place of the last weights, and "
+        "compute its validation loss.",
+        requires=("ema_decay", "ema_tokens"),
+    )
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each combination that cannot work."""
+        problems = []
+        if self.ema_decay is not None and self.ema_tokens is not None:
+            problems.append("--ema_decay and --ema_tokens exclude each other.")
+        problems += [
+            f"--{name} averages the weights of one model, and {self.several_models} trains "
+            "several; leave one of them out."
+            for name in ("ema_decay", "ema_tokens")
+            if getattr(self, name) is not None and self.several_models
+        ]
+        return problems
+
+    def needs_validation(self) -> list[str]:
+        """Return the option that asks for evaluations, if it is given."""
+        return ["eval_ema"] if self.eval_ema else []
+
+    def read(self, inputs: "Inputs") -> None:
+        """Refuse to evaluate an average that no checkpoint holds.
+
+        Raises:
+            ConfigError: The run only evaluates, and names no checkpoint.
+        """
+        if self.eval_only and self.eval_ema and inputs.start is None:
+            raise ConfigError(
+                "--eval_ema has no moving average to evaluate with --eval_only: name a checkpoint "
+                "by --resume_from_checkpoint, or leave it out."
+            )
+
+    def in_loop(self, running: "Running") -> LoopExtension | None:
+        """Return the average; None without one. An evaluation needs it only to evaluate it."""
+        if not self._keeps_average or (self.eval_only and not self.eval_ema):
+            return None
+        from llm.extensions.averaging.weight_average import WeightAverage
+
+        return WeightAverage(
+            running.strategy,
+            decay=self.ema_decay,
+            half_life=self.ema_tokens,
+            evaluates=self.eval_ema,
+            exports=self.export_ema,
+        )
+
+    def bytes_per_parameter(self) -> float:
+        """Return those of a float32 average."""
+        return 4.0 if self._keeps_average else 0.0
+
+    @property
+    def _keeps_average(self) -> bool:
+        return self.ema_decay is not None or self.ema_tokens is not None

@@ -1,0 +1,183 @@
+"""Every extension can be deleted, and another one added: a folder, and two lines in the list."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.package import PACKAGE, ROOT
+from tests.support.training import Bench, Run
+
+EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
+MADE_WITH = {"averaging": {"ema_decay": 0.9}}
+"""Options of a run that uses the extension."""
+LIVES = """
+import json, os, sys
+import llm.trainers.gpt.train  # once for all starts, each of which is a process
+from llm.trainers.gpt.main import main
+codes = []
+for argv in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os._exit(main(argv))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(codes)
+"""
+SHORT = {"checkpointing_steps": 1, "per_device_train_batch_size": 1}
+
+
+def copy_of_package(folder: Path) -> Path:
+    shutil.copytree(PACKAGE, folder / "llm", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def listed_in(package: Path) -> Path:
+    return package / "llm" / "trainers" / "gpt" / "extensions.py"
+
+
+def delete(name: str, package: Path) -> None:
+    """Remove an extension's folder, its import and its line in the list."""
+    shutil.rmtree(package / "llm" / "extensions" / name)
+    source = listed_in(package).read_text(encoding="utf-8")
+    imported = re.compile(rf"^from llm\.extensions\.{name}\.options import (\w+)\n", re.MULTILINE)
+    [base] = imported.findall(source)
+    source, removed = re.subn(rf"^    {base},\n", "", imported.sub("", source), flags=re.MULTILINE)
+    assert removed == 1
+    listed_in(package).write_text(source, encoding="utf-8")
+
+
+def add_counter(package: Path) -> None:
+    """Add the counter of CONTRIBUTING.md: its folder, its import and its line in the list."""
+    folder = package / "llm" / "extensions" / "counter"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('"""Counts updates."""\n')
+    shutil.copy(Path(__file__).parent / "counter.py", folder / "options.py")
+    source = listed_in(package).read_text(encoding="utf-8")
+    line = "from llm.trainers.gpt.config import CoreConfig\n"
+    source = source.replace(
+        line, f"from llm.extensions.counter.options import CounterOptions\n{line}"
+    )
+    source = source.replace("    CoreConfig,\n", "    CounterOptions,\n    CoreConfig,\n")
+    listed_in(package).write_text(source, encoding="utf-8")
+
+
+def named_modules(source: str) -> set[str]:
+    """The modules of this package that a file imports, also inside functions and for types."""
+    return {
+        node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llm.")
+    }
+
+
+def run_lives(package: Path, *lives: list[str]) -> tuple[list[int], str]:
+    """Run the trainer of a copy once for each command line; returns exit codes and output."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, json.dumps(lives)],
+        cwd=package,
+        env=os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), lines=60)
+
+
+@pytest.fixture(scope="module")
+def plain(bench) -> Run:
+    """A run without any extension, of the whole package."""
+    return bench.train_well("plain", max_train_steps=2, **SHORT)
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_no_file_imports_a_deleted_extension(name, tmp_path):
+    package = copy_of_package(tmp_path)
+    delete(name, package)
+    for path in package.rglob("*.py"):
+        for module in named_modules(path.read_text(encoding="utf-8")):
+            file = package / module.replace(".", "/")
+            there = file.with_suffix(".py").exists() or (file / "__init__.py").exists()
+            assert there, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, tmp_path):
+    options = MADE_WITH[name]
+    bench.train_well(f"with-{name}", max_train_steps=1, **SHORT, **options)
+    package = copy_of_package(tmp_path)
+    delete(name, package)
+    run = bench.folder / f"without-{name}"
+    shutil.copytree(plain.folder, run)
+    longer = {"resume_from_checkpoint": True, "max_train_steps": 3, **SHORT}
+    recorded = ["--config", str(bench.folder / f"with-{name}" / "config.toml")]
+
+    codes, output = run_lives(
+        package,
+        bench.command(run.name, **longer),
+        bench.command(run.name, eval_only=True, resume_from_checkpoint=True),
+        bench.command(f"new-{name}", max_train_steps=1, **SHORT),
+        [*recorded, "--resume_from_checkpoint"],
+        bench.command(f"with-{name}", **longer),
+    )
+
+    assert codes[:4] == [0, 0, 0, 2], output
+    assert f"Resumed from {run}/checkpoints/step_00000002 at step 2" in output
+    assert (run / "model.safetensors").exists()
+    assert (run / "eval_results.json").exists()
+    assert f"sets '{next(iter(options))}', which is no option" in output
+    # Without its options, a checkpoint of the extension is refused, or what it holds is named.
+    named = "was trained with --" in output, f"also holds {PARTS.get(name)}, which" in output
+    assert (codes[4], named) in ((2, (True, False)), (0, (False, True))), output
+
+
+PARTS = {"averaging": "ema"}
+"""Parts of checkpoints that a run without the extension leaves out."""
+
+
+def test_an_extension_of_one_file_counts_saves_and_resumes(bench, tmp_path):
+    package = copy_of_package(tmp_path)
+    add_counter(package)
+    options = {**SHORT, "count_every": 2}
+
+    codes, output = run_lives(
+        package,
+        bench.command("counted", max_train_steps=3, **options),
+        bench.command("counted", max_train_steps=4, resume_from_checkpoint=True, **options),
+        bench.command("uncounted", max_train_steps=2, **SHORT),
+        bench.command("uncounted", max_train_steps=5, resume_from_checkpoint=True, **options),
+    )
+
+    assert codes == [0, 0, 0, 0], output
+    assert re.findall(r"counted (\d+) updates", output) == ["2", "4", "2"]
+    assert "has no count of updates: it begins here" in output
+
+
+def test_the_example_for_contributors_is_the_extension_that_is_tested():
+    source = (Path(__file__).parent / "counter.py").read_text(encoding="utf-8")
+    code = source.partition("\n\n")[2]
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"```python\n{code}```" in page
+
+
+@pytest.mark.slow
+def test_the_core_has_sound_types_without_any_extension(tmp_path):
+    package = copy_of_package(tmp_path)
+    for name in EXTENSIONS:
+        delete(name, package)
+    shutil.copy(ROOT / "pyproject.toml", package)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "llm"], cwd=package, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
