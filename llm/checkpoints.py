@@ -83,7 +83,7 @@ class CheckpointsOptions:
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
         None,
-        "Precision of the exported weights; by default that of the run.",
+        "Precision of the exported weights; by default the run's.",
         requires=("export", "output"),
     )
 
@@ -152,7 +152,7 @@ def _check(options: CheckpointsOptions, *, averages: bool) -> None:
 
 
 def _places(path: Path) -> tuple[Path, Path]:
-    """Return the run's folder and that of its checkpoints, which need not exist."""
+    """Return the run folder and its checkpoints folder, which need not exist."""
     if not path.is_dir():
         raise ConfigError(f"--run {path} is no folder; name that of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():

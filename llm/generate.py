@@ -45,9 +45,9 @@ class GenerateOptions:
 
     run: str = option(
         "",
-        "A run's folder (its exported model, or where there is none its newest checkpoint), a "
-        "checkpoint's folder, or any folder that Hugging Face's from_pretrained loads. The "
-        "option's name can be left out.",
+        "A run folder (its exported model, or else its newest checkpoint), a checkpoint's folder, "
+        "or any folder that Hugging Face's from_pretrained loads. The option's name can be left "
+        "out.",
         group="Model",
         path=True,
     )
@@ -71,7 +71,7 @@ class GenerateOptions:
         group="Text",
         at_least=1,
     )
-    num_samples: int = option(1, "Texts to write, one after the other.", group="Text", at_least=1)
+    num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
         "Below 1 likely tokens become likelier, above 1 all become more alike; 0 always takes the "
@@ -258,7 +258,7 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
 def _room(
     wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> int:
-    """Return the number of new tokens for which the model has positions after the prompt."""
+    """Return how many new tokens fit into the model's positions after the prompt."""
     from llm.models.configuration import max_positions
 
     limit = max_positions(model.config)

@@ -14,7 +14,7 @@ class CheckpointOptions:
         None, "Folder of the run; by default runs/MODEL-DATA.", path=True
     )
     overwrite_output_dir: bool = option(
-        False, "Remove the run that output_dir holds and start anew.", one_shot=True
+        False, "Remove the run in output_dir and start again.", one_shot=True
     )
     checkpointing_steps: int | Literal["epoch"] | None = option(
         None,
@@ -45,34 +45,33 @@ class CheckpointOptions:
     )
     async_checkpoint: bool = option(
         True,
-        "Go on training while a checkpoint is written; it takes as much host memory as this "
+        "Continue training while a checkpoint is written; it takes as much host memory as this "
         "rank's share of weights and optimizer.",
     )
     resume_from_checkpoint: bool | str = option(
         False,
-        "Go on from the newest valid checkpoint of output_dir, or from the one at this path. "
-        "Where there is none yet, the run starts afresh.",
+        "Resume from the newest valid checkpoint in output_dir, or from the one at this path. "
+        "Without a checkpoint, the run starts from the beginning.",
         one_shot=True,
         path=True,
     )
     change_on_resume: tuple[str, ...] = option(
         (),
-        "Options that may differ from those of the run that is resumed although they are fixed.",
+        "Fixed options that may differ from the resumed run.",
         one_shot=True,
     )
     init_from: str | None = option(
         None,
         "Start with the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
-        "RUN/best. Optimizer, schedule and data begin anew.",
+        "RUN/best. Optimizer, schedule and data start from the beginning.",
         path=True,
         resume="fixed",
     )
     branch_from: str | None = option(
         None,
-        "Go on from another run's checkpoint in a run of its own: RUN (the newest), RUN/STEP or "
-        "RUN/best. Weights, optimizer, counters and the position in the data are those of the "
-        "parent, and so are the options that are not given. A resumed branch goes on from its own "
-        "checkpoints.",
+        "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best. It "
+        "takes weights, optimizer, counters, data position and all options that are not given "
+        "from its parent. A resumed branch continues from its own checkpoints.",
         path=True,
         requires=("output_dir",),
     )

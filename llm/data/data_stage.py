@@ -11,7 +11,7 @@ class DataStage:
     """Sources and weights from the end of the stage before: one table `[[data_stage]]`."""
 
     until: Tokens | None = option(
-        None, "Tokens of the run at which the stage ends; none on the last."
+        None, "Tokens of the run after which the stage ends; none on the last."
     )
     data_path: tuple[float | str, ...] = option(
         (), "Its token files, as the option data_path takes them.", path=True

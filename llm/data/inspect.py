@@ -61,7 +61,7 @@ class InspectOptions:
     )
     data_ranks: int | None = option(
         None,
-        "Number of data-parallel ranks; by default that of the start that trained the step.",
+        "Number of data-parallel ranks; by default the number in the start that trained the step.",
         group="A run's step",
         requires=("rank",),
         at_least=1,

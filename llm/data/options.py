@@ -40,8 +40,8 @@ class DataOptions:
     data_stage: tuple[DataStage, ...] = option(
         (),
         "Stages of a mixture that changes during the run, in place of data_path: tables "
-        "[[data_stage]] of the TOML file, each with the data_path of the stage and, on all but the "
-        "last, until, the tokens of the run at which it ends. As a flag, only none.",
+        "[[data_stage]] of the TOML file, each with the data_path of the stage and, on all but "
+        "the last, until, the tokens of the run after which the stage ends. As a flag, only none.",
     )
     max_epochs: tuple[float | str, ...] = option(
         (),
@@ -70,7 +70,7 @@ class DataOptions:
         resume="free",
     )
     reset_position_ids: bool = option(
-        False, "Start the positions anew after each end-of-text token in a sample."
+        False, "Restart the positions after each end-of-text token in a sample."
     )
     reset_attention_mask: bool = option(
         False, "Let no attention cross an end-of-text token in a sample."
@@ -83,7 +83,7 @@ class DataOptions:
     )
     validation_split_percentage: float = option(
         5,
-        "Percentage of the training rows, from the start, that validate when there is no "
+        "Percentage of the training rows, from the start, used for validation without a "
         "validation split or file; 0 trains without validation.",
         at_least=0,
         below=100,
@@ -98,17 +98,17 @@ class DataOptions:
         True, "End every document with the tokenizer's end-of-text token.", aliases=("append_eod",)
     )
     block_size: int | None = option(
-        None, "Tokens a sample; by default the model's positions, 1024 at most.", at_least=1
+        None, "Tokens per sample; by default the model's positions, 1024 at most.", at_least=1
     )
     preprocessing_num_workers: int | None = option(
-        None, "Threads that tokenise; by default all cores.", at_least=1, resume="free"
+        None, "Threads that tokenize; by default all cores.", at_least=1, resume="free"
     )
     overwrite_cache: bool = option(
-        False, "Tokenise again even when the cache holds the result.", one_shot=True, resume="free"
+        False, "Tokenize again even if the result is cached.", one_shot=True, resume="free"
     )
     data_cache_dir: str | None = option(
         None,
-        "Folder for tokenised data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
+        "Folder for tokenized data; by default $LLM_CACHE_DIR, else ~/.cache/llm.",
         path=True,
         resume="free",
     )
@@ -120,8 +120,8 @@ class BatchOptions:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         8,
-        "Samples of one micro-batch on one device; auto is the largest power of two (or divisor of "
-        "what global_batch_size leaves for a device) that fits, and is searched for once in a run.",
+        "Samples of one micro-batch on one device; auto finds the largest power of two that fits "
+        "(or divisor of a device's share of global_batch_size), once per run.",
         group=BATCH,
         resume="logged",
         at_least=1,
@@ -167,20 +167,20 @@ class BatchOptions:
     skip_samples: str | None = option(
         None,
         "Samples to leave out, as FIRST:STOP,... in the numbers of the log, such as 6400:6480 for "
-        "6400 to 6479. A resume adds them to those of its checkpoint, and may name only samples "
-        "that have not been trained on.",
+        "6400 to 6479. A resume adds them to the ranges of its checkpoint, and may only name "
+        "samples that have not been trained on.",
     )
 
 
 LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
-"""Options of which one gives the length of the run, in place of epochs."""
+"""Options that set the length of the run, in place of epochs. Only one may be given."""
 
 SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 """Options that name the training data."""
 
 
 def training_paths(options: DataOptions) -> list[str]:
-    """Return the token files to train on as they are named; those of several stages once."""
+    """Return the names of the token files to train on, each once."""
     staged = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
     words = (*options.data_path, *options.train_data_path, *staged)
     return [word for word in words if isinstance(word, str)]
@@ -198,8 +198,8 @@ def data_problems(options: DataOptions) -> list[str]:
         problems.append(f"{' and '.join(sources)} are different sources of data; give one of them.")
     if options.valid_data_path and (options.data_path or text):
         problems.append(
-            "--valid_data_path goes with --train_data_path, or alone with --eval_only; --data_path "
-            "is cut by --split, and text has options of its own."
+            "--valid_data_path goes with --train_data_path, or alone with --eval_only; "
+            "--data_path is cut by --split, and text has other options."
         )
     if options.split is not None and not (options.data_path or options.data_stage):
         problems.append("--split needs --data_path (or stages); give that too, or leave it out.")

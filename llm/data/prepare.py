@@ -80,7 +80,7 @@ class PrepareConfig:
         requires=("vocab_file",),
     )
     use_slow_tokenizer: bool = option(
-        False, "Use the tokenizer's Python implementation where there is one.", group=TOKENIZER
+        False, "Use the tokenizer's Python implementation, if it has one.", group=TOKENIZER
     )
     append_eos: bool = option(
         True,

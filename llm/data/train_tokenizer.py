@@ -77,14 +77,14 @@ class TrainTokenizerOptions:
         32768, "Number of tokens, with all special ones.", at_least=1, at_most=_MOST_TOKENS
     )
     split_digits: bool = option(
-        False, "Make every digit a token of its own, so that numbers have places."
+        False, "Make every digit a separate token, so that numbers have places."
     )
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
             "identity",
-            "What is done to every text first. identity keeps it as it is, with every space and "
-            "line break. huggingface has identity, nfc and nfkc; sentencepiece all but nfc, and "
-            "joins spaces unless it is identity; nmt_nfkc is its own default.",
+            "Normalization of every text. identity keeps every space and line break. huggingface "
+            "has identity, nfc and nfkc; sentencepiece all but nfc, and joins spaces unless it is "
+            "identity; nmt_nfkc is its own default.",
         )
     )
     byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")

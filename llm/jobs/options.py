@@ -13,7 +13,7 @@ class JobOptions:
         None, "Scheduler of the job; the option's name can be left out. By default the site's."
     )
     site: Literal["generic", "polaris", "aurora", "perlmutter", "frontier"] = option(
-        "generic", "Site whose directives and queues the script has."
+        "generic", "Site that sets the directives and queues of the script."
     )
     nodes: int = option(1, "Number of nodes.", at_least=1)
     gpus_per_node: int | None = option(

@@ -1,4 +1,4 @@
-"""Options of what a run measures and reports."""
+"""Options of measurements and reports."""
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
@@ -6,7 +6,7 @@ from llm.errors import ConfigError
 
 @option_group("Logging")
 class LoggingOptions:
-    """What is logged, how often and where."""
+    """Logging: what, how often, and where."""
 
     logging_steps: int = option(10, "Steps between two lines of the log.", at_least=1)
     report_to: tuple[str, ...] = option(
@@ -23,9 +23,9 @@ class LoggingOptions:
     )
     device_peak_tflops: float | None = option(
         None,
-        "What one device can do at best, in TFLOP/s, for the utilisation (MFU) in the log; by "
-        "default the maker's figure for half precision, or the rate of matrix products that is "
-        "measured at the start.",
+        "Peak of one device, in TFLOP/s, for the utilisation (MFU) in the log; by default the "
+        "maker's figure for half precision, or the rate of matrix products that is measured at "
+        "the start.",
         above=0,
     )
     profile: str | None = option(

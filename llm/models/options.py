@@ -51,8 +51,8 @@ class ModelOptions:
     ) = option(
         None,
         "Layers, width and heads of a GPT-2- or Llama-shaped model by name, trained from scratch: "
-        "GPT-2's four sizes and those of Narayanan et al. 2021. Without a model's name it is a "
-        "GPT-2 with vocabulary and positions of that table (51,200 and 2,048 from 1.7B on).",
+        "the four sizes of GPT-2 and the eight of Narayanan et al. 2021. Without a model's name "
+        "it is a GPT-2 with their vocabulary and positions (51,200 and 2,048 from 1.7B on).",
     )
     num_layers: int | None = option(
         None,
@@ -61,11 +61,11 @@ class ModelOptions:
         at_least=1,
     )
     hidden_size: int | None = option(
-        None, "Width of such a model; the width of its MLP keeps its proportion.", at_least=1
+        None, "Width of a GPT-2- or Llama-shaped model; the MLP keeps its ratio to it.", at_least=1
     )
     num_attention_heads: int | None = option(
         None,
-        "Heads of such a model; the ratio of query heads to key-value heads is kept.",
+        "Heads of a GPT-2- or Llama-shaped model; key-value heads keep their ratio.",
         at_least=1,
     )
     from_scratch: bool = option(
@@ -98,13 +98,12 @@ class ModelOptions:
     no_bias: bool = option(False, "Hold all biases at zero.")
     mup: bool = option(
         False,
-        "Train under muP: initial weights and learning rates by which the best learning rate of a "
-        "narrow model is that of a wide one. For GPT-2- and Llama-shaped models.",
+        "Train under muP: initial weights and learning rates are scaled so that the optimal "
+        "learning rate transfers across widths. For GPT-2- and Llama-shaped models.",
     )
     mup_base_width: int | None = option(
         None,
-        "Width of the narrow model, for which the options of the optimizer are meant: at this "
-        "width muP changes nothing.",
+        "Width at which the hyperparameters were tuned; at this width muP changes nothing.",
         requires=("mup",),
         at_least=1,
     )
@@ -158,7 +157,7 @@ class ModelOptions:
     )
     tied_gradients: bool = option(
         True,
-        "Where the embedding is also the output head, make one gradient of its two.",
+        "Accumulate both gradients of a tied embedding in one buffer.",
         group=SPEED,
         resume="logged",
     )
@@ -190,7 +189,7 @@ def model_problems(options: ModelOptions) -> list[str]:
         )
     if options.mup and options.mup_base_width is None:
         problems.append(
-            "--mup needs --mup_base_width, the width of the model whose learning rate it keeps."
+            "--mup needs --mup_base_width, the width at which the learning rate was tuned."
         )
     chosen = options.activation_checkpointing
     if options.gradient_checkpointing and chosen not in (None, "full"):

@@ -17,11 +17,11 @@ class OptimizerOptions(KFACOptions):
 
     optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW; AccumAdamW, whose moments advance once in moment_update_steps steps; torch's "
+        "AdamW; AccumAdamW, which updates its moments once in moment_update_steps steps; torch's "
         "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
         "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
-        "accumadamw for gossip, else adamw. With kfac's ekfac: adamw or soap, for what it does not "
-        "cover.",
+        "accumadamw for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or "
+        "soap).",
     )
     moment_update_steps: int | None = option(
         None,
@@ -45,8 +45,8 @@ class OptimizerOptions(KFACOptions):
     split_projections: bool | None = option(
         None,
         "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
-        "value, as the matrices that they consist of. If not given they do, but a run of a "
-        "version that did not goes on as it began.",
+        "value, as separate matrices. On by default; a run of an earlier version keeps its "
+        "setting.",
     )
     momentum: float | None = option(
         None,
@@ -57,8 +57,8 @@ class OptimizerOptions(KFACOptions):
     )
     nesterov: bool = option(
         False,
-        "Nesterov's momentum in soap and ekfac: a step's first moment is one gradient ahead of the "
-        "one that is kept.",
+        "Use Nesterov momentum in soap and ekfac: the first moment of a step is one gradient "
+        "ahead.",
         requires=("optimizer=soap", "kfac"),
     )
     soap_update_steps: int | None = option(
@@ -68,7 +68,7 @@ class OptimizerOptions(KFACOptions):
         at_least=1,
     )
     learning_rate: float = option(5e-5, "Peak learning rate.", at_least=0)
-    min_learning_rate: float = option(0.0, "Learning rate at which decay ends.", at_least=0)
+    min_learning_rate: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -103,20 +103,20 @@ class OptimizerOptions(KFACOptions):
     )
     num_decay_steps: int | None = option(
         None,
-        "Last steps of warmup_stable_decay, in which the rate falls; by default a tenth of all.",
+        "Steps of the final decay of warmup_stable_decay; by default a tenth of all.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
     num_decay_tokens: Tokens | None = option(
         None,
-        "Last tokens of warmup_stable_decay, in place of num_decay_steps.",
+        "Tokens of the final decay of warmup_stable_decay, in place of num_decay_steps.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
     lr_batch_scaling: Literal["none", "sqrt"] = option(
         "none",
-        "Where global_batch_size grows, multiply the learning rate by the square root of the "
-        "batch over the first one (Malladi et al. 2022), or leave it as it is.",
+        "If global_batch_size grows, multiply the learning rate by the square root of its growth "
+        "(Malladi et al. 2022), or leave it unchanged.",
         requires=("global_batch_size",),
     )
     cooldown_tokens: Tokens | None = option(

@@ -1,4 +1,4 @@
-"""Options of the layout: precision, sharding of one model, and decentralised training."""
+"""Options of the layout: precision, sharding of one model, and decentralized training."""
 
 import itertools
 from typing import Literal
@@ -38,8 +38,8 @@ class ParallelOptions:
 
     data_parallel_shard_size: int = option(
         1,
-        "Ranks that each hold a part of every weight, gradient and moment; what the sizes leave "
-        "over holds copies.",
+        "Ranks that each hold a part of every weight, gradient and moment; the remaining ranks "
+        "hold copies.",
         at_least=1,
     )
     tensor_parallel_size: int = option(
@@ -55,15 +55,15 @@ class ParallelOptions:
     )
     pipeline_parallel_size: int = option(
         1,
-        "Ranks that each hold some of the layers; the micro-batches of a step run through them "
-        "one behind the other, so gradient_accumulation_steps should be several times as many.",
+        "Ranks that each hold some of the layers; micro-batches are pipelined, so "
+        "gradient_accumulation_steps should be several times larger.",
         at_least=1,
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
         "1f1b",
-        "In which order a stage takes the passes of a step: all forward passes first (gpipe), one "
-        "forward and one backward in turn, which keeps fewer activations (1f1b), or so with "
-        "several stages on each rank, which idle less (interleaved-1f1b).",
+        "Order of the passes of a stage: all forward passes first (gpipe); one forward and one "
+        "backward in turn, which keeps fewer activations (1f1b); or the same with several stages "
+        "per rank, which idle less (interleaved-1f1b).",
         resume="free",
     )
     virtual_stages: int = option(
@@ -77,17 +77,17 @@ class ParallelOptions:
 
 @option_group("Decentralised training", resume="fixed")
 class DecentralizedOptions:
-    """Replicas with weights of their own, by gossip or DiLoCo."""
+    """Replicas that average their weights, by gossip or DiLoCo."""
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",
-        "How ranks train one model: with the mean gradient of all in each step; or each with "
-        "weights of its own, averaged with a few other ranks in each step (gossip), or with all "
+        "How ranks train one model: with the mean gradient of all ranks (allreduce); or with "
+        "separate weights, averaged with a few ranks in each step (gossip) or with all ranks "
         "every inner_steps steps (diloco).",
     )
     topology: Topology = option(
         "ring",
-        "Which ranks average in which step of gossip; `python -m llm.parallel.topology` shows it.",
+        "Ranks that average in each step of gossip; `python -m llm.parallel.topology` shows them.",
         requires=("data_parallel=gossip",),
     )
     gossip_order: Literal["overlap", "blocking"] = option(
@@ -97,8 +97,7 @@ class DecentralizedOptions:
     )
     gossip_group: Literal["world", "nodes"] = option(
         "world",
-        "What has weights of its own in gossip: each rank, or each node, whose ranks share their "
-        "gradients.",
+        "Replicas of gossip: each rank, or each node, if its ranks share their gradients.",
         requires=("data_parallel=gossip",),
     )
     inner_steps: int = option(

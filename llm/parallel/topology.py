@@ -44,7 +44,7 @@ class TopologyOptions:
         None, "Ranks on each node; all of them unless given.", at_least=1
     )
     gossip_group: Literal["world", "nodes"] = option(
-        "world", "What averages: ranks, or nodes, whose ranks average their gradients exactly."
+        "world", "Replicas that average: ranks, or nodes with exactly averaged gradients."
     )
     parameters: str = option(
         "",

@@ -1,4 +1,4 @@
-"""Options of `python -m llm.plan`: those of the trainer, and the devices of the run."""
+"""Options of `python -m llm.plan`: the trainer's options and the devices of the run."""
 
 from typing import ClassVar, Literal
 
@@ -27,12 +27,12 @@ class PlanOptions(GPTConfig):
         option("h100-80gb", "The device that holds a rank.")
     )
     memory_gib: float | None = option(
-        None, "Memory of a device in GiB, if not that of the table.", above=0, at_most=1_000_000
+        None, "Memory of a device in GiB, in place of the table's.", above=0, at_most=1_000_000
     )
     links: tuple[float, ...] = option(
         (),
-        "GB/s that one device sends, in the node and between nodes, if not those of the table, "
-        "such as 450 50.",
+        "GB/s that one device sends, in the node and between nodes, in place of the table's, such "
+        "as 450 50.",
         above=0,
     )
     efficiency: float = option(
@@ -43,11 +43,13 @@ class PlanOptions(GPTConfig):
     )
     num_tokens: float | None = option(
         None,
-        "Tokens to train on, such as 300e9; by default those of max_train_steps, "
+        "Tokens to train on, such as 300e9; by default the tokens of max_train_steps, "
         "max_train_samples, max_train_tokens or tokens_per_parameter.",
         above=0,
     )
-    disk_gbps: float = option(10.0, "GB/s at which all ranks together write a checkpoint.", above=0)
+    disk_gbps: float = option(
+        10.0, "GB/s of all ranks together when they write a checkpoint.", above=0
+    )
     search: bool = option(False, "Rank all layouts of these devices.")
     top: int = option(10, "Layouts that --search shows.", at_least=1, requires=("search",))
     json: bool = option(False, "Print JSON for scripts.")

@@ -37,10 +37,10 @@ class ReportOptions:
         path=True,
     )
     png: str | None = option(
-        None, "Folder to write the charts to as PNG files, beside the page.", path=True
+        None, "Folder for the charts as PNG files, in addition to the page.", path=True
     )
     x: Literal["steps", "tokens", "time"] = option(
-        "steps", "What the PNG files show the curves against, and the page when it is opened."
+        "steps", "The x axis of the PNG files, and of the page when it is opened."
     )
 
 

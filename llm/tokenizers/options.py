@@ -27,7 +27,7 @@ class TokenizerOptions:
         aliases=("merge_file",),
     )
     use_slow_tokenizer: bool = option(
-        False, "Use the tokenizer's Python implementation where there is one."
+        False, "Use the tokenizer's Python implementation, if it has one."
     )
 
 

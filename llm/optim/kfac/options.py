@@ -21,8 +21,8 @@ class KFACOptions:
     kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
         None,
         "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
-        "gradient that AdamW then takes. If not given: ekfac, or eigen where kfac_damping, "
-        "kfac_kl_clip, kfac_compat or the library ask for what ekfac does not have.",
+        "gradient that AdamW then takes. If not given: ekfac, or eigen with kfac_damping, "
+        "kfac_kl_clip, kfac_compat or the library.",
     )
     kfac_factor_update_steps: int | None = _kfac_option(
         None,
@@ -37,8 +37,8 @@ class KFACOptions:
     )
     kfac_factor_decay: float | None = _kfac_option(
         None,
-        "Weight of the past at an update of the factors' averages; if not given 0.99 for each step "
-        "since the last one for ekfac, else 0.95.",
+        "Decay of the factors' moving averages; if not given 0.99 for each step since the last "
+        "one for ekfac, else 0.95.",
         above=0,
         below=1,
     )
@@ -55,7 +55,7 @@ class KFACOptions:
         above=0,
     )
     kfac_skip_layers: tuple[str, ...] = _kfac_option(
-        (), "Regular expressions; layers whose name one of them matches are not covered."
+        (), "Regular expressions of layer names that are not covered."
     )
     kfac_max_dim: int | None = _kfac_option(
         None,

@@ -71,7 +71,7 @@ class RunOptions:
 
     seed: int | None = option(
         None,
-        "Seed of weights, order and dropout; by default drawn anew, logged, and kept on resume.",
+        "Seed of weights, order and dropout; by default drawn, logged, and kept on resume.",
         at_least=0,
         resume="fixed",
     )
@@ -91,8 +91,8 @@ class RunOptions:
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
         "warn",
         "What to do when the loss of a step lies far above those before it: log the step and its "
-        "sources; stop as well; or go back to the last checkpoint, leave out the samples around "
-        "it, and go on.",
+        "sources; stop as well; or go back to the last checkpoint, skip the samples around it, "
+        "and continue.",
     )
     max_rewinds: int = option(
         3,
@@ -104,14 +104,14 @@ class RunOptions:
         600.0,
         "Seconds for a step, or a batch of an evaluation, after which a rank counts as hung: the "
         "log names it and all ranks end. The first step, a checkpoint and the export may take "
-        "three times as long. 0 waits for ever.",
+        "three times as long. 0 disables the timeout.",
         at_least=0,
         at_most=604_800,
     )
     fast_malloc: bool = option(
         True,
         "On a CPU under Linux, let the C library keep freed memory, in huge pages; the process "
-        "starts itself anew for that, unless GLIBC_TUNABLES or a preloaded allocator is set.",
+        "restarts itself for that, unless GLIBC_TUNABLES or a preloaded allocator is set.",
     )
     sample_prompt: str | None = option(
         None, "Text that the trained model continues at the end of the run."
@@ -157,7 +157,7 @@ class CoreConfig(
     LoggingOptions,
     RunOptions,
 ):
-    """Options of the core: those of every room, and of the run as a whole."""
+    """Options of the core: of every package, and of the run as a whole."""
 
     # The options of most runs, which `--help` lists in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (
