@@ -1,1 +1,2 @@
-"""What some runs need: delete a folder, and its two lines in `trainers/gpt/extensions.py`."""
+"""Features of some runs. To remove one, delete its folder and its two lines in
+`trainers/gpt/extensions.py`."""

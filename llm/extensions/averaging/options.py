@@ -17,22 +17,21 @@ class AveragingOptions(Extension):
 
     ema_decay: float | None = option(
         None,
-        "Keep an exponential moving average of the weights, in which the past counts this much "
-        "less after each step.",
+        "Keep an exponential moving average of the weights with this decay per step.",
         resume="logged",
         above=0,
         below=1,
     )
     ema_tokens: Tokens | None = option(
         None,
-        "The same by tokens: the past counts half as much after so many (its half-life).",
+        "The same, with a half-life of this many tokens.",
         resume="logged",
         at_least=1,
         at_most=10**15,
     )
     eval_ema: bool = option(
         False,
-        "Evaluate the moving average of the weights too, each time; its results begin with ema_.",
+        "Also evaluate the moving average of the weights; metrics are prefixed with ema_.",
         requires=("ema_decay", "ema_tokens"),
     )
     export_ema: bool = option(
