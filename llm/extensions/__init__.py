@@ -1,2 +1,1 @@
-"""Features of some runs. To remove one, delete its folder and its two lines in
-`trainers/gpt/extensions.py`."""
+"""Features of some runs. To remove one, delete its folder and its lines in `extensions.py`."""
