@@ -365,7 +365,7 @@ def to_markdown(cls: type) -> str:
         if field.option.renamed_from is not None:
             text += f" Formerly `{field.option.renamed_from}`, which is still read."
         if field.option.resume == "fixed":
-            text += " *Fixed on resume.*"
+            text += " *Fixed.*"
         if field.option.one_shot:
             text += " *Not recorded.*"
         lines.append(f"| {names} | {default} | {text} |")

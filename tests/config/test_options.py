@@ -265,7 +265,7 @@ def test_an_option_without_the_option_it_requires_is_refused():
 
 def test_the_markdown_page_names_required_options_unless_the_help_does():
     page = to_markdown(Settings)
-    assert "| Corners. Needs `shape square` or `name`. *Fixed on resume.* |" in page
+    assert "| Corners. Needs `shape square` or `name`. *Fixed.* |" in page
     told = dataclasses.make_dataclass(
         "Told",
         [
