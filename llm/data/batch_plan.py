@@ -19,8 +19,8 @@ class BatchPlan:
 
     Attributes:
         num_windows: Samples of one epoch.
-        micro_batch_size: Samples of one micro-batch on one device; fewer in a phase whose global
-            batch has fewer on each.
+        micro_batch_size: Samples of one micro-batch on one device; fewer in a phase with a smaller
+            global batch.
         world_size: Data-parallel ranks.
         global_batch_size: Samples of one optimizer step, in the first phase.
         total_samples: Samples of the whole run; the last step may have fewer than the others.
@@ -122,7 +122,7 @@ class BatchPlan:
 
 
 _LARGEST_AUTO = 1024
-"""The most samples of a micro-batch that `auto` tries; larger ones are no faster."""
+"""The most samples of a micro-batch that `auto` tries; larger ones are not faster."""
 
 
 _LARGEST_STEP = 2**24

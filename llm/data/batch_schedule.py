@@ -24,7 +24,7 @@ class BatchPhase(NamedTuple):
 
 
 def parse_batch_schedule(text: int | str) -> list[tuple[int, int]]:
-    """Return the global batch sizes of a run, each with the token from which on it applies.
+    """Return the global batch sizes of a run, each with its first token.
 
     Args:
         text: The value of `global_batch_size`: 256, or 256@0,512@2B.

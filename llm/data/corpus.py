@@ -30,14 +30,14 @@ class TokenStream:
         first_byte: Where the range begins in the file's `.bin`.
         tokens: The tokens of the range [num_tokens], memory-mapped, in the dtype of the file.
         num_tokens: Tokens of the range.
-        num_documents: Documents that lie in the range, in whole or in part; 0 if not known.
+        num_documents: Documents in the range, in whole or in part; 0 if not known.
         num_bytes: UTF-8 bytes of its text; None if not known.
 
     Args:
         file: The token file.
         start: First token of the range.
         stop: The token after its last; None for the end of the file.
-        num_documents: Documents of the range; None for those of the file.
+        num_documents: Documents of the range; None for all documents of the file.
         num_bytes: UTF-8 bytes of its text.
         vocab_size: Ids from here on are refused when they are read; None where the file is known
             to hold none.
@@ -133,9 +133,9 @@ class CorpusSource:
     """A source of a split of the corpus.
 
     Attributes:
-        name: For logs and metrics, different from that of the split's other sources.
-        weight: Its fraction of the split, the mean over the stages if there are some; those of all
-            sources sum to 1.
+        name: For logs and metrics, unique in the split.
+        weight: Its fraction of the split, the mean over the stages if there are some; the weights
+            sum to 1.
         stream: Its tokens.
     """
 
@@ -170,7 +170,7 @@ class Samples:
         num_windows: Samples of one epoch.
 
     Args:
-        sources: The sources of the training split; those of weight 0 are never read.
+        sources: The sources of the training split; sources of weight 0 are never read.
         stages: Their weights, where they change during the run.
         block_size: Tokens that a sample predicts.
         seed: Seed of the order.
@@ -213,7 +213,7 @@ class Samples:
             samples: Their numbers, counted from 0 over all epochs [num_samples].
 
         Returns:
-            Token ids [num_samples, block_size + 1], in a dtype that holds those of all files.
+            Token ids [num_samples, block_size + 1], in a dtype that holds the ids of all files.
 
         Raises:
             DataError: A source holds an id beyond the vocabulary.
@@ -266,7 +266,7 @@ def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
     pins them for all, until it ends. The system may evict pages that are not pinned.
 
     Args:
-        sources: Those of weight 0 are left out, since a run never reads them.
+        sources: Sources of weight 0 are left out, because a run never reads them.
     """
     for stream in (source.stream for source in sources if source.weight > 0):
         num_bytes = stream.tokens.nbytes

@@ -12,7 +12,7 @@ from llm.errors import DataError
 
 
 class Passage(NamedTuple):
-    """A piece of a sample that lies in one document.
+    """A piece of a sample within one document.
 
     Attributes:
         document: Number of the document in its token file; None where the file has no documents.

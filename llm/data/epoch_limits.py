@@ -12,7 +12,7 @@ from llm.errors import ConfigError
 def check_epochs(
     options: DataOptions, sources: Sequence[CorpusSource], samples: Samples, *, num_samples: int
 ) -> None:
-    """Refuse a run in which a source serves more epochs than it may.
+    """Refuse a run if a source would serve more epochs than it may.
 
     Which samples a run takes is known before it begins, so the check is exact, and no weight has
     to change when a source is used up.

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from llm.data.formats.megatron import TokenFile
     from llm.data.formats.sidecar import Sidecar
 
-_MEASURED = 1_000_000  # documents whose length is measured
-_SAMPLED = 1_000  # documents whose last token is read
+_MEASURED = 1_000_000  # documents measured for their length
+_SAMPLED = 1_000  # documents checked for their last token
 
 
 @option_group("Contents")
 class InspectOptions:
-    """What to show of which file."""
+    """Options of `python -m llm.data.inspect`."""
 
     path: str = option(
         "",

@@ -62,8 +62,8 @@ class StepBatch:
 class TrainLoader:
     """The micro-batches of one rank in every training step.
 
-    Every rank takes part in every micro-batch of every step and shapes never change: where the
-    last step is smaller, the missing samples are windows whose labels are all ignored.
+    Every rank takes part in every micro-batch of every step and shapes never change: if the last
+    step is smaller, all labels of the missing samples are ignored.
 
     Attributes:
         samples: The tokens of every sample.
@@ -113,7 +113,7 @@ class TrainLoader:
         positions = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
         is_real = positions >= 0
         block_size = self.samples.block_size
-        # Missing samples read the step's first window, whose labels are then ignored.
+        # Missing samples read the step's first window, and their labels are ignored.
         samples = self.skipped.numbers(np.where(is_real, positions, first))
         windows = self.samples.read(samples.reshape(-1))
         sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
@@ -137,10 +137,10 @@ class TrainLoader:
 class EvalLoader:
     """One rank's batches of an evaluation, which predicts each token of a stream but the first.
 
-    Windows lie side by side and the stream is no ring here. The last window is filled up with
-    ignored labels, and every rank yields the same number of batches, where need be with ignored
-    labels only: else some ranks would wait in a collective that others have left.
-    Iterating again gives the same batches.
+    Windows are adjacent, and the stream does not wrap around here. The last window is filled up
+    with ignored labels, and every rank yields the same number of batches, where need be with
+    ignored labels only: else some ranks would wait in a collective that others have left. Iterating
+    again gives the same batches.
 
     Attributes:
         stream: The tokens.
@@ -216,7 +216,7 @@ def _micro_batch(
         windows: Token ids.
         label_mask: Which labels count, of each window or of each token.
         ends: How to keep the documents of a window apart.
-        pin: Whether to make the tensors in pinned memory, from which copies are asynchronous.
+        pin: Whether to allocate the tensors in pinned memory, so that copies are asynchronous.
         sources: Number of the source of each window.
     """
 

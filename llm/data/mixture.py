@@ -1,4 +1,4 @@
-"""A mixture of sources whose weights change during a run, as a function of the sample number."""
+"""A mixture of sources with changing weights, as a function of the sample number."""
 
 import bisect
 import itertools
@@ -16,7 +16,7 @@ class Stage:
     """The weights of all sources during a part of a run.
 
     Attributes:
-        until: Tokens of the run at which the stage ends; None for the last stage.
+        until: Tokens of the run after which the stage ends; None for the last stage.
         weights: As for `Blend`, of each source of the run.
     """
 
@@ -48,9 +48,9 @@ def stage_starts(stages: Sequence[Stage], *, block_size: int) -> list[int]:
 class Mixture:
     """Which source serves which sample of a run: a `Blend` in each stage.
 
-    Each stage begins a blend of its own, so that its k sources are within k samples of their
-    shares at every point of the stage. The samples of a source are numbered through all stages:
-    one that appears again goes on where it was.
+    Each stage begins a new blend, so that its k sources are within k samples of their shares at
+    every point of the stage. The samples of a source are numbered through all stages: a source that
+    appears again continues where it stopped.
 
     Args:
         stages: In their order; all have weights for the same sources.

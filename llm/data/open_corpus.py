@@ -250,7 +250,7 @@ class _Opener:
 
 
 def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> None:
-    """Refuse token files in which no document ends with the end-of-text token.
+    """Refuse token files without a document that ends with the end-of-text token.
 
     Args:
         file: The token file.

@@ -1,8 +1,8 @@
 """Which tokens make which sample: pure functions of (seed, epoch, position).
 
-There is no shuffled index and no generator state. A sample number becomes a source of the blend
-and a position in that source's token stream by arithmetic alone. Starting, resuming and changing
-the number of ranks therefore cost nothing, for a thousand tokens and for a trillion.
+No shuffled index and no generator state exist. A sample number becomes a source of the blend and a
+position in that source's token stream by arithmetic alone. Starting, resuming and changing the
+number of ranks therefore cost nothing, for a thousand tokens and for a trillion.
 """
 
 import math
@@ -120,9 +120,9 @@ class _Blockwise:
 class WindowSampler:
     """Where each training sample starts in the token stream, read as a ring.
 
-    Epoch e visits each of the `num_windows` windows once, in an order keyed by (seed, e). The
-    first epoch's windows are cut from position 0; those of later epochs from an offset keyed by
-    (seed, e), so that epochs do not repeat the same cuts.
+    Epoch e visits each of the `num_windows` windows once, in an order keyed by (seed, e). The first
+    epoch's windows are cut from position 0, and later epochs' from an offset keyed by (seed, e), so
+    that epochs do not repeat the same cuts.
 
     Args:
         num_tokens: Tokens of the stream.
@@ -218,8 +218,8 @@ class Blend:
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        # Binary search for the first time at which `num_samples` samples have been served; the
-        # clock is within half as many samples of their number as there are sources.
+        # Binary search for the first time when `num_samples` samples have been served; the clock is
+        # within half as many samples of their number as there are sources.
         most = len(self._weights)
         low, high = max(-1, (num_samples - most) * _TICKS - 1), (num_samples + most) * _TICKS
         while high - low > 1:
@@ -321,7 +321,7 @@ def document_ends(options: DataOptions, *, eos_token_id: int | None) -> Document
     """Return how to keep the documents of a window apart, or None where windows run over them.
 
     Args:
-        options: Whether positions or attention begin anew with each document.
+        options: Whether positions or attention restart at each document.
         eos_token_id: The tokenizer's end-of-text token.
 
     Raises:

@@ -162,7 +162,7 @@ def prepare(config: PrepareConfig) -> None:
     Raises:
         LLMError: An option or the data is wrong.
     """
-    # numpy would start a thread on each core for linear algebra, of which there is none here.
+    # numpy would start a thread on each core for linear algebra, which is not used here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option load no library.
     from llm.data.formats.megatron import token_dtype

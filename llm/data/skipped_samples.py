@@ -82,7 +82,7 @@ def skipped_ranges(text: str | None) -> list[Range]:
     """Return the ranges that `skip_samples` names.
 
     Raises:
-        ConfigError: They are no ranges.
+        ConfigError: They are not ranges.
     """
     ranges = []
     for item in text.split(",") if text else ():

@@ -67,7 +67,7 @@ def parse_blend(
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Read `training,validation,testing`; what is left out at the end is 0.
+    """Read `training,validation,testing`; numbers missing at the end are 0.
 
     Returns:
         The three fractions, with the sum 1.

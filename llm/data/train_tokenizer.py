@@ -1,7 +1,7 @@
 """Trains a tokenizer on text files: `python -m llm.data.train_tokenizer --input text/*.jsonl ...`.
 
 The output is an ordinary Hugging Face tokenizer folder, renamed into place when it is complete. The
-ids of a SentencePiece tokenizer are compared with those of SentencePiece itself first.
+ids of a SentencePiece tokenizer are first compared with SentencePiece itself.
 
 Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
 """

@@ -1,7 +1,7 @@
 """Writes a job script: `python -m llm.jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
 
 The trainer's options, which follow `--`, are checked when the script is written. The script is the
-template `slurm.sh` or `pbs.sh`, filled in with the options and with what `sites.toml` says.
+template `slurm.sh` or `pbs.sh`, filled in with the options and the settings in `sites.toml`.
 """
 
 import re
@@ -122,8 +122,8 @@ def read_minutes(time: str) -> int:
     """Return the minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
 
     Raises:
-        ConfigError: It is no time limit, or one such as 6:00, which some schedulers read as hours
-            and minutes, others as minutes and seconds.
+        ConfigError: It is not a time limit, or is one such as 6:00, which some schedulers read as
+            hours and minutes, others as minutes and seconds.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
     if match is None:

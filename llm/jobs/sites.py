@@ -29,13 +29,13 @@ class Site:
         cpus_per_gpu: Cores for each device.
         launcher: Launcher that the site's own pages recommend.
         directives: Further directives that every job needs.
-        task_directives: Directives by which sbatch gives each task its GPU, if --gpus-per-node
-            does not.
+        task_directives: Directives that make sbatch give each task its GPU, if --gpus-per-node does
+            not.
         system: Name of the machine when PBS selects nodes.
         filesystems: File systems that a job has to name.
         pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
-        numa: Whether GPUs of a node belong to different NUMA nodes, to which torchrun then binds
-            the ranks.
+        numa: Whether GPUs of a node belong to different NUMA nodes; torchrun then binds the ranks
+            to them.
         queues: Queues in the order of preference; a job takes the first that fits its size.
         queue_option: Slurm's option that names the queue.
         set_up: Shell lines that make Python and the network usable.

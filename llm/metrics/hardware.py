@@ -55,7 +55,7 @@ def peak_flops(device_name: str) -> float | None:
     names = [
         name
         for name in PEAK_TFLOPS
-        # As a whole word: an A4000 is no A40.
+        # As a whole word: an A4000 is not an A40.
         if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", device_name, re.IGNORECASE)
     ]
     return PEAK_TFLOPS[max(names, key=len)] * 1e12 if names else None
@@ -66,8 +66,8 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 
     Args:
         device: The device of the model.
-        mixed_precision: no, fp8, fp16 or bf16. The peak of fp8 is that of bf16, since only some of
-            the matrix products are computed in fp8.
+        mixed_precision: no, fp8, fp16 or bf16. fp8 has the peak of bf16, because only some of the
+            matrix products are computed in fp8.
     """
     if device.type in ("cuda", "xpu") and mixed_precision != "no":
         known = peak_flops(torch.get_device_module(device).get_device_name(device))
@@ -114,7 +114,7 @@ def _wait(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device, or of the machine for its CPU; None where they are unknown."""
+    """Return the bytes of a device, or of the machine for its CPU; None if unknown."""
     if device.type == "cpu":
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,9 +141,9 @@ def host_memory(root: Path = Path("/")) -> int | None:
                 continue
             folder = root / "sys/fs/cgroup" / controllers
             name = "memory.limit_in_bytes" if controllers else "memory.max"
-            # In a container the path may be that of the host: the container's own is the root then.
+            # In a container the path may belong to the host; the container's path is then the root.
             for path in (Path(group), *Path(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                     limits.append(int((folder / path.relative_to("/") / name).read_text()))
     return min((limit for limit in limits if limit is not None), default=None)
 

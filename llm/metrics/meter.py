@@ -111,7 +111,7 @@ class Meter:
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
         if self._own:
-            # A message of its own: among other values, the sums above could round differently.
+            # A separate message: among other values, the sums above could round differently.
             losses = [loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._own]
             values = torch.stack([of_steps[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1)
             self._steps += [

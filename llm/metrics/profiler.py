@@ -16,8 +16,8 @@ from llm.runtime.files import write_whole
 
 logger = logging.getLogger("llm")
 
-# An operation belongs to the first class of which a word is in its name, or in the name of an
-# operation that calls it.
+# An operation belongs to the first class with a word in its name, or in the name of an operation
+# that calls it.
 _CLASSES = (
     (
         "communication",
@@ -107,13 +107,13 @@ def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a profile's operations by class.
 
     Args:
-        events: The profile's events, whose own times leave out the operations that they call.
+        events: The profile's events. Their own times leave out the operations that they call.
         on_gpu: Count the device's time in place of the host's.
     """
     busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
     for event in events:
         if event.device_type.name != "CPU":
-            continue  # a kernel, whose time is that of the operation which launched it
+            continue  # a kernel; its time counts for the operation that launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         busy[_class_of(event)] += microseconds / 1e6
     return busy

@@ -1,8 +1,8 @@
-"""Spikes of the loss: a robust z-score of each step's loss among those of the steps before it.
+"""Spikes of the loss: a robust z-score of each step's loss among the previous losses.
 
-The median and the median absolute deviation (MAD) are those of the step's recent past, so a falling
-loss raises no alarm and one outlier hides no other. 1.4826 MAD is the standard deviation of a
-normal distribution (Rousseeuw & Croux 1993, "Alternatives to the Median Absolute Deviation").
+The median and the median absolute deviation (MAD) cover the recent past, so a falling loss raises
+no alarm and one outlier hides no other. 1.4826 MAD is the standard deviation of a normal
+distribution (Rousseeuw & Croux 1993, "Alternatives to the Median Absolute Deviation").
 """
 
 import math
@@ -15,7 +15,7 @@ WINDOW = 64
 _FEWEST = 32
 """Steps without which nothing is a spike yet."""
 _THRESHOLD = 6.0
-"""Deviations above the median from which a loss is a spike."""
+"""A loss with at least this many deviations above the median is a spike."""
 _LEAST_DEVIATION = 0.005
 """Smallest deviation, relative to the median: in large batches the loss hardly varies."""
 
@@ -33,11 +33,11 @@ class Spike(NamedTuple):
 
 
 def find_spike(loss: float, before: Sequence[float]) -> Spike | None:
-    """Return how far a loss lies above those of the steps before it, if that makes it a spike.
+    """Return how far a loss is above the previous losses, if it is a spike.
 
     Args:
         loss: Mean loss of a step.
-        before: Those of the steps before it, `WINDOW` at most.
+        before: The previous losses, `WINDOW` at most.
     """
     if len(before) < _FEWEST:
         return None

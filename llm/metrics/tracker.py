@@ -1,4 +1,4 @@
-"""What a run reports while it trains: console line, progress bar, metrics.jsonl, trackers."""
+"""Reports during training: console line, progress bar, metrics.jsonl, trackers."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class Tracker:
     Args:
         metrics_path: `metrics.jsonl`; None on all ranks but the main process.
         log_to_trackers: Takes values and a step, such as `Accelerator.log`.
-        device: Device of this process, whose memory is reported.
+        device: Device of this process; its memory is reported.
         total_steps: Steps of the whole run.
         flops_per_token: Floating-point operations of one token, forward and backward.
         find_peak_flops: Returns the peak FLOP/s of all devices together. It may measure them, so
@@ -60,7 +60,7 @@ class Tracker:
         """Open metrics.jsonl and the progress bar, and start the clock.
 
         Args:
-            step: Steps done. What an earlier start reported of later steps is removed.
+            step: Steps done. Reports of later steps from an earlier start are removed.
             tokens: Tokens consumed by all ranks.
             seconds: Seconds of training in earlier starts of the run.
         """
@@ -92,7 +92,7 @@ class Tracker:
         self._started += time.perf_counter() - began
 
     def waited_for_data(self, seconds: float) -> None:
-        """Count time in which the loop waited for a batch."""
+        """Count time that the loop waited for a batch."""
         self._data_wait += seconds
 
     def step_done(self, step: int) -> None:
@@ -164,7 +164,7 @@ class Tracker:
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
-        with self.paused():  # a slow disk is no slow step
+        with self.paused():  # a slow disk does not make a slow step
             self._write(record, step=step)
             logger.info(self._console_line(record, step=step, global_batch_size=global_batch_size))
         if self._bar is not None:
@@ -249,7 +249,7 @@ def cut_metrics(path: Path, *, step: int) -> set[str]:
 
     Args:
         path: The file; it need not exist.
-        step: The step from which training goes on.
+        step: The step that training resumes from.
 
     Returns:
         The names of the values that are left of the step itself.

@@ -12,7 +12,7 @@ from llm.plan.options import PlanOptions
 
 
 def largest_batch(options: PlanOptions) -> PlanOptions:
-    """Return the options with the largest micro-batch with which the run fits; 1 if none does.
+    """Return the options with the largest micro-batch that fits; 1 if none does.
 
     Raises:
         ConfigError: The run cannot be planned with a micro-batch of one sample.

@@ -58,7 +58,7 @@ def coordinate_check(options: PlanOptions) -> list[str]:
 
 
 def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
-    """Return the options of a model of another width, on which nothing else is changed."""
+    """Return the options of a model of another width, with everything else unchanged."""
     text_config = load_config(options).get_text_config()
     heads = text_config.num_attention_heads
     if options.mup_base_head_dim is None:  # the number of heads grows, not their width
@@ -139,7 +139,7 @@ def _recorder(sizes: list[float]) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _table(found: Mapping[str, Sizes]) -> list[str]:
-    """Return the sizes after the last step, and the power of the width with which they grow."""
+    """Return the sizes after the last step, and their growth as a power of the width."""
     lines = [f"mean absolute value of activations after {_STEPS} steps, by width"]
     for title, sizes in found.items():
         widths = [*sizes]

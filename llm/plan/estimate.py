@@ -42,9 +42,9 @@ class Transfer:
 def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     """Return what the rank that sends most sends in one step.
 
-    Collectives are counted as rings, in which each of n ranks sends (n - 1) / n of the whole
-    for a gather or a reduce-scatter and twice that for an all-reduce. Where a node holds several
-    ranks of a ring, the ring leaves the node once, and its bytes are divided among these ranks.
+    Collectives are counted as rings: each of n ranks sends (n - 1) / n of the whole for a gather or
+    a reduce-scatter and twice that for an all-reduce. Where a node holds several ranks of a ring,
+    the ring leaves the node once, and its bytes are divided among these ranks.
     """
     options, per_node = job.options, job.options.gpus_per_node
     param_counts, trace = job.param_counts(layout.tensor), job.trace(layout.tensor, layout.context)
@@ -97,7 +97,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
 
 
 def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
-    """Count a collective in which a rank sends `size`, and a node has room for `on_node` ranks."""
+    """Count a collective: a rank sends `size`, and a node has room for `on_node` ranks."""
     on_node = max(1, min(ranks, on_node))
     between = 0.0 if on_node == ranks else size / on_node
     return Transfer(
@@ -111,7 +111,7 @@ def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout takes; the names are those of the JSON.
+    """Estimate of one layout. The names are also the keys in the JSON.
 
     Attributes:
         layout: The layout.
@@ -120,7 +120,7 @@ class Estimate:
         memory: Of the fullest rank.
         fits: Whether the device's memory is large enough.
         flops_per_step: Over all ranks, with recomputation if there is any.
-        bubble: Fraction of a step in which stages of the pipeline wait.
+        bubble: Fraction of a step that stages of the pipeline wait.
         transfers: What a rank sends.
         floor_seconds: Of a step at the device's peak.
         step_seconds: Of a step at the expected efficiency.
@@ -166,7 +166,7 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
 
     def seconds(efficiency: float) -> float:
-        """Return the time of a step, to which overlapped traffic adds only its excess."""
+        """Return the time of a step; overlapped traffic adds only its excess."""
         working = max(flops) * batches.accumulation / (peak * efficiency) + inline
         return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
 

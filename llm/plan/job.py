@@ -155,7 +155,7 @@ class Job:
             )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:
-        """Return the batches of the run, of a batch that grows those of the largest.
+        """Return the batches of the run; if the batch grows, the largest.
 
         Raises:
             ConfigError: The layout does not divide the global batch, or its pipeline needs more

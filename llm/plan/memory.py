@@ -15,7 +15,7 @@ HALF = 2
 """Bytes of a number in half precision."""
 
 CONTEXT = GIB
-"""Bytes of a GPU that the driver, cuBLAS and NCCL take beside tensors."""
+"""Bytes of a GPU that the driver, cuBLAS and NCCL take in addition to tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def peak_memory(job: Job, layout: ParallelDims) -> Memory:
 
 
 def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, virtual: int) -> float:
-    """Return the most micro-batches whose activations a stage holds at once.
+    """Return the maximum number of micro-batches with activations in memory on a stage.
 
     GPipe holds all of them; 1F1B one for each stage from here to the end; interleaved 1F1B
     counts them by virtual stages (Narayanan et al. 2021, section 2.2).
@@ -102,8 +102,8 @@ class _Stage:
         blocks = (self.param_counts.blocks[number] for number in numbers)
         self.own, self.trained = shard_sizes(itertools.chain(self.others, *blocks), ranks)
         self.micro_batches = job.batches(layout).accumulation
-        # On a GPU the backward pass has a thread of its own, in which the autocast of a recomputed
-        # block is the outermost one: its end clears all copies.
+        # On a GPU the backward pass has a separate thread, where the autocast of a recomputed block
+        # is the outermost one: its end clears all copies.
         recomputes_on_gpu = recomputation(job.options) != "none" and job.options.device != "cpu"
         self.casts_are_held = (
             layout.is_replicated
@@ -197,7 +197,7 @@ class _Stage:
         else:
             gradients += fresh
             if several and self.layout.world_size > 1:
-                # Gradients accumulate beside the buckets, which the last micro-batch fills.
+                # Gradients accumulate outside the buckets, which the last micro-batch fills.
                 buffers += FP32 * trained
         return Memory(
             moment=name,
@@ -213,7 +213,7 @@ class _Stage:
         )
 
     def _kfac(self, *, stepping: bool) -> int:
-        """Return the bytes of K-FAC, of which a sharded layer's owner alone has the state."""
+        """Return the bytes of K-FAC; only the owner of a sharded layer has its state."""
         optimizer, layout = self.job.optimizer, self.layout
         passing = optimizer.kfac_step if stepping else optimizer.kfac_recording
         if layout.is_replicated:

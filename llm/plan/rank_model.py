@@ -136,9 +136,9 @@ class OptimizerMemory:
     Attributes:
         per_element: Bytes of optimizer state for each trained element.
         kfac: Bytes of K-FAC's factors and bases on one rank that holds the whole model.
-        kfac_whole: Those of all ranks together, each once.
+        kfac_whole: The same over all ranks, each once.
         matrices: Whether the optimizer needs whole matrices.
-        kfac_recording: Bytes that K-FAC takes in a step whose statistics it captures.
+        kfac_recording: Bytes that K-FAC takes in a step that captures statistics.
         kfac_step: Bytes that K-FAC takes in the optimizer's step.
     """
 
@@ -167,7 +167,7 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
         kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
     curvature = kfac.recorder
     assert isinstance(curvature, Curvature)  # `check` refuses the library
-    # In a step in which all factors are due, as in the first.
+    # In a step with all factors due, such as the first.
     widths = [width for factor in curvature.factors for width in factor.widths]
     sums = FP32 * sum(width**2 for width in widths)
     return OptimizerMemory(
@@ -190,7 +190,7 @@ def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Form a process group of `world_size` ranks whose collectives return at once, as rank 0."""
+    """Form a process group of `world_size` ranks as rank 0; its collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

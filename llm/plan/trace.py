@@ -147,7 +147,7 @@ def trace(
         options: The run and its devices.
         memory: Bytes of a device.
         length: Tokens of a sample.
-        tensor: Size of tensor parallelism, by which the shapes are divided already.
+        tensor: Size of tensor parallelism; the shapes are already divided by it.
         context: Size of context parallelism.
     """
     on_host = options.device == "cpu"  # dropout and attention keep more there

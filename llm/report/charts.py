@@ -74,7 +74,7 @@ class Charts:
         self._events = [self._event_source(run) for run in runs]
 
     def embed(self) -> tuple[str, dict[str, str]]:
-        """Draw the charts; the events have a chart of their own, `events`, if there are any.
+        """Draw the charts; events, if there are any, have a separate chart, `events`.
 
         Returns:
             A `script` element, and by name of the chart the element that it is drawn into.

@@ -1,4 +1,4 @@
-"""The events of a run: what it has logged, and where it changed as planned."""
+"""The events of a run: logged events and planned changes."""
 
 import dataclasses
 import math
@@ -22,8 +22,8 @@ class Event:
         step: Optimizer steps done; None if unknown.
         text: A few words.
         time: Local time; empty if unknown.
-        kept: Whether its steps are still those of the curves: False for an event after the
-            checkpoint from which a later start resumed.
+        kept: Whether its steps are still part of the curves: False for an event after the
+            checkpoint that a later start resumed from.
     """
 
     kind: str

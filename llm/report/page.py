@@ -54,7 +54,7 @@ def make_page(runs: list[Run], *, x: X) -> str:
             marks=[(mark, name) for kind, (mark, _, name) in MARKS.items() if kind in kinds],
             summary=summary_rows(runs),
             configuration=options,
-            # Two runs never share a folder, so output_dir is no difference worth showing.
+            # Two runs never share a folder, so a difference in output_dir is not worth showing.
             differences=[
                 (name, values)
                 for name, values in options
@@ -90,7 +90,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
-    """Return every option and its value in each run, None where it is not set."""
+    """Return every option and its value in each run, None if it is not set."""
     options = dict.fromkeys(name for run in runs for name in run.config)
     return [(name, [_value(run.config.get(name)) for run in runs]) for name in options]
 

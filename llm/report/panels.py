@@ -9,7 +9,7 @@ import numpy.typing as npt
 from llm.report.runs import X_KEYS, Run, X
 
 MAX_POINTS = 2000
-"""Most points of a curve; where there are more reports, a point is the mean of several."""
+"""Maximum points of a curve; with more reports, a point is the mean of several."""
 
 COLOURS = (
     ("#2463c9", "#73a7ff"),
@@ -105,11 +105,11 @@ _NOT_DRAWN = {
 }
 _SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
 _UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
-"""Panels whose values are all this one say nothing, and are left out."""
+"""Panels with only this value are left out."""
 
 
 def make_panels(runs: list[Run]) -> list[Panel]:
-    """Return the panels for which the runs have values, in the order of the page."""
+    """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
     others = [key for key in keys if key not in known and not key.startswith("eval_ema_")]
@@ -138,7 +138,7 @@ def x_ends(runs: list[Run]) -> dict[X, float]:
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
-    """Return the unit in which a time is shown: its seconds and its name."""
+    """Return the unit for showing a time: its seconds and its name."""
     for at_least, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
         if seconds >= at_least:
             return divisor, name
@@ -146,7 +146,7 @@ def unit_of_time(seconds: float) -> tuple[float, str]:
 
 
 def _panel_of(key: str) -> Panel:
-    """Return the panel of a metric that `_KNOWN` lacks, such as those of `--eval_metrics`."""
+    """Return the panel of a metric that `_KNOWN` lacks, such as one from `--eval_metrics`."""
     name = "".join(letter if letter.isalnum() else "_" for letter in key)
     words = key.removeprefix("eval_").replace("_", " ")
     if key.startswith(("eval_", "loss/")):

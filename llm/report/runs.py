@@ -33,7 +33,7 @@ class Origin:
     Attributes:
         folder: Its folder.
         steps: Steps of its checkpoints; of a branch, one.
-        is_mean: Whether it is that of a mean.
+        is_mean: Whether it belongs to a mean.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The contents of a run's folder, or of that of a mean of checkpoints (a row if evaluated).
+    """The contents of a run folder, or of the folder of a mean of checkpoints (a row if evaluated).
 
     Attributes:
         name: Name of the run in the report.
@@ -53,10 +53,10 @@ class Run:
         num_unread: Unreadable lines of metrics.jsonl, except for a half-written last one.
         config: config.toml; empty if it cannot be read.
         status: status.json; empty if it cannot be read.
-        events: The events, in the order in which they happened.
+        events: The events in chronological order.
         start: The last `start` event; empty in runs without events.jsonl.
         origin: Of a branch or a mean.
-        before: Rows of the origin and of its own, up to the last of the steps; empty if the origin
+        before: Rows of the origin and of the run, up to the last of the steps; empty if the origin
             is not among the runs of the report.
     """
 
@@ -84,7 +84,7 @@ class Run:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Read runs; their names are those of the folders, or the whole paths where names repeat.
+    """Read runs; they are named by their folders, or by the whole paths if names repeat.
 
     Raises:
         ConfigError: A folder holds no run, or is named twice.
@@ -173,7 +173,7 @@ def _read_mean(path: Path, name: str, record: dict[str, Any]) -> Run:
 
 
 def _beside(run: Run, runs: list[Run]) -> Run:
-    """Return a run with what those beside it in the report say of the time before it began."""
+    """Return a run with the rows of its origin, taken from the other runs of the report."""
     before = _before(run, runs)
     steps = [row["step"] for row in before]
     rows = [
@@ -246,7 +246,7 @@ def _read_lines(path: Path) -> list[dict[str, Any] | None]:
 def _between(steps: list[float], values: list[float], step: float) -> float:
     """Return the value at a step by linear interpolation from 0 through the known values.
 
-    Beyond the last of them the last line goes on.
+    Beyond the last of them, the last line continues.
     """
     if not steps or steps[0] > 0:
         steps, values = [0.0, *steps], [0.0, *values]

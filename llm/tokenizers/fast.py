@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that take a tokenizer.json as it is."""
+"""Classes of transformers that take a tokenizer.json unchanged."""
 _PLAIN_KEYS = {
     "tokenizer_class",
     "backend",
@@ -40,22 +40,22 @@ _PLAIN_KEYS = {
 }
 """Keys of a tokenizer_config.json that change no id."""
 _OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
-"""Files by which transformers may choose another class or add tokens."""
+"""Files that can make transformers choose another class or add tokens."""
 _END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """A tokenizer, reduced to what encoding documents needs.
+    """The part of a tokenizer that encoding documents needs.
 
     Attributes:
         name: The name that the user gave.
         backend: Encodes fast; None for a tokenizer written in Python. The name of a special
             token in a text is text to it, until its `encode_special_tokens` is set to False.
-        encode_slow: Encodes where there is no backend; adds no special tokens, and takes their
-            names in a text for text.
-        eos_token_id: Id of the token that ends a text; None where there is none.
-        bos_token_id: Id of the token that begins one; None where there is none.
+        encode_slow: Encodes without a backend; adds no special tokens, and encodes their names in a
+            text as text.
+        eos_token_id: Id of the token that ends a text, or None.
+        bos_token_id: Id of the token that begins one, or None.
         size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
             than the largest.
         fingerprint: Equal for tokenizers that give equal ids, `load_tokenizer.fingerprint`.

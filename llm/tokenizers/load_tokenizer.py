@@ -36,7 +36,7 @@ class TokenizerFiles:
     Attributes:
         kind: `pair` for GPT-2's two files; `file` for a `tokenizer.json` and `model` for a
             SentencePiece model that no other file describes; `named` for a Hub name, or a folder
-            whose files say what class reads them.
+            with files that name their class.
         name: Path of the file or folder, or the Hub name; of a pair, the `vocab.json`.
         merges_file: Of a pair, the `merges.txt`.
     """
@@ -54,8 +54,8 @@ def locate_tokenizer(
     Args:
         options: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file, or in
             its place GPT-2's two files.
-        model_name_or_path: A model's Hub name or folder, whose tokenizer is meant where the
-            options name none.
+        model_name_or_path: A model's Hub name or folder; its tokenizer is used if the options name
+            none.
 
     Raises:
         ConfigError: Nothing was named, or what is named on this machine is not there.
@@ -124,8 +124,8 @@ def load_tokenizer(
 
     Args:
         options: Which one, as for `locate_tokenizer`.
-        model_name_or_path: A model's Hub name or folder, whose tokenizer is taken where the
-            options name none.
+        model_name_or_path: A model's Hub name or folder; its tokenizer is used if the options name
+            none.
         trust_remote_code: Run the Python code that comes with a tokenizer.
 
     Returns:
@@ -194,7 +194,7 @@ def _explain(files: TokenizerFiles, error: Exception) -> str:
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return sixteen hex digits, equal for tokenizers that give every text the same ids.
 
-    The ids are those of encoding without special tokens, and the ids of the tokens that begin
+    It covers the ids of texts encoded without special tokens, and the ids of the tokens that begin
     and end a text. Sidecars hold the digits: a change here makes all token files look foreign.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -241,6 +241,6 @@ def end_of_text(added_tokens: dict[str, int]) -> str | None:
     """Return the token that ends a text, for a `tokenizer.json` that does not name it.
 
     Args:
-        added_tokens: The tokens beside the vocabulary; a few names have no other meaning.
+        added_tokens: The tokens outside the vocabulary; a few names have no other meaning.
     """
     return next((token for token in _END_OF_TEXT if token in added_tokens), None)

@@ -7,8 +7,8 @@ in a text), so none of them is used.
 
 Three differences remain, in the arithmetic of the library. If a unigram model gives two
 segmentations of a text the same score, the rounding of each library decides. With a normalization
-other than identity, letters with marks for which there is no combined letter can get other ids. A
-text that is one user-defined symbol and nothing else gets no space in front.
+other than identity, letters with marks that have no combined letter can get other ids. A text that
+is one user-defined symbol and nothing else gets no space in front.
 """
 
 import itertools
@@ -68,12 +68,12 @@ def convert_sentencepiece(
 
     Args:
         path: The `.model` file, BPE or unigram.
-        samples: Texts on which both must agree, besides those that every model is tried on.
+        samples: Further texts that both must encode alike.
         subject: Name of the model in messages; None for `--tokenizer_name` and the path.
 
     Raises:
-        ConfigError: The file is no SentencePiece model, or one whose ids the `tokenizers` library
-            cannot give; or a package is missing.
+        ConfigError: The file is not a SentencePiece model, the `tokenizers` library cannot give its
+            ids, or a package is missing.
     """
     subject = subject or f"--tokenizer_name {path}"
     try:
@@ -126,7 +126,7 @@ def model_proto(data: bytes) -> Any:
 
     Raises:
         ConfigError: A package is missing.
-        Exception: The bytes are no SentencePiece model; the libraries raise kinds of their own.
+        Exception: The bytes are not a SentencePiece model; the libraries raise various kinds.
     """
     sentencepiece = import_sentencepiece()
     try:
@@ -252,7 +252,7 @@ def _normalizer(proto: Any) -> Any:
     if spec.add_dummy_prefix:
         symbols = [re.escape(p.piece) for p in proto.pieces if p.type == _USER_DEFINED]
         if symbols:
-            # The library normalizes the symbols too, and they must stay as they are.
+            # The library normalizes the symbols too, and they must not change.
             alone = rf"(?:{'|'.join(symbols)})\z"
             steps.append(normalizers.Replace(Regex(rf"\A(?!{alone})(?=[\s\S])"), _SPACE))
         else:
@@ -297,7 +297,7 @@ def _score_the_same(actual: list[int], expected: list[int], scores: list[float])
 
 
 def _probes(proto: Any) -> Iterator[str]:
-    """Yield the texts on which a converted model must agree with SentencePiece."""
+    """Yield the texts that a converted model must encode like SentencePiece."""
     yield from _PROBES
     normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
     step = 1 + len(normal) // _NUM_PROBED_PIECES

@@ -46,7 +46,7 @@ def train_huggingface(
         vocab_size: Tokens, with the bytes and `<|endoftext|>`; fewer if the texts give no more.
         normalization: `identity`, `nfc` or `nfkc`.
         num_threads: Threads that count words; no effect once the library has started its own.
-        split_digits: Whether every digit is a token of its own.
+        split_digits: Whether every digit is a separate token.
     """
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -1,6 +1,6 @@
 """nanoGPT's flat token files, and which of the two kinds of token files a path names.
 
-A flat `.bin` holds uint16 ids one after the other, without header or index.
+A flat `.bin` holds uint16 ids without header or index.
 """
 
 import os
@@ -70,7 +70,7 @@ def locate(path: Path) -> tuple[Path, bool]:
 
     Args:
         path: `PREFIX`, `PREFIX.bin` or `PREFIX.idx` for a pair. A flat file is named with its
-            `.bin`, which has no `.idx` beside it.
+            `.bin`, and has no `.idx`.
 
     Returns:
         (the path without suffix, whether it is a flat file).

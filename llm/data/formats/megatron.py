@@ -1,8 +1,8 @@
 """Token files: the memory-mapped `.bin`/`.idx` pair of Megatron-LM, NeMo and GPT-NeoX.
 
-`PREFIX.bin` holds the token ids of all sequences one after the other, with nothing between them.
-`PREFIX.idx` says where each sequence and each document starts, in the layout of Megatron-LM's
-`IndexedDataset` (`megatron/core/datasets/indexed_dataset.py`). All numbers are little-endian:
+`PREFIX.bin` holds the token ids of all sequences, with nothing between them. `PREFIX.idx` says
+where each sequence and each document starts, in the layout of Megatron-LM's `IndexedDataset`
+(`megatron/core/datasets/indexed_dataset.py`). All numbers are little-endian:
 
     9 bytes   magic, MMIDIDX and two zero bytes
     u64       version, 1
@@ -32,7 +32,7 @@ from llm.runtime.files import sync
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # "<": no padding between the fields
-# Of Megatron's codes, those of integers.
+# The integer types among Megatron's codes.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -43,12 +43,12 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 16  # entries of a table that are checked at once
-_WHOLE = 1 << 24  # entries up to which opening checks a whole table: some tenths of a second
+_WHOLE = 1 << 24  # maximum entries of a table that opening checks whole: some tenths of a second
 _SAMPLES = 64  # blocks that opening checks of a larger table
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which Megatron-LM stores ids of a vocabulary of this size."""
+    """Return Megatron-LM's dtype for ids of a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -278,24 +278,24 @@ class TokenFile:
         return int(self._sequence_starts(np.array([min(num_sequences, self.num_sequences)]))[0])
 
     def document_start(self, number: int) -> int:
-        """Return the position in `tokens` at which a document begins.
+        """Return the position in `tokens` where a document begins.
 
         Args:
             number: 0 to num_documents; the last one gives the end of all tokens.
 
         Raises:
             DataError: The pointer lies outside the files.
-            IndexError: There is no such document.
+            IndexError: The document does not exist.
         """
         if not 0 <= number <= self.num_documents:
             raise IndexError(f"{self.prefix} has no document {number} of {self.num_documents}.")
         return int(self.document_starts(number, number + 1)[0])
 
     def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the positions in `tokens` at which the documents first to stop - 1 begin.
+        """Return the positions in `tokens` where the documents first to stop - 1 begin.
 
         Returns:
-            Positions [stop - first]; the last one may be that of num_documents, the end.
+            Positions [stop - first]; `stop` may be num_documents + 1, which includes the end.
 
         Raises:
             DataError: A pointer lies outside the files.
@@ -308,7 +308,7 @@ class TokenFile:
         return self._sequence_starts(sequences)
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions in `tokens` of sequences, of which number S is the end."""
+        """Return the positions in `tokens` of sequences; number S is the end."""
         starts = np.full(sequences.size, self.tokens.nbytes, np.int64)
         begun = sequences < self.num_sequences
         starts[begun] = self.offsets[sequences[begun]]

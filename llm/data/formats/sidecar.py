@@ -1,4 +1,4 @@
-"""`PREFIX.json` beside token files: how they were made, and the checksums of their bytes."""
+"""`PREFIX.json`, the sidecar of token files: their recipe, and the checksums of their bytes."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ class Sidecar:
         text_bytes: UTF-8 bytes of their text.
         empty_documents: Documents without text, which are not in the file.
         skipped_documents: Documents that could not be read, which are not in the file.
-        largest_token: The largest id; -1 where there are no tokens.
+        largest_token: The largest id; -1 without tokens.
         sources: Names of the files and data sets that were read.
         plan: Digest of the input and the options; the same command, given again, stops when it
             finds its own.
@@ -87,10 +87,10 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     """Read `PREFIX.json`.
 
     Returns:
-        Its content; None where there is no such file.
+        Its content, or None if the file does not exist.
 
     Raises:
-        DataError: It cannot be read, or is no sidecar.
+        DataError: It cannot be read, or is not a sidecar.
     """
     path = beside(prefix, ".json")
     if not os.path.exists(path):
@@ -132,7 +132,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of a JSON file has a type; `true` is no integer here."""
+    """Return whether a value of a JSON file has a type; `true` is not an integer here."""
     if isinstance(hint, types.UnionType):
         return any(_fits(value, member) for member in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
@@ -176,10 +176,10 @@ def verify(path: Path) -> list[str]:
         path: As for `open_token_file`.
 
     Returns:
-        A sentence for each fault; none where there is none.
+        A sentence for each fault.
 
     Raises:
-        DataError: There are no such files.
+        DataError: The files do not exist.
     """
     prefix, _ = locate(path)
     faults: list[str] = []
@@ -232,7 +232,7 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
 
 
 def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
-    """Compare a sidecar with what the files hold; reads all tokens."""
+    """Compare a sidecar with the content of the files; reads all tokens."""
     path = beside(token_file.prefix, ".bin")
     smallest, largest = _id_range(token_file)
     faults = []
@@ -259,7 +259,7 @@ def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> l
 
 
 def _id_range(token_file: TokenFile | FlatTokenFile) -> tuple[int, int]:
-    """Return the smallest and the largest id of all tokens; (0, -1) where there are none."""
+    """Return the smallest and the largest id of all tokens; (0, -1) without tokens."""
     tokens = token_file.tokens
     smallest, largest = 0, -1
     for start in range(0, tokens.size, _NUM_TOKENS):
@@ -273,7 +273,7 @@ def _id_range(token_file: TokenFile | FlatTokenFile) -> tuple[int, int]:
 def check_tokenizer(
     prefix: Path, sidecar: Sidecar, fingerprint: str, ignore_mismatch: bool
 ) -> None:
-    """Refuse token files that were made with another tokenizer than that of the run.
+    """Refuse token files that were made with another tokenizer than the run's.
 
     Args:
         prefix: Path of the token files without suffix, for messages.

@@ -53,7 +53,7 @@ _STARTED = _process_start()
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCache:
-    """A folder of token files, each of which one process prepares while all others wait.
+    """A folder of token files. One process prepares each of them while all others wait.
 
     Attributes:
         folder: The folder.
@@ -78,7 +78,7 @@ class TokenCache:
             optional: Whether there may be no such text.
 
         Returns:
-            Their path without suffix; None where there is no such text.
+            Their path without suffix, or None if the text does not exist.
 
         Raises:
             DataError: The text is missing, broken or empty, it changes while it is read, or the
@@ -153,7 +153,7 @@ class TokenCache:
             )
         except BaseException:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # fails where there is something to go on from
+                folder.rmdir()  # fails if there is something to resume
             raise
         sync_folder(self.folder)  # the name of the folder survives a power cut
 

@@ -2,8 +2,8 @@
 
 The reference is the tokenizer itself, through the `tokenizers` library. `gigatoken` gives the ids
 of most byte-pair tokenizers thirty times as fast. `FastEncoder` does not trust that they are equal
-for every tokenizer and text: it compares them on strings on which tokenizers are known to differ,
-and on a sample of every batch.
+for every tokenizer and text: it compares them on strings that tokenizers are known to encode
+differently, and on a sample of every batch.
 """
 
 import itertools
@@ -94,7 +94,7 @@ def end_token(tokenizer: TextTokenizer, append_eos: bool) -> int | None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn an error of the library, whose panics are no `Exception`, into `OtherIds`."""
+    """Turn an error of the library into `OtherIds`; its panics are not an `Exception`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -143,8 +143,8 @@ class ReferenceEncoder:
             ends: Whether the end token, if there is one, follows each text that has any ids.
 
         Returns:
-            The ids of all texts, one after the other [num_tokens], and how many belong to each
-            text [len(texts)].
+            The concatenated ids of all texts [num_tokens], and how many belong to each text
+            [len(texts)].
         """
         if self._backend is None:
             assert self._encode_slow is not None  # a tokenizer has one of the two
@@ -163,7 +163,7 @@ class ReferenceEncoder:
 
 
 class FastEncoder:
-    """gigatoken, whose ids are compared with the reference.
+    """gigatoken; its ids are compared with the reference.
 
     Args:
         encoding: How texts become ids.
@@ -262,7 +262,7 @@ def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> 
 
 
 def _may_use_threads() -> bool:
-    """Return whether no process from which this one was forked has used the libraries' threads.
+    """Return whether no parent process has used the libraries' threads before a fork.
 
     Using threads after a fork deadlocks: the copy of the thread pool has no threads.
     """

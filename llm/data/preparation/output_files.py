@@ -34,12 +34,14 @@ class Output:
     """What to make of the shards.
 
     Attributes:
-        prefix: The path of the files without their suffix. nanoGPT's lie in a folder of this name.
+        prefix: The path of the files without their suffix. nanoGPT's files are in a folder with
+            this name.
         nanogpt: Write `train.bin` and `val.bin` in place of a `.bin` with its `.idx`.
         validation_percentage: Documents, from the first one, that go to `val.bin`.
         shuffle_seed: Shuffle the documents by it; None keeps their order.
         overwrite: Replace existing files.
-        row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, by which a run splits them.
+        row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, which a run needs to split
+            them.
         option: The option that chooses the path, for messages.
     """
 
@@ -66,7 +68,7 @@ class Output:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the files of a prefix, in the order in which they are renamed."""
+        """The suffixes of the files of a prefix, in the order of their renaming."""
         return (".json", ".bin") if self.nanogpt else (".json", ".idx", ".bin")
 
     def num_validation(self, documents: int) -> int:
@@ -171,7 +173,7 @@ def assemble(
 def assemble_shuffled(
     stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
 ) -> None:
-    """Join shards whose texts are documents, as `assemble` does, in an order keyed by the seed.
+    """Join shards of one document per text, as `assemble` does, in an order keyed by the seed.
 
     Memory grows by 12 bytes a document, and the disk holds all ids twice for a while.
     """
@@ -219,7 +221,7 @@ def _join(stems: list[Path], path: Path) -> None:
 
 
 def _append(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy a file to the end of another one, inside the kernel where it can."""
+    """Copy a file to the end of another one, inside the kernel if possible."""
     target.flush()  # copy_file_range writes behind the buffer's back
     try:
         while os.copy_file_range(source.fileno(), target.fileno(), _COPY):
@@ -365,7 +367,7 @@ def damage(prefix: Path, output: Output) -> list[str]:
         output: What was made.
 
     Returns:
-        A sentence; none where they are whole.
+        A sentence; empty if they are complete.
     """
     try:
         file = FlatTokenFile(beside(prefix, ".bin")) if output.nanogpt else TokenFile(prefix)

@@ -57,7 +57,7 @@ def prepare_files(
     log_seconds: float = 10.0,
     fork: bool = True,
 ) -> None:
-    """Make the token files of several outputs, going on where an earlier run was stopped.
+    """Make the token files of several outputs, resuming a stopped run.
 
     Args:
         jobs: The texts of each output, which workers take chunk by chunk.
@@ -194,7 +194,7 @@ def recipe_digest(sources: list[Source], output: Output, encoding: Encoding) -> 
 
 
 def _is_done(output: Output, digest: str) -> bool:
-    """Return whether all files exist, whole and of this recipe; refuse those of another."""
+    """Return whether all files exist and have this recipe; refuse another recipe's."""
     made, faults = 0, []
     for prefix in output.names:
         try:
@@ -214,7 +214,7 @@ def _is_done(output: Output, digest: str) -> bool:
                     "to replace it."
                 )
     if made and faults:
-        log.warning(f"{' '.join(faults)} The same options made it, so it is made anew.")
+        log.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
     return not faults
 
 
@@ -222,7 +222,7 @@ def _is_done(output: Output, digest: str) -> bool:
 def _locked(output: Output) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock."""
     folder = output.folder
-    # Beside the folder, which can then be removed while it is locked, on any file system.
+    # Next to the folder, which can then be removed while it is locked, on any file system.
     lock = beside(folder, ".lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)

@@ -31,7 +31,7 @@ _MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
 
 @dataclass(kw_only=True)
 class ShardStats:
-    """What a shard holds, so far or when it is done.
+    """The content of a shard, so far or when it is done.
 
     Attributes:
         one_document: Whether its texts are one document; otherwise each is one.
@@ -40,7 +40,7 @@ class ShardStats:
         skipped: Records that could not be used.
         tokens: Tokens, the end tokens included.
         text_bytes: UTF-8 bytes of the texts.
-        largest_token: The largest id; 0 where there are none.
+        largest_token: The largest id; 0 without tokens.
         checksums: The xxh3_128 of each of the three files.
     """
 
@@ -74,7 +74,7 @@ def write_shard(
         stem: The path of the files without their suffix.
         encoding: How texts become ids.
         encoder: An encoder for this encoding.
-        report: Called after every batch with what the shard holds so far.
+        report: Called after every batch with the content of the shard so far.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.

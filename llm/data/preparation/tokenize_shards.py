@@ -38,7 +38,7 @@ class Totals:
         text_bytes: UTF-8 bytes of the texts.
         consumed: Bytes read from the disk, packed where the file is.
         num_bytes: Bytes of all that is to be read; None where that is not known.
-        shards_done: Finished shards, with those of an earlier run.
+        shards_done: Finished shards, including an earlier run's.
         num_shards: All shards.
     """
 

@@ -20,7 +20,7 @@ log = logging.getLogger("llm.data")
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the name ends with that of a compression that is read here."""
+    """Return whether the name ends with the suffix of a supported compression."""
     return path.suffix.lower() in COMPRESSIONS
 
 
@@ -152,7 +152,7 @@ class FileChunk:
             DataError: As `blocks`.
         """
         mark = _BOM if self.start == 0 else b""
-        begun: list[bytes] = []  # the line whose end has not been read yet
+        begun: list[bytes] = []  # the line without its end, which has not been read yet
         for block in self.blocks():
             end = block.rfind(b"\n") + 1
             if end == 0:
@@ -168,7 +168,7 @@ class FileChunk:
 
         Args:
             line: The line, counted from 1, the first line of the chunk.
-            message: What is wrong with it.
+            message: The fault.
         """
         if self.start == 0:
             return DataError(f"{self.path}, line {line}: {message}")

@@ -159,8 +159,8 @@ class _DatasetLoader:
 
         if self.folder is None:
             return datasets.load_dataset(self.name, self.config, **self._options)
-        # A folder that replaces a Hub data set often has no configurations, or has them as
-        # folders of their own.
+        # A folder that replaces a Hub data set often has no configurations, or has them as separate
+        # folders.
         inner = self.folder / self.config if self.config else self.folder
         for folder in (inner, self.folder):
             if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():

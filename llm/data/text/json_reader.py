@@ -19,7 +19,7 @@ from llm.data.text.readers import check_text, choose_column, not_utf8, record_ba
 from llm.errors import DataError
 
 _FIRST_RECORDS = 100
-"""Records at the beginning of a file from which its column is chosen."""
+"""Records at the beginning of a file that its column is chosen from."""
 
 
 def json_lines(chunk: FileChunk) -> Iterator[list[str]]:

@@ -27,7 +27,7 @@ def check_text(value: object) -> str:
     """Return the text of one record; a missing value is an empty text.
 
     Raises:
-        DataError: The value is no string, or one that cannot be written as UTF-8.
+        DataError: The value is not a string, or cannot be written as UTF-8.
     """
     if value is None:
         return ""
@@ -59,7 +59,8 @@ def choose_column(
         log_choice: Whether to log that another one than `text` is taken.
 
     Raises:
-        DataError: There is no such column, or more than one; the message lists all columns.
+        DataError: The column does not exist, or exists more than once; the message lists all
+            columns.
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
@@ -183,7 +184,7 @@ def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
 
 
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
-    """Yield the texts of a CSV file whose first line names the columns."""
+    """Yield the texts of a CSV file with the column names in its first line."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit is 128 KiB
     return batched(_csv_texts(chunk))
 

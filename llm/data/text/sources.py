@@ -49,7 +49,7 @@ class Source(Protocol):
 
     Attributes:
         name: Its name in messages and logs.
-        num_bytes: Its size on disk, for progress; None where it is not known.
+        num_bytes: Its size on disk, for progress; None if unknown.
         consumed: Bytes on disk that were read so far.
         one_document: Whether all its texts are one document, encoded piece by piece; otherwise
             each text is a document.
@@ -69,7 +69,7 @@ class Source(Protocol):
         """Return what distinguishes this text from any other, without reading it."""
 
     def exists(self) -> bool:
-        """Return whether there is such a text; may load the data set."""
+        """Return whether the text exists; may load the data set."""
 
     def split(self, num_bytes: int) -> list["Source"]:
         """Return chunks of about this size that together have the same texts in the same order."""
@@ -81,7 +81,7 @@ class Source(Protocol):
             faults: What to do with records that cannot be used; None stops at the first.
 
         Raises:
-            DataError: The text cannot be read; the message says where it is wrong.
+            DataError: The text cannot be read; the message says where the fault is.
         """
 
 
@@ -141,7 +141,7 @@ def text_sources(
 ) -> list[Source]:
     """Return the sources of --input: of files, globs and folders, in the order given.
 
-    Those of a glob or a folder are sorted by name. Of a folder, all files of a known kind at any
+    Files of a glob or a folder are sorted by name. Of a folder, all files of a known kind at any
     depth are taken, except hidden ones and those that preparing token files has left there.
 
     Args:
@@ -208,7 +208,7 @@ def _walk(folder: Path) -> list[Path]:
     entered: set[str] = set()
     for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(name)
-        if real in entered:  # a link to a folder above it would be followed for ever
+        if real in entered:  # a link to a folder above it would be followed endlessly
             folders.clear()
             continue
         entered.add(real)
@@ -306,13 +306,13 @@ class _File:
 
 
 def stamp(path: Path) -> dict[str, int]:
-    """Return size and modification time, by which a changed file is recognised."""
+    """Return size and modification time, which show that a file has changed."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
-    """Compare the files of sources with what they were when the sources were made.
+    """Compare the files of sources with their state when the sources were made.
 
     Raises:
         DataError: A file has changed, so that what was read may be old in one place and new in

@@ -29,7 +29,7 @@ class TrainingTexts:
         num_documents: Documents read so far.
         num_bytes: Their bytes in UTF-8.
         sample: Pieces of some of them, drawn evenly.
-        error: What was raised while a text was read.
+        error: The exception while a text was read.
     """
 
     sources: Sequence[Source]
@@ -97,7 +97,7 @@ def _draw(drawn: list[str], text: str, number: int, *, size: int, generator: ran
 
 
 def _short_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield lines of at most 1000 letters; longer ones are cut, at spaces where there are some."""
+    """Yield lines of at most 1000 letters; longer ones are cut, at spaces if possible."""
     for text in texts:
         for line in text.split("\n"):
             line = line.rstrip("\r")
