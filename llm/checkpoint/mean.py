@@ -19,7 +19,8 @@ _BLOCK = 1 << 18
 def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
     """Return the mean of the weights and persistent buffers of checkpoints, in host memory.
 
-    Sums are float64 and rounded once. Beside the mean there is one block of rows at a time.
+    Sums are float64 and rounded once. In addition to the mean, one block of rows is in memory at a
+    time.
 
     Args:
         checkpoints: Of one run, saved on any layout.

@@ -20,7 +20,7 @@ logger = logging.getLogger("llm")
 
 
 def commit_checkpoint(temporary: Path, final: Path) -> None:
-    """Rename a checkpoint, whose files are all on the disk, to its final name."""
+    """Rename a checkpoint to its final name, once all its files are on the disk."""
     # The names of its files must be on the disk before the checkpoint has a name that counts.
     sync_folder(temporary)
     replaced = final.with_name(final.name + REPLACED)
@@ -84,7 +84,7 @@ def mark_superseded(folder: Path, *, after: int) -> None:
 
     Args:
         folder: The run's `checkpoints` folder.
-        after: Step from which training was resumed; later checkpoints are of that branch.
+        after: Step that training was resumed from; later checkpoints belong to that branch.
     """
     for path in checkpoint_folders(folder):
         if (step_of(path) or 0) > after:

@@ -63,7 +63,7 @@ class RunFolder:
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that is in use or cannot be written to; leaves it as it is.
+        """Refuse a folder that is in use or cannot be written to; does not change it.
 
         Args:
             resume: The run in the folder is resumed.
@@ -133,7 +133,7 @@ class RunFolder:
         return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
-        """Return the files of a training and those of an export.
+        """Return the files of a training and the files of an export.
 
         Raises:
             ConfigError: The folder cannot be read.

@@ -11,7 +11,7 @@ class Tokens(int):
     """A number of tokens; in text, a suffix K, M, B or T multiplies by a power of 1,000.
 
     Raises:
-        ValueError: The text is no whole number of tokens.
+        ValueError: The text is not a whole number of tokens.
     """
 
     def __new__(cls, value: int | str) -> Self:

@@ -36,7 +36,7 @@ def compile_blocks(model: nn.Module) -> None:
     second shape would get a graph for all sizes, which is slower, and training would keep it if an
     evaluation with another batch size came first. What runs between them stays eager, as FSDP's
     collectives, pipeline stages and the lookup of a tied embedding do. A block that cannot be
-    compiled runs as it is, with torch's warning.
+    compiled runs uncompiled, with torch's warning.
 
     Args:
         model: Not sharded yet: FSDP's hooks then run around the graphs.

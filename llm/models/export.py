@@ -88,7 +88,7 @@ def export_model(
         tokenizer.save_pretrained(staging)
         _move_into_place(staging, folder)
     except Exception as error:
-        # Libraries in Rust raise errors of their own if a file cannot be written.
+        # Libraries in Rust raise other errors if a file cannot be written.
         if refused := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(folder)) from error
         raise

@@ -5,9 +5,8 @@ of the random numbers changes: the generator is seeded from (seed, name) before 
 named parameter. The initial value of a parameter therefore does not depend on the layers, ranks or
 stages before it, and any rank can draw it alone.
 
-Dummy weights take next to no memory. They are for checks of what a model computes that do not
-depend on its weights: whether its stages together compute the same as the whole, whether documents
-stay apart.
+Dummy weights take next to no memory. They are for checks that do not depend on the weights: whether
+its stages together compute the same as the whole, whether documents stay apart.
 """
 
 import copy
@@ -38,7 +37,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
 
     Args:
         seed: The run's seed.
-        name: What the draws are for.
+        name: Purpose of the draws.
         device: Where the draws happen.
     """
     devices = [] if device.type in ("cpu", "meta") else [device]

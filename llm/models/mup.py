@@ -1,7 +1,7 @@
-"""muP: initial weights and learning rates by which a learning rate suits models of every width.
+"""muP: initial weights and learning rates, so that one learning rate suits all widths.
 
 The maximal update parametrization (Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8),
-relative to a base model, at whose width it changes nothing. With r = width / base width it asks for
+relative to a base model; at its width nothing changes. With r = width / base width it asks for
 
 - matrices inside the layers: deviation 1 / sqrt(r), learning rate 1 / r;
 - embeddings, output head, gains and biases: deviation and learning rate of the base model;
@@ -13,8 +13,8 @@ layers) to the output of each attention and MLP.
 The steps of AdamW and Muon do not depend on the scale of a gradient, so a constant factor in the
 forward pass can be moved into the weights in front of it: into their initial values and their
 learning rate. So the factor of the logits is in the last norm's gain, which serves tied and untied
-heads, and completeP's is in the last matrix of each attention and MLP. The model stays that of the
-library, and its weights need no change on export. Only the scale of attention cannot be moved,
+heads, and completeP's is in the last matrix of each attention and MLP. The model stays the
+library's, and its weights need no change on export. Only the scale of attention cannot be moved,
 since GPT-2's queries share a matrix with keys and values: it is set in the modules, and moved into
 the queries' weights on export.
 """
@@ -41,11 +41,11 @@ class Scales:
     """What muP changes in a model, relative to its base model.
 
     Attributes:
-        width: Width of the model over that of the base model.
-        depth: Layers of the model over those of the base model.
+        width: Width of the model divided by the base model's.
+        depth: Layers of the model divided by the base model's.
         attention: Factor of the attention logits.
-        starts_by_depth: Whether the library already divides the initial deviation of what `depth`
-            concerns by the root of the layers, as for GPT-2.
+        starts_by_depth: Whether the library already divides the initial deviation of the weights
+            under `depth` by the root of the layers, as for GPT-2.
     """
 
     width: float = 1.0
@@ -67,7 +67,7 @@ class Scales:
         """Return the factor of a parameter's learning rate.
 
         Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
-        a layer by the order of sqrt(n): its factor is that of the deviation.
+        a layer by the order of sqrt(n): it has the factor of the deviation.
 
         Args:
             name: The parameter's name in the whole model.
@@ -133,7 +133,7 @@ def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:
 
 
 def check_mup(options: ModelOptions, config: PreTrainedConfig, *, weights_from: str | None) -> None:
-    """Refuse muP where it has no rule.
+    """Refuse muP for models without a rule.
 
     Raises:
         ConfigError: As for `scales_of`, or the model has trained weights.
@@ -149,7 +149,7 @@ def check_mup(options: ModelOptions, config: PreTrainedConfig, *, weights_from: 
 def fold_attention(
     state_dict: Mapping[str, Tensor], config: PreTrainedConfig, factor: float
 ) -> dict[str, Tensor]:
-    """Return weights whose queries are multiplied by the factor of the attention logits.
+    """Return the weights with the queries multiplied by the factor of the attention logits.
 
     Args:
         state_dict: Every weight by its name in the model; not changed.

@@ -62,7 +62,7 @@ def continue_tokens(
     seed: int,
     **generation: Any,
 ) -> list[int]:
-    """Return the tokens by which the model continues others.
+    """Return the model's continuation of some tokens.
 
     Args:
         model: A causal language model; its mode is restored.

@@ -43,28 +43,28 @@ SIZES = {
 }
 
 SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose size the options can set."""
+"""Architectures with sizes that the options can set."""
 
-_MULTIPLE = 128  # of which the width of a gated MLP is a multiple
+_MULTIPLE = 128  # the width of a gated MLP is a multiple of this
 
 
 def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Hugging Face configuration that the shape options change.
 
     Vocabulary and positions stay. The ratios of MLP width to hidden size and of query heads to
-    key-value heads are kept: the MLP of GPT-2 is four times as wide as the hidden states, that of
-    Llama 2 11008 / 4096 times (rounded up to a multiple of 128).
+    key-value heads are kept: the MLP of GPT-2 is four times as wide as the hidden states, Llama 2's
+    is 11008 / 4096 times as wide (rounded up to a multiple of 128).
 
     Args:
-        options: A size by name, numbers, or both; a number overrides that of the size.
+        options: A size by name, numbers, or both; a number overrides the size.
         fields: The configuration, as its `to_dict` returns it.
 
     Returns:
         Values by the names that the architecture has for these fields.
 
     Raises:
-        ConfigError: There is no such size, the architecture has another shape, or the numbers
-            do not divide one another.
+        ConfigError: The size does not exist, the architecture has another shape, or the numbers do
+            not divide one another.
     """
     kind = str(fields["model_type"])
     if kind not in SHAPED:
@@ -107,7 +107,7 @@ def find_size(name: str) -> ModelSize:
     """Return a size by its name.
 
     Raises:
-        ConfigError: There is no such size.
+        ConfigError: The size does not exist.
     """
     if name not in SIZES:
         raise ConfigError(f"--model_size {name} is none of {', '.join(SIZES)}.")
@@ -115,7 +115,7 @@ def find_size(name: str) -> ModelSize:
 
 
 def gpt2_fields(model_size: str | None) -> dict[str, int]:
-    """Return vocabulary and positions of a GPT-2 for which only a size is given."""
+    """Return vocabulary and positions of a GPT-2 that is given by its size only."""
     size = SIZES["124M"] if model_size is None else find_size(model_size)
     return {"vocab_size": size.vocab_size, "n_positions": size.max_positions}
 

@@ -21,7 +21,7 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
     """Let forward passes under autocast share their copies of the weights, which must not change.
 
     Gradients stay the same bit for bit: the node of a cast saves no tensors, so it serves several
-    backward passes, each of which adds its own gradient to the weight's in float32.
+    backward passes, and each adds its own gradient to the weight's in float32.
 
     Args:
         device: The device of the weights.

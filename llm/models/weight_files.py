@@ -1,4 +1,4 @@
-"""A pretrained model's safetensors files, of which each rank can read its own shards."""
+"""A pretrained model's safetensors files; each rank can read its own shards from them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class WeightFile:
     """A safetensors file.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         key_of: The key in it of each weight that it holds, by the weight's name in the model.
     """
 
@@ -57,7 +57,7 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
     for path in paths:
         key_of = {}
         with safe_open(path, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no dict
+            for key in opened.keys():  # noqa: SIM118 - it is not a dict
                 name = key if key in tensors else prefix + key
                 if name not in tensors or name in found:
                     continue

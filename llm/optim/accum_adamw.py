@@ -1,7 +1,7 @@
-"""AdamW for ranks with small batches of their own: its moments advance once per block of steps.
+"""AdamW for replicas with small batches: its moments advance once per block of steps.
 
-Where ranks average weights instead of gradients, the moments of each rank are those of its own
-small batches: the second moment includes the noise of a single rank, which an all-reduce would have
+If ranks average weights instead of gradients, the moments of each rank come from its own small
+batches: the second moment includes the noise of a single rank, which an all-reduce would have
 averaged away, and so the steps are too short. AccumAdamW advances its moments only once in K steps,
 from the mean of their gradients, which has the noise of a batch K times as large; every step still
 uses its own gradient. The optimizer of the same name in Decent-DP (Wang et al.) had the idea.
@@ -18,7 +18,7 @@ from llm.optim.options import OptimizerOptions
 
 
 class AccumAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) whose moments advance once per K steps.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) that updates its moments once in K steps.
 
     A step with gradient g, and the moments m and v after the last complete block:
 
@@ -29,8 +29,8 @@ class AccumAdamW(torch.optim.Optimizer):
     4. after the K-th step of a block: m and v advance in the same way by the block's mean gradient
 
     K = 1 is AdamW. Like torch's fused optimizers, `step` reads the attribute `found_inf`, a float
-    tensor on the device: where it is 1, weights and state stay as they are. The position in the
-    block is on the device too, so that nothing waits for it.
+    tensor on the device: if it is 1, weights and state do not change. The position in the block is
+    on the device too, so that nothing waits for it.
 
     The state is three times the size of the parameters: both moments, and `grad_mean`, the sum of
     the block's gradients so far, divided by K.
@@ -120,7 +120,7 @@ class AccumAdamW(torch.optim.Optimizer):
         torch._foreach_addcdiv_(params, present, roots, -1.0)
 
         ended = (counts % block == 0) * keep
-        moved = ended.to(params[0].dtype)  # 1 for parameters whose block ends with this step.
+        moved = ended.to(params[0].dtype)  # 1 for parameters with a block that ends with this step.
         torch._foreach_lerp_(averages, means, (moved * (1 - beta1)).unbind())
         torch._foreach_lerp_(
             squares, torch._foreach_mul(means, means), (moved * (1 - beta2)).unbind()

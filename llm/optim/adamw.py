@@ -20,7 +20,7 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
 
     Its state is created here, where torch creates it in the first step: a checkpoint can be loaded
     into it, and the moments do not fragment the memory that the activations of the first step leave
-    free for those of the next.
+    free for the next step.
     """
     groups = parameter_groups(options, model)
     optimizer = torch.optim.AdamW(groups, **adamw_settings(options), fused=True)
@@ -121,6 +121,6 @@ def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, T
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Return 1 - beta^step, that of step 1 for step 0."""
+    """Return 1 - beta^step; for step 0, the value of step 1."""
     # Accurate in fp32, also for a beta close to 1 in the first steps.
     return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))

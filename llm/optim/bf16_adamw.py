@@ -1,4 +1,4 @@
-"""AdamW whose moments are bf16, rounded stochastically.
+"""AdamW with bf16 moments, rounded stochastically.
 
 The nearest bf16 number to a moment is usually the one before: beta2 = 0.999 changes the second
 moment by a thousandth, and bf16 resolves a 256th. Rounded up or down at random, with probabilities
@@ -27,7 +27,7 @@ _SLICE = 2**22
 """Elements that are updated at once, which takes 64 MiB for float32 moments and random bits."""
 
 _CPU_SLICE = 2**18
-"""The same on a CPU, whose caches hold 4 MiB."""
+"""The same on a CPU with caches for 4 MiB."""
 
 _ELEMENT, _UPDATE = 0x9E3779B1, 0x85EBCA77
 """Strides of elements and updates in a cycle of 2**32 numbers; odd, so as to reach all of them."""
@@ -41,7 +41,7 @@ class BF16AdamW(torch.optim.Optimizer):
 
     torch's fused kernel updates float32 copies of the moments, a slice of a matrix at a time. The
     moments of vectors, a thousandth of all, stay float32. Like torch's fused optimizers, `step`
-    reads the attribute `found_inf`: where it is 1, weights and state stay as they are.
+    reads the attribute `found_inf`: if it is 1, weights and state do not change.
 
     Args:
         params: Groups of parameters, each with `keys`: an integer for each of its parameters, from
@@ -104,7 +104,7 @@ def random_bits(updates: Tensor, *, key: int, first: int, size: int) -> Tensor:
         first: Number of the first element.
         size: Number of elements.
     """
-    # int32 wraps around, and so its products are those of uint32, for which torch has fewer.
+    # int32 wraps around, and so has the products of uint32; torch has fewer kernels for uint32.
     bits = torch.arange(size, dtype=torch.int32, device=updates.device)
     bits *= _int32(_ELEMENT)
     bits += updates.to(torch.int32) * _int32(_UPDATE) + _int32(key + first * _ELEMENT)

@@ -1,4 +1,4 @@
-"""Which parameters decay, which have a rate of their own, which matrices are not inside."""
+"""Parameter groups: decay, learning-rate factors, embeddings and head."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +28,7 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
     """Split the trained parameters of a model by weight decay and by learning rate.
 
     A tied parameter is counted once; an empty group is left out. Embeddings, output head, gains and
-    biases may have a rate of their own: a fixed multiple, `rate_factor`, of that of the schedule.
+    biases may have a separate rate: a fixed multiple, `rate_factor`, of the schedule's.
 
     Args:
         options: The weight decay and both rates.
@@ -83,7 +83,7 @@ def scale_learning_rates(
     group's is divided by it, since AdamW and Muon multiply it by the learning rate.
 
     Args:
-        optimizer: Its groups are split by factor, in place; at factor 1 they stay as they are.
+        optimizer: Its groups are split by factor, in place; at factor 1 they do not change.
         model: Names the parameters.
         factor_of: Returns the factor of a parameter from its name in the model, its number of
             dimensions, and whether Muon trains it.

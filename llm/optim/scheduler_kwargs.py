@@ -18,7 +18,7 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
 
     Args:
         text: The value of `lr_scheduler_kwargs`.
-        kind: That of `lr_scheduler_type`.
+        kind: The value of `lr_scheduler_type`.
 
     Raises:
         ConfigError: It cannot be read, or the schedule has no such setting.

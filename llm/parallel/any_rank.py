@@ -15,7 +15,7 @@ class FlagReducer:
     """Spreads flags in rounds, as a dissemination barrier does (Hensgen, Finkel and Manber 1988).
 
     In round k of log2(ranks), a rank sends the flags that it knows of to the rank 2^k further, and
-    receives those of the rank 2^k before: after the last round all ranks know of all flags. Each
+    receives flags from the rank 2^k before: after the last round all ranks know of all flags. Each
     call is a round, so that a message has the time of a step to arrive.
 
     Attributes:
@@ -44,7 +44,7 @@ class FlagReducer:
             flags: The same number at each call; every rank must call it.
 
         Returns:
-            The same on all ranks; all False at calls in which no exchange ends.
+            The same on all ranks; all False at calls without the end of an exchange.
         """
         own = torch.tensor([float(flag) for flag in flags])
         self._next = own if self._next is None else torch.maximum(self._next, own)

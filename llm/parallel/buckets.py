@@ -1,4 +1,4 @@
-"""Tensors in flat buffers, each of which is sent as one message."""
+"""Tensors in flat buffers; each buffer is sent as one message."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
 
     Args:
-        tensors: In the same order on all ranks, whose buckets are then the same too.
+        tensors: In the same order on all ranks, so that their buckets are the same.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -6,8 +6,8 @@ layers but attention work on each token alone; for attention the keys and values
 all-gathered, as Llama 3 was trained (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
 The models of transformers call an attention function and a mask function by the name of a kernel.
-`divide_attention` registers a kernel that all-gathers keys and values. That is exact for a model
-whose tokens interact in that function only, which `check_divisible` tests on the model itself.
+`divide_attention` registers a kernel that all-gathers keys and values. This is exact if the tokens
+of a model interact in that function only, which `check_divisible` tests on the model itself.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from llm.runtime import torch_names
 from llm.runtime.float32 import full_float32
 
 KERNEL = "context_parallel"
-"""The name under which the functions are registered."""
+"""The registered name of the functions."""
 
 _MASKED_DEVICES = ("cpu",)
 """Devices without a kernel for queries that are the last of the keys. There all layers share one
@@ -206,10 +206,10 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
 @torch.no_grad()
 @full_float32()
 def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
-    """Refuse a model whose tokens interact outside attention, or that depends on a shard's length.
+    """Refuse a model that mixes tokens outside attention or depends on a shard's length.
 
     The test runs the model, in evaluation mode, on the last tokens of each chunk. It compares the
-    logits of the whole sequence with those of a batch whose rows are the ranks' shards.
+    logits of the whole sequence with the logits of a batch that has the ranks' shards as rows.
 
     Args:
         model: A causal language model with weights; its mode is restored.
@@ -217,7 +217,7 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
         block_size: Tokens of a sample, a multiple of twice the ranks.
 
     Raises:
-        ConfigError: Its logits would not be those of the whole sequence.
+        ConfigError: Its logits would differ from the whole sequence's.
     """
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ConfigError(

@@ -18,7 +18,7 @@ class ParallelDims:
     """Number of ranks along each axis; their product is the world size.
 
     Attributes:
-        pipeline: Stages, each of which holds some of the layers.
+        pipeline: Stages; each holds some of the layers.
         replicate: Groups of ranks that hold the same weights and train on different samples.
         shard: Ranks that train on different samples and each hold a shard of every weight.
         context: Ranks that each hold a shard of every sample.

@@ -1,9 +1,9 @@
-"""Initial or pretrained weights for a sharded model, of which each rank keeps its shards.
+"""Initial or pretrained weights for a sharded model; each rank keeps its shards.
 
 transformers' own initialization runs on a second model, the recipe, on the meta device. Each write
-to one of its parameters goes to a whole tensor on the device instead, of which this rank's shard is
-kept. So the weights are bit for bit those of `init.materialize` on every layout, and no rank
-ever holds a whole model.
+to one of its parameters goes to a whole tensor on the device instead, and this rank's shard is
+kept. So the weights have the same bits as from `init.materialize` on every layout, and no rank ever
+holds a whole model.
 
 Of pretrained weights each rank reads its shards from safetensors, one file at a time.
 """
@@ -96,7 +96,7 @@ def init_shards(
         make_recipe: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
         device: Where parameters and buffers will be.
-        loaded: Names of weights that are left as they are allocated.
+        loaded: Names of weights that keep their allocated content.
     """
     _allocate(model, device)
     recipe = make_recipe()
@@ -152,7 +152,7 @@ class ShardedDraws(KeyedDraws):
     dropped.
 
     Args:
-        recipe: An unsharded model on the meta device, whose initialization runs.
+        recipe: An unsharded model on the meta device; its initialization runs.
         model: Gets the weights.
         seed: The run's seed.
         loaded: Names of weights that the model is not given.
@@ -254,7 +254,7 @@ def _copy_shard(target: Tensor, whole: Any) -> None:
 
     Args:
         target: A parameter or a buffer.
-        whole: A tensor, or one in a safetensors file, of which no more than the shard is read.
+        whole: A tensor, or one in a safetensors file; only the shard is read.
     """
     shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
     local, offsets = target, (0,) * target.ndim

@@ -1,9 +1,9 @@
 """Tensor parallelism: the matrix products of a layer are spread over ranks.
 
-A rank multiplies by some columns of one matrix, for attention those of some heads, and by the same
-rows of the next; an all-reduce of the products follows. See Shoeybi et al. 2019, arXiv:1909.08053.
-The styles are those of transformers, and ours where transformers has none that is exact. Every
-sharded weight is a DTensor with the name and shape of the whole one, contiguous on each rank.
+A rank multiplies by some columns of one matrix (for attention, of some heads) and by the same rows
+of the next; an all-reduce of the products follows. See Shoeybi et al. 2019, arXiv:1909.08053. The
+styles come from transformers, or are ours if transformers has none that is exact. Every sharded
+weight is a DTensor with the name and shape of the whole one, contiguous on each rank.
 """
 
 import hashlib
@@ -93,9 +93,9 @@ def _conv1d_rowwise(module: Any, mesh: DeviceMesh) -> None:
 def _conv1d_heads(module: Any, mesh: DeviceMesh) -> None:
     """Shard query, key and value of a transposed linear layer by heads.
 
-    A rank's columns lie in three places of the matrix, which is no placement of a DTensor and so
-    cannot be saved as one. The rank keeps some of the rows instead, and an all-to-all exchanges
-    them for its columns in each forward.
+    A rank's columns are in three places of the matrix. A DTensor has no such placement and cannot
+    be saved. The rank keeps some of the rows instead, and an all-to-all exchanges them for its
+    columns in each forward.
     """
     _shard(module, mesh, weight=Shard(0))
     shape = (_FUSED, mesh.size(), -1)
@@ -153,7 +153,7 @@ def _copy_to_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks; its gradient is passed on as it is."""
+    """Return the sum over ranks; its gradient is passed on unchanged."""
     terms = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
     total: Tensor = terms.redistribute(placements=[Replicate()]).to_local()
     return total
@@ -163,8 +163,8 @@ class TensorParallelRNG:
     """Draws random numbers that differ between ranks while they compute their own heads.
 
     Tensor-parallel ranks share a seed, since activations that all of them hold need one dropout
-    mask. The attention probabilities of a rank's own heads need masks of their own. These follow
-    from the state of the shared generator alone, so that recomputed activations get the same masks.
+    mask. The attention probabilities of a rank's heads need separate masks. These follow from the
+    state of the shared generator alone, so that recomputed activations get the same masks.
 
     Args:
         device: Where the random numbers are drawn; an accelerator with its index.

@@ -2,7 +2,7 @@
 
 A plan names a style for each module that is sharded: by columns (its outputs, and with them the
 attention heads) or by rows (its inputs); see Shoeybi et al. 2019, arXiv:1909.08053. transformers
-has plans for most newer architectures; those of GPT-2, GPT-Neo and OPT are here.
+has plans for most newer architectures; the plans of GPT-2, GPT-Neo and OPT are here.
 """
 
 import re
@@ -25,7 +25,7 @@ STYLES = frozenset(
         "replicated_with_grad_allreduce",
     }
 )
-"""The styles of transformers whose shard of every weight is contiguous."""
+"""The styles of transformers with contiguous shards of every weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +84,14 @@ _OURS = {
 
 
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Refuse an architecture whose layers cannot be sharded over a number of ranks.
+    """Refuse an architecture with layers that cannot be sharded over a number of ranks.
 
     Args:
         config: The model's configuration.
         size: Number of ranks that compute each layer together.
 
     Raises:
-        ConfigError: There is no exact plan for it, or its heads are not divisible.
+        ConfigError: It has no exact plan, or its heads are not divisible.
     """
     if size == 1:
         return
@@ -132,13 +132,13 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
         model: A causal language model that `check_tensor_parallel` accepts.
 
     Raises:
-        ConfigError: The plan leaves out a weight whose gradient would be that of some heads only.
+        ConfigError: The plan leaves out a weight that would get the gradient of some heads only.
     """
     ours = _OURS.get(model.config.model_type)
     if ours is not None:
         return TensorPlan(styles=_named(model, ours.styles), per_rank=_named(model, ours.per_rank))
     styles = _named(model, _library_styles(model))
-    # Such a weight is applied to this rank's columns alone, so that its gradient is partial.
+    # It is applied to this rank's columns alone, so that its gradient is partial.
     around = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]

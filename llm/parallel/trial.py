@@ -14,8 +14,8 @@ def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch
     An update would need no more memory: the optimizer's state exists, and activations are freed.
 
     Args:
-        strategy: One in which every rank holds the whole model: a rank whose memory is full would
-            leave the others waiting in a collective.
+        strategy: A strategy with the whole model on every rank: otherwise a rank that runs out of
+            memory would leave the others waiting in a collective.
         micro_batches: On the device; two, if gradients will accumulate.
     """
     strategy.wrapped.train()

@@ -1,4 +1,4 @@
-"""The limit of open files, of which a process needs several for each rank."""
+"""The limit of open files; a process needs several for each rank."""
 
 import contextlib
 import resource

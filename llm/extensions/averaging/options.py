@@ -85,7 +85,7 @@ class AveragingOptions(Extension):
         )
 
     def bytes_per_parameter(self) -> float:
-        """Return those of a float32 average."""
+        """Return the bytes of a float32 average."""
         return 4.0 if self._keeps_average else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, beside them on every layout."""
+"""An exponential moving average of the weights, on every layout."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from llm.trainers.gpt.seams import Exported, LoopExtension
 
 
 class WeightAverage(LoopExtension):
-    """The average of a strategy's weights after each step, in float32, sharded as they are.
+    """The average of a strategy's weights after each step, in float32, sharded like the weights.
 
     The weights after a step count `decay` times as much after each later one, or half as much
     after `half_life` tokens. As in Adam's moments (Kingma & Ba 2015, section 3), the average is
@@ -21,8 +21,8 @@ class WeightAverage(LoopExtension):
     run.
 
     Args:
-        strategy: A prepared strategy whose ranks train one model.
-        decay: What the past counts after each step; None with a half-life.
+        strategy: A prepared strategy; its ranks train one model.
+        decay: Decay per step; None with a half-life.
         half_life: Tokens after which the past counts half as much.
         evaluates: Whether each evaluation has the average too.
         exports: Whether the average is exported in place of the weights.
@@ -73,7 +73,7 @@ class WeightAverage(LoopExtension):
             self._swap()
 
     def exporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model has the average, if that is exported."""
+        """Return a context manager that gives the model the average, if it is exported."""
         return contextlib.nullcontext() if self.exported is None else self.swapped()
 
     def evaluated(
@@ -86,7 +86,7 @@ class WeightAverage(LoopExtension):
             return {f"ema_{name}": value for name, value in evaluate().items()}
 
     def _swap(self) -> None:
-        reshard(self._strategy.wrapped)  # weights that are still gathered would stay as they are
+        reshard(self._strategy.wrapped)  # weights that are still gathered would not change
         for weight, average in zip(self._weights, self._averages, strict=True):
             kept = weight.clone()
             weight.copy_(average)

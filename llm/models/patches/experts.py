@@ -25,7 +25,7 @@ def _multiply(
     device_type: str, key: str, left: Tensor, right: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch goes on below autocast
+    with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
         left, right = left.to(dtype), right.to(dtype)
         product: Tensor = torch.ops.aten._grouped_mm(left, right, *args, **kwargs)

@@ -24,10 +24,10 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Operations whose results selective recomputation keeps.
+"""Operations with results that selective recomputation keeps.
 
-bmm is not one of them: it computes the scores of eager attention, whose memory grows with the
-square of the length.
+bmm is not one of them: it computes the scores of eager attention, which take memory quadratic in
+the length.
 """
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 class TiedEmbedding(nn.Embedding):
-    """An embedding whose backward pass adds to the gradient that the loss has left here.
+    """An embedding with a backward pass that adds to the gradient that the loss has left here.
 
     Attributes:
         lookups: Number of lookups with a gradient since `begin`.
@@ -64,7 +64,7 @@ def tie_gradients(model: PreTrainedModel) -> None:
     """Accumulate the gradients of head and lookup in one tensor, if the head is the embedding.
 
     The class of the embedding is changed in place: parameters, names and hooks stay. An embedding
-    that does more than look up is left as it is.
+    that does more than look up is not changed.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None

@@ -33,10 +33,10 @@ class _Exchange:
 class GossipAverager:
     """Averages replicas of the model by rounds; every rank calls it at the same steps.
 
-    A replica may be trained by several ranks, those of a node. If each of them holds all of its
-    weights, each exchanges an equal slice with its counterparts on other nodes, and an all-gather
-    inside the node follows: weights cross the network between nodes once. If the replica's weights
-    are sharded, each rank exchanges its shard.
+    A replica may be trained by several ranks of one node. If each of them holds all of its weights,
+    each exchanges an equal slice with its counterparts on other nodes, and an all-gather inside the
+    node follows: weights cross the network between nodes once. If the replica's weights are
+    sharded, each rank exchanges its shard.
 
     Buckets take memory for one more copy of the weights, and where pairs average for another one
     of the incoming weights.
@@ -150,12 +150,12 @@ class GossipAverager:
         torch._foreach_div_(self._slices, len(exchange.group))
         for bucket, own in zip(self._buckets, self._slices, strict=True):
             if self._num_slices > 1:
-                # A clone, since the slice lies in the buffer that is written to.
+                # A clone, because the slice is part of the buffer that is written to.
                 torch_names.all_gather_single(bucket.flat, own.clone(), group=self._own_replica)
             bucket.empty()
 
     def settle(self) -> None:
-        """Wait for messages in flight; the weights stay as they are."""
+        """Wait for messages in flight; the weights do not change."""
         if self._in_flight is not None:
             for work in self._in_flight.works:
                 work.wait()

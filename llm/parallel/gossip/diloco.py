@@ -40,7 +40,7 @@ class OuterOptimizer:
         self._buckets = [Bucket(group) for group in bucket_groups(list(tensors.values()))]
 
     def before_step(self) -> None:
-        """Before the first inner step, remember the weights at which all replicas start."""
+        """Before the first inner step, store the weights that all replicas start from."""
         if self._inner_steps == 0:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._start.values()), list(self._tensors.values()))

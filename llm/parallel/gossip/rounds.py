@@ -160,10 +160,10 @@ def average(values: Matrix, groups: Round) -> Matrix:
 
 
 def contraction(rounds: Sequence[Round]) -> float:
-    """Return the factor by which a period shrinks the distance from the mean, in the long run.
+    """Return the factor that shrinks the distance from the mean per period, in the long run.
 
-    It is the largest modulus of the eigenvalues of the rounds' product, without that of the mean:
-    0 where all ranks are equal after a period, cos^2(2 pi / n) for the ring of an even n.
+    It is the largest modulus of the eigenvalues of the rounds' product, without the eigenvalue of
+    the mean: 0 if all ranks are equal after a period, cos^2(2 pi / n) for the ring of an even n.
     """
     ranks = sum(map(len, rounds[0]))
     # After the first round ranks of one group are equal. So one dimension for each group is enough
@@ -213,8 +213,8 @@ def _distance(points: Matrix) -> float:
 def link_bytes(groups: Round, num_bytes: float) -> dict[tuple[int, int], float]:
     """Return the bytes that each link from one rank to another carries in a round.
 
-    A pair sends all weights both ways. A larger group of g ranks runs a ring all-reduce, in which
-    each rank sends 2 (g - 1) / g of the weights to the next one.
+    A pair sends all weights both ways. A larger group of g ranks runs a ring all-reduce: each rank
+    sends 2 (g - 1) / g of the weights to the next one.
 
     Args:
         groups: A round.
@@ -266,7 +266,7 @@ def busiest_links(
         ranks_per_node: Number of consecutive ranks on each node.
 
     Returns:
-        Bytes in this order; 0 where there is no such link.
+        Bytes in this order; 0 without the link.
     """
     inside, between, out_of_node = 0.0, 0.0, dict[int, float]()
     for (source, target), carried in links.items():

@@ -1,6 +1,6 @@
-"""The order in which a pipeline's ranks run the forward and backward passes of a step.
+"""The order of the forward and backward passes of a step on the ranks of a pipeline.
 
-The schedules are those of torch.distributed.pipelining: GPipe (Huang et al. 2019,
+The schedules are the same as in torch.distributed.pipelining: GPipe (Huang et al. 2019,
 arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
@@ -23,11 +23,11 @@ def check_micro_batches(schedule: str, *, ranks: int, micro_batches: int) -> Non
 
     Args:
         schedule: The value of `pipeline_schedule`.
-        ranks: Ranks of the pipeline; 1 is no pipeline.
+        ranks: Ranks of the pipeline; 1 means without a pipeline.
         micro_batches: Micro-batches of a step on one rank of the data.
 
     Raises:
-        ConfigError: What the schedule needs.
+        ConfigError: The schedule does not fit.
     """
     remedy = "change --gradient_accumulation_steps (or --global_batch_size), or choose gpipe."
     if ranks > 1 and schedule == "1f1b" and micro_batches < ranks:
@@ -44,10 +44,10 @@ def check_micro_batches(schedule: str, *, ranks: int, micro_batches: int) -> Non
 
 
 def bubble_fraction(*, ranks: int, virtual_stages: int, micro_batches: int) -> float:
-    """Return the fraction of a step in which a rank waits for others (the pipeline bubble).
+    """Return the fraction of a step that a rank waits for others (the pipeline bubble).
 
     Args:
-        ranks: Ranks of the pipeline, whose stages take the same time.
+        ranks: Ranks of the pipeline; their stages take the same time.
         virtual_stages: Stages of each rank.
         micro_batches: Micro-batches of a step.
     """

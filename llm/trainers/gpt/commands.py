@@ -11,7 +11,7 @@ from llm.trainers.gpt.config import CoreConfig
 
 
 def generate_command(run: RunFolder) -> str:
-    """Return the command line by which the model of a run generates text."""
+    """Return the command line that generates text with the model of a run."""
     return shlex.join([python_command(), "-m", "llm.generate", str(run.path)])
 
 

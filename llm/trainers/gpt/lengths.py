@@ -68,7 +68,7 @@ def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
 def plan_learning_rates(
     config: CoreConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
-    """Make the schedule, whose phases the options may give in samples or tokens.
+    """Make the schedule; the options may give its phases in samples or tokens.
 
     With `lr_batch_scaling` sqrt it grows with the square root of the global batch, which keeps the
     noise of adaptive optimizers the same (Malladi et al. 2022, arXiv:2205.10287).
@@ -104,11 +104,11 @@ def plan_learning_rates(
 def add_cooldown(
     config: CoreConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
 ) -> tuple[BatchPlan, Schedule]:
-    """Return batch plan and schedule of a run, of which a cooldown replaces the end.
+    """Return batch plan and schedule of a run; a cooldown replaces the end.
 
     Args:
         config: The options.
-        branch: What the run is a branch of, or None.
+        branch: The parent of a branch, or None.
         plan: The plan without a cooldown.
         block_size: Tokens of a sample.
 
@@ -168,6 +168,6 @@ def plan_training(
             config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
         )
     skipped = choose_skipped(config, setup.start, plan)
-    _, passed = skipped.span((0, plan.total_samples))  # what is left out is used up as well
+    _, passed = skipped.span((0, plan.total_samples))  # skipped samples are used up as well
     check_epochs(config, setup.corpus.train, samples, num_samples=passed)
     return plan, skipped, schedule

@@ -20,7 +20,7 @@ def check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: The ranks cannot be divided so; the message is that of the trainer.
+        ConfigError: The ranks cannot be divided so; the message is the trainer's.
     """
     layout = parallel_dims(config, ranks)
     divide_ranks(config, ranks=ranks, ranks_per_node=ranks_per_node)

@@ -1,4 +1,4 @@
-"""What a run has read before it starts."""
+"""Inputs of a run, read before it starts."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """What a training and an evaluation read before they start.
+    """Inputs of a training and an evaluation, read before they start.
 
     Attributes:
         run: The run's folder.
         resume_from: The checkpoint to resume from or to evaluate, or None.
         branch_from: The parent's checkpoint that a new branch starts from, or None.
-        init_from: The checkpoint whose weights a new run starts from, or None.
+        init_from: The checkpoint that gives a new run its weights, or None.
         seed: The run's seed, drawn unless the options have one.
-        by_device: Values of the options whose default depends on the device, by name.
+        by_device: Values of the options with a default that depends on the device, by name.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
         weights_from: Where pretrained weights come from, or None to start from scratch.
@@ -68,16 +68,16 @@ class RunSetup:
 
     @property
     def start(self) -> Checkpoint | None:
-        """The checkpoint from which training goes on, the run's own or its parent's."""
+        """The checkpoint that training resumes from, the run's own or its parent's."""
         return self.resume_from or self.branch_from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSetup(RunSetup):
-    """What a training reads besides.
+    """Further inputs of a training.
 
     Attributes:
-        branch: Where the run left its parent; None if it is no branch.
+        branch: The point where the run left its parent; None if it is not a branch.
         data_digest: Digests of the training tokens, from `data_digest.digest_of`.
         samples: The training samples.
         plan: Batch arithmetic.
@@ -94,7 +94,7 @@ class TrainSetup(RunSetup):
 
 
 def resolve(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
-    """Return the options as `config.toml` records them: with what the setup has chosen."""
+    """Return the options as `config.toml` records them, including the choices of the setup."""
     return dataclasses.replace(
         config,
         seed=setup.seed,
