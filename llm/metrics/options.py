@@ -1,7 +1,6 @@
 """Options of measurements and reports."""
 
 from llm.config.options import option, option_group
-from llm.errors import ConfigError
 
 
 @option_group("Logging")
@@ -28,12 +27,6 @@ class LoggingOptions:
         "the start.",
         above=0,
     )
-    profile: str | None = option(
-        None,
-        "START:STOP profiles these steps: a trace and a table of where their time went in the "
-        "run's folder.",
-        one_shot=True,
-    )
 
 
 def logging_problems(options: LoggingOptions) -> list[str]:
@@ -46,25 +39,4 @@ def logging_problems(options: LoggingOptions) -> list[str]:
             "--project_name is for trackers such as wandb, and --report_to names none of them; "
             "add one, or leave it out."
         )
-    try:
-        profiled_steps(options)
-    except ConfigError as error:
-        problems.append(str(error))
     return problems
-
-
-def profiled_steps(options: LoggingOptions) -> tuple[int, int] | None:
-    """Return (start, stop) to profile the steps start + 1 to stop; None without `profile`.
-
-    Raises:
-        ConfigError: The option is not two growing numbers.
-    """
-    if options.profile is None:
-        return None
-    start, colon, stop = options.profile.partition(":")
-    if not (colon and start.isdigit() and stop.isdigit() and int(start) < int(stop)):
-        raise ConfigError(
-            f"--profile {options.profile} is not START:STOP, two growing numbers of steps such as "
-            "10:13, which profiles steps 11 to 13."
-        )
-    return int(start), int(stop)

@@ -15,8 +15,11 @@ from tests.support.package import PACKAGE, ROOT
 from tests.support.training import Bench, Run
 
 EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
-MADE_WITH = {"averaging": {"ema_decay": 0.9}}
-"""Options of a run that uses the extension."""
+MADE_WITH = {
+    "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
+    "profiler": ({"profile": "0:1"}, 0, ""),
+}
+"""Options of a run that uses the extension; exit code and log of a resume without them."""
 LIVES = """
 import json, os, sys
 import llm.trainers.gpt.train  # once for all starts, each of which is a process
@@ -114,36 +117,29 @@ def test_no_file_imports_a_deleted_extension(name, tmp_path):
 
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, tmp_path):
-    options = MADE_WITH[name]
+    options, code, said = MADE_WITH[name]
     bench.train_well(f"with-{name}", max_train_steps=1, **SHORT, **options)
     package = copy_of_package(tmp_path)
     delete(name, package)
     run = bench.folder / f"without-{name}"
     shutil.copytree(plain.folder, run)
     longer = {"resume_from_checkpoint": True, "max_train_steps": 3, **SHORT}
-    recorded = ["--config", str(bench.folder / f"with-{name}" / "config.toml")]
 
     codes, output = run_lives(
         package,
         bench.command(run.name, **longer),
         bench.command(run.name, eval_only=True, resume_from_checkpoint=True),
         bench.command(f"new-{name}", max_train_steps=1, **SHORT),
-        [*recorded, "--resume_from_checkpoint"],
+        bench.command(f"with-{name}", **longer, **options),
         bench.command(f"with-{name}", **longer),
     )
 
-    assert codes[:4] == [0, 0, 0, 2], output
+    assert codes == [0, 0, 0, 2, code], output
     assert f"Resumed from {run}/checkpoints/step_00000002 at step 2" in output
     assert (run / "model.safetensors").exists()
     assert (run / "eval_results.json").exists()
-    assert f"sets '{next(iter(options))}', which is no option" in output
-    # Without its options, a checkpoint of the extension is refused, or what it holds is named.
-    named = "was trained with --" in output, f"also holds {PARTS.get(name)}, which" in output
-    assert (codes[4], named) in ((2, (True, False)), (0, (False, True))), output
-
-
-PARTS = {"averaging": "ema"}
-"""Parts of checkpoints that a run without the extension leaves out."""
+    assert f"There is no option --{next(iter(options))}" in output
+    assert said in output
 
 
 def test_an_extension_of_one_file_counts_saves_and_resumes(bench, tmp_path):

@@ -43,7 +43,9 @@ def evaluate(config: CoreConfig, world: World) -> None:
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation asks for validation data
     results = evaluate_model()
-    running = Running(strategy=strategy, model=model, keep_alive=lambda: None)
+    running = Running(
+        folder=setup.run.path, strategy=strategy, model=model, keep_alive=lambda: None
+    )
     for extension in loop_extensions(config, running):
         if setup.resume_from is not None and extension.part is not None:
             load_state(setup.resume_from, {extension.part: extension})

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm.extensions.averaging.options import AveragingOptions
+from llm.extensions.profiler.options import ProfilerOptions
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
@@ -16,6 +17,7 @@ from llm.trainers.gpt.seams import Extension
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(
     AveragingOptions,
+    ProfilerOptions,
     CoreConfig,
 ):
     """Options of `python -m llm.trainers.gpt`: those of the core and of each extension."""

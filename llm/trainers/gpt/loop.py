@@ -12,8 +12,6 @@ from llm.config.tokens import Tokens
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
-from llm.metrics.options import profiled_steps
-from llm.metrics.profiler import StepProfiler
 from llm.metrics.tracker import Tracker
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
@@ -92,12 +90,6 @@ class Trainer:
             owner_ranks=strategy.owner_ranks,
             copies=copies,
         )
-        self.profiler = StepProfiler(
-            profiled_steps(config),
-            folder=setup.run.path / "profile",
-            rank=strategy.rank,
-            device=strategy.device,
-        )
         self.interruption = Interruption(
             after=None if config.exit_after is None else 60 * config.exit_after
         )
@@ -143,15 +135,16 @@ class Trainer:
         with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
-                self.profiler.begin_step(state.step)
+                for extension in self.extensions:
+                    extension.before_step(state.step)
                 self.train_step(batch)
-                if self.profiler.end_step(state.step):
-                    with self.tracker.paused():
-                        self.profiler.write()
+                for extension in self.extensions:
+                    extension.after_step(state.step)
                 if self.after_step() == "preempted":
                     break
                 waiting_since = time.perf_counter()
-        self.profiler.close()
+        for extension in self.extensions:
+            extension.close()
         self.health.heartbeat(step=state.step, phase="save")
         self.saver.finish(last=True)
         return "finished" if state.step == self.plan.total_steps else "preempted"
@@ -215,6 +208,8 @@ class Trainer:
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
+            for extension in self.extensions:
+                extension.between_steps()
             loss = None
             if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()

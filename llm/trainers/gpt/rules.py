@@ -9,7 +9,7 @@ from llm.checkpoint.options import checkpoint_problems
 from llm.config.options import fields, lacking, other_names, paths
 from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
-from llm.metrics.options import logging_problems, profiled_steps
+from llm.metrics.options import logging_problems
 from llm.models.options import model_problems
 from llm.optim.kfac.options import kfac_method, preconditioner_options
 from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
@@ -113,15 +113,6 @@ def _run_problems(config: CoreConfig) -> list[str]:
     for name in config.change_on_resume:
         if name not in known:
             problems.append(f"--change_on_resume names '{name}', which is no option.")
-    try:
-        span = profiled_steps(config)
-    except ConfigError:
-        return problems  # `logging_problems` reports it
-    steps = config.max_train_steps
-    if span is not None and steps is not None and span[1] > steps:
-        problems.append(
-            f"--profile {config.profile} ends after the last of --max_train_steps {steps}."
-        )
     return problems
 
 

@@ -8,6 +8,7 @@ calls extensions in the order of that list.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.trainers.gpt.config import CoreConfig
@@ -36,11 +37,13 @@ class Running:
     """A prepared run or evaluation.
 
     Attributes:
+        folder: The run's folder.
         strategy: The model and its optimizer, on any layout.
         model: The model as the log describes it.
         keep_alive: Call it at least once every `timeout` seconds in what takes long.
     """
 
+    folder: Path
     strategy: "AcceleratedStrategy"
     model: "PreTrainedModel"
     keep_alive: Callable[[], None]
@@ -74,8 +77,28 @@ class LoopExtension:
     words: ClassVar[str] = ""
     exported: Exported | None = None
 
+    def before_step(self, step: int) -> None:
+        """Act before a training step.
+
+        Args:
+            step: Steps done.
+        """
+
     def after_update(self, batch: "StepBatch") -> None:
         """Act after each optimizer step, without reading from the device."""
+
+    def after_step(self, step: int) -> None:
+        """Act after a training step, before anything is logged; its time counts as training.
+
+        Args:
+            step: Steps done.
+        """
+
+    def between_steps(self) -> None:
+        """Act between two steps, in time that does not count as training."""
+
+    def close(self) -> None:
+        """Act after the last step of this start."""
 
     def evaluated(
         self, evaluate: Callable[[], dict[str, float]], *, last: bool

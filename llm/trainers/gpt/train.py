@@ -140,7 +140,8 @@ def make_trainer(
         sample=partial(log_sample, config, setup, strategy, model),
         copies=copies,
         extensions=loop_extensions(
-            config, Running(strategy=strategy, model=model, keep_alive=on_batch)
+            config,
+            Running(folder=setup.run.path, strategy=strategy, model=model, keep_alive=on_batch),
         ),
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llm.runtime.files import write_whole
+from llm.trainers.gpt.seams import LoopExtension
 
 logger = logging.getLogger("llm")
 
@@ -32,27 +33,28 @@ _OTHER, _WAITING = "other operations", "waiting"
 _DEVICES = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
 
 
-class StepProfiler:
-    """Profiles the steps start + 1 to stop; does nothing without a span.
+class StepProfiler(LoopExtension):
+    """Profiles the steps start + 1 to stop.
 
     Args:
-        span: (start, stop), or None.
+        span: (start, stop).
         folder: Folder of the traces and the table.
         rank: Rank of this process; every rank writes a trace, rank 0 also the table.
         device: Device of the model.
     """
 
     def __init__(
-        self, span: tuple[int, int] | None, *, folder: Path, rank: int, device: torch.device
+        self, span: tuple[int, int], *, folder: Path, rank: int, device: torch.device
     ) -> None:
-        self._start, self._stop = span or (-1, -1)
+        self._start, self._stop = span
         self._folder = folder
         self._rank = rank
         self._on_gpu = device.type in _DEVICES
         self._activities = [ProfilerActivity.CPU, *_DEVICES.get(device.type, ())]
         self._profile: Any = None
+        self._ended = False
 
-    def begin_step(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Start the profile if it begins with the next step.
 
         Args:
@@ -66,19 +68,21 @@ class StepProfiler:
         self._profile.__enter__()
         self._began = time.perf_counter()
 
-    def end_step(self, step: int) -> bool:
-        """Stop the profile if it ends with this step, and return whether it did: then `write`.
-
-        Args:
-            step: Steps done.
-        """
+    def after_step(self, step: int) -> None:
+        """Stop the profile if it ends with this step."""
         if step != self._stop or self._profile is None:
-            return False
+            return
         if self._on_gpu:
             torch.accelerator.synchronize()
         self._seconds = time.perf_counter() - self._began
         self._profile.__exit__(None, None, None)
-        return True
+        self._ended = True
+
+    def between_steps(self) -> None:
+        """Write a profile that has ended."""
+        if self._ended:
+            self._write()
+            self._ended = False
 
     def close(self) -> None:
         """Log after the last step if this start has not seen the whole span."""
@@ -90,7 +94,7 @@ class StepProfiler:
                 "steps, and nothing was written."
             )
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write the trace, and on rank 0 the table."""
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"rank{self._rank}.trace.json.gz"

@@ -1,0 +1,1 @@
+"""Some steps of a run under PyTorch's profiler (`--profile`)."""

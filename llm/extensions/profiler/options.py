@@ -1,0 +1,64 @@
+"""Options of the profiler."""
+
+from typing import TYPE_CHECKING
+
+from llm.config.options import option, option_group
+from llm.errors import ConfigError
+from llm.trainers.gpt.seams import Extension, LoopExtension
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.seams import Running
+
+
+@option_group("Profiler", extension=True)
+class ProfilerOptions(Extension):
+    """Which steps are profiled."""
+
+    profile: str | None = option(
+        None,
+        "START:STOP profiles these steps: a trace and a table of where their time went in the "
+        "run's folder.",
+        one_shot=True,
+    )
+
+    def problems(self) -> list[str]:
+        """Return a sentence if the steps are not two growing numbers, or are not trained."""
+        try:
+            span = profiled_steps(self)
+        except ConfigError as error:
+            return [str(error)]
+        steps = self.max_train_steps
+        if span is not None and steps is not None and span[1] > steps:
+            return [f"--profile {self.profile} ends after the last of --max_train_steps {steps}."]
+        return []
+
+    def in_loop(self, running: "Running") -> LoopExtension | None:
+        """Return the profiler of a training."""
+        span = profiled_steps(self)
+        if span is None or self.eval_only:
+            return None
+        from llm.extensions.profiler.step_profiler import StepProfiler
+
+        return StepProfiler(
+            span,
+            folder=running.folder / "profile",
+            rank=running.strategy.rank,
+            device=running.strategy.device,
+        )
+
+
+def profiled_steps(options: ProfilerOptions) -> tuple[int, int] | None:
+    """Return (start, stop) to profile the steps start + 1 to stop; None without `profile`.
+
+    Raises:
+        ConfigError: The option is not two growing numbers.
+    """
+    if options.profile is None:
+        return None
+    start, colon, stop = options.profile.partition(":")
+    if not (colon and start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise ConfigError(
+            f"--profile {options.profile} is not START:STOP, two growing numbers of steps such as "
+            "10:13, which profiles steps 11 to 13."
+        )
+    return int(start), int(stop)
