@@ -42,17 +42,18 @@ class DivergedError(LLMError):
     """A training without a finite loss or gradient, or a model without finite logits."""
 
 
-class LossSpikeError(DivergedError):
-    """A loss far above those of the steps before it, which shall not be trained past.
+class RestartError(DivergedError):
+    """A divergence after which training goes back to its newest checkpoint, if it has one.
 
     Args:
-        message: As for every error.
-        first: The first of the steps that spiked, counted from 0.
+        message: As for every error, for a run without a checkpoint.
+        first: The first step, counted from 0, whose samples are left out, up to the present one.
+        reason: Why the run goes back, for the log.
     """
 
-    def __init__(self, message: str, *, first: int) -> None:
+    def __init__(self, message: str, *, first: int, reason: str) -> None:
         super().__init__(message)
-        self.first = first
+        self.first, self.reason = first, reason
 
 
 class ParallelError(LLMError):

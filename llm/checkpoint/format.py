@@ -69,8 +69,6 @@ class TrainState:
         evaluated_at: Step of the last evaluation.
         tasks_at: Step of the last run of `eval_tasks`.
         skipped_in_a_row: Number of steps skipped since the last one that was not.
-        losses: Losses of the last steps that were not skipped, to tell a spike by.
-        rewinds: How often the run went back to a checkpoint because the loss spiked.
     """
 
     step: int = 0
@@ -81,8 +79,6 @@ class TrainState:
     evaluated_at: int = 0
     tasks_at: int = 0
     skipped_in_a_row: int = 0
-    losses: list[float] = dataclasses.field(default_factory=list)
-    rewinds: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one optimizer step."""

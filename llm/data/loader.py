@@ -83,6 +83,12 @@ class TrainLoader:
     with_sources: bool = False
     skipped: SkippedSamples = NONE_SKIPPED
 
+    def samples_of(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the range of samples of the steps first to stop - 1, counted from 0."""
+        begin, _ = self.plan.step_samples(first)
+        _, end = self.plan.step_samples(stop - 1)
+        return self.skipped.span((begin, end))
+
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `start` to the end of the run; nothing before `start` is read.
 

@@ -18,6 +18,11 @@ EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__in
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
     "profiler": ({"profile": "0:1"}, 0, ""),
+    "spikes": (
+        {"on_loss_spike": "stop"},
+        0,
+        "also holds spikes, which this run does not continue",
+    ),
 }
 """Options of a run that uses the extension; exit code and log of a resume without them."""
 LIVES = """

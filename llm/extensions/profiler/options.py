@@ -41,7 +41,7 @@ class ProfilerOptions(Extension):
 
         return StepProfiler(
             span,
-            folder=running.folder / "profile",
+            folder=running.setup.run.path / "profile",
             rank=running.strategy.rank,
             device=running.strategy.device,
         )

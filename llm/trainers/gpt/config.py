@@ -88,18 +88,6 @@ class RunOptions:
         "training stops.",
         at_least=1,
     )
-    on_loss_spike: Literal["warn", "stop", "rewind"] = option(
-        "warn",
-        "What to do when the loss of a step lies far above those before it: log the step and its "
-        "sources; stop as well; or go back to the last checkpoint, skip the samples around it, "
-        "and continue.",
-    )
-    max_rewinds: int = option(
-        3,
-        "Times that a run goes back because of loss spikes before it stops.",
-        requires=("on_loss_spike=rewind",),
-        at_least=1,
-    )
     timeout: float = option(
         600.0,
         "Seconds for a step, or a batch of an evaluation, after which a rank counts as hung: the "

@@ -43,9 +43,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation asks for validation data
     results = evaluate_model()
-    running = Running(
-        folder=setup.run.path, strategy=strategy, model=model, keep_alive=lambda: None
-    )
+    running = Running(setup=setup, strategy=strategy, model=model, keep_alive=lambda: None)
     for extension in loop_extensions(config, running):
         if setup.resume_from is not None and extension.part is not None:
             load_state(setup.resume_from, {extension.part: extension})

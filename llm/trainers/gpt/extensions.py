@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from llm.extensions.averaging.options import AveragingOptions
 from llm.extensions.profiler.options import ProfilerOptions
+from llm.extensions.spikes.options import SpikeOptions
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
@@ -18,6 +19,7 @@ from llm.trainers.gpt.seams import Extension
 class GPTConfig(
     AveragingOptions,
     ProfilerOptions,
+    SpikeOptions,
     CoreConfig,
 ):
     """Options of `python -m llm.trainers.gpt`: those of the core and of each extension."""

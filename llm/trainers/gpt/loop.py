@@ -20,7 +20,7 @@ from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.seams import Exported, LoopExtension
-from llm.trainers.gpt.step_report import report_steps
+from llm.trainers.gpt.skipped_steps import report_skipped
 
 Every = int | Tokens | Literal["epoch"] | None
 """How often something happens: steps, tokens (as `Tokens`), at the end of each epoch, or never."""
@@ -270,15 +270,17 @@ class Trainer:
         )
 
     def report_steps(self) -> None:
-        """Log skipped steps and spikes of the loss, and give up where the options say so.
+        """Log skipped steps, and let extensions look at the loss of each step.
 
         Raises:
-            DivergedError: Too many steps in a row were skipped.
-            LossSpikeError: The loss spiked, and `on_loss_spike` is not warn.
+            DivergedError: Too many steps in a row were skipped, or an extension gives up.
+            RestartError: An extension asks to go back to a checkpoint.
         """
-        steps = self.meter.pop_steps()
+        steps, most = self.meter.pop_steps(), self.config.max_skipped_steps
         try:
-            report_steps(self.config, steps, self.state, self.loader, self.corpus, run=self.folder)
+            report_skipped(steps, self.state, self.loader, most=most, run=self.folder)
+            for extension in self.extensions:
+                extension.after_steps(steps, self.loader)
         except DivergedError:
             self.saver.finish()  # a save under way is sound, and may be the one to resume from
             raise

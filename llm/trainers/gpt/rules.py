@@ -98,12 +98,6 @@ def _run_problems(config: CoreConfig) -> list[str]:
         )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
-    saves = config.checkpointing_steps or config.checkpointing_tokens
-    if config.on_loss_spike == "rewind" and not (saves or config.checkpointing_minutes):
-        problems.append(
-            "--on_loss_spike rewind goes back to checkpoints, and none are saved; give "
-            "--checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes too."
-        )
     problems += [
         f"--{name} {text!a} is not UTF-8, as config.toml has to be; rename it."
         for name, text in paths(config)

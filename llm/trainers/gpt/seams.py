@@ -8,7 +8,6 @@ calls extensions in the order of that list.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.trainers.gpt.config import CoreConfig
@@ -17,8 +16,9 @@ if TYPE_CHECKING:  # options are read and checked before torch is imported
     from transformers import PreTrainedModel
 
     from llm.checkpoint.format import Checkpoint
-    from llm.data.loader import StepBatch
+    from llm.data.loader import StepBatch, TrainLoader
     from llm.parallel.base import AcceleratedStrategy
+    from llm.trainers.gpt.run_setup import RunSetup
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Running:
     """A prepared run or evaluation.
 
     Attributes:
-        folder: The run's folder.
+        setup: What has been read of it.
         strategy: The model and its optimizer, on any layout.
         model: The model as the log describes it.
         keep_alive: Call it at least once every `timeout` seconds in what takes long.
     """
 
-    folder: Path
+    setup: "RunSetup"
     strategy: "AcceleratedStrategy"
     model: "PreTrainedModel"
     keep_alive: Callable[[], None]
@@ -92,6 +92,20 @@ class LoopExtension:
 
         Args:
             step: Steps done.
+        """
+
+    def after_steps(
+        self, steps: "Sequence[tuple[int, bool, float]]", loader: "TrainLoader"
+    ) -> None:
+        """Look at steps whose losses have been read from the device, with those of other ranks.
+
+        Args:
+            steps: For each step its number, whether it was skipped, and its mean loss.
+            loader: What the steps were trained on.
+
+        Raises:
+            DivergedError: Training must not go on.
+            RestartError: Training must go back to a checkpoint.
         """
 
     def between_steps(self) -> None:

@@ -33,8 +33,8 @@ from llm.trainers.gpt.reporting import (
     make_tracker,
     open_tensorboard,
 )
+from llm.trainers.gpt.restart import fit
 from llm.trainers.gpt.results import open_repository, push, write_results
-from llm.trainers.gpt.rewind import fit
 from llm.trainers.gpt.run_setup import TrainSetup, resolve
 from llm.trainers.gpt.seams import Running, loop_extensions
 from llm.trainers.gpt.setup import (
@@ -141,7 +141,7 @@ def make_trainer(
         copies=copies,
         extensions=loop_extensions(
             config,
-            Running(folder=setup.run.path, strategy=strategy, model=model, keep_alive=on_batch),
+            Running(setup=setup, strategy=strategy, model=model, keep_alive=on_batch),
         ),
     )
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from llm.metrics.spikes import WINDOW, Spike, find_spike, remember
+from llm.extensions.spikes.find_spikes import WINDOW, Spike, find_spike, remember
 
 
 def normal_losses(number, *, seed=1):

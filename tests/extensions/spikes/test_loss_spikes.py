@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from llm.checkpoint.format import TrainState
 from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
@@ -16,11 +15,10 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.data.loader import TrainLoader
 from llm.data.mixture import Stage
-from llm.errors import LossSpikeError
-from llm.trainers.gpt.config import RunOptions
+from llm.errors import DivergedError
+from llm.extensions.spikes.loss_spikes import LossSpikes
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.step_report import report_steps
 from tests.support.faults import Fault
 from tests.support.recovery import curves, last_hash, without_times
 from tests.support.refusals import assert_refused
@@ -242,15 +240,14 @@ def test_another_mixture_of_the_data_is_no_spike(tmp_path):
         device=torch.device("cpu"),
     )
     corpus = Corpus(train=tuple(sources), validation=(), stages=tuple(stages))
-    options, state = RunOptions(on_loss_spike="stop"), TrainState()
+    spikes = LossSpikes(GPTConfig(on_loss_spike="stop"), corpus, run="runs/staged")
 
     def report(steps: range, loss: float) -> None:
-        losses = [(step, False, loss) for step in steps]
-        report_steps(options, losses, state, loader, corpus, run="runs/staged")
+        spikes.after_steps([(step, False, loss) for step in steps], loader)
 
     report(range(40), 2.0)
     report(range(40, 80), 5.0)
-    with pytest.raises(LossSpikeError, match="The loss of step 81 spiked"):
+    with pytest.raises(DivergedError, match="The loss of step 81 spiked"):
         report(range(80, 81), 8.0)
 
 

@@ -1,0 +1,132 @@
+"""Report loss spikes with their samples, and ask the run to stop or to go back."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llm.data.corpus import Corpus
+from llm.data.loader import TrainLoader
+from llm.errors import DivergedError, RestartError
+from llm.extensions.spikes.find_spikes import Spike, find_spike, remember
+from llm.extensions.spikes.options import SpikeOptions
+from llm.runtime.logging import event
+from llm.trainers.gpt.commands import inspect_command
+from llm.trainers.gpt.seams import LoopExtension
+
+logger = logging.getLogger("llm")
+
+
+class LossSpikes(LoopExtension):
+    """Looks for spikes in the losses of a run; every rank sees the same losses.
+
+    Args:
+        options: What to do about a spike.
+        corpus: Where the samples come from.
+        run: Folder of the run, for the command that shows a step's text.
+
+    Attributes:
+        losses: Losses of the last steps that were not skipped.
+        rewinds: How often the run went back.
+    """
+
+    part = "spikes"
+    words = "record of losses, to tell a spike by"
+
+    def __init__(self, options: SpikeOptions, corpus: Corpus, *, run: str) -> None:
+        self._options, self._corpus, self._run = options, corpus, run
+        self.losses: list[float] = []
+        self.rewinds = 0
+
+    def after_steps(self, steps: Sequence[tuple[int, bool, float]], loader: TrainLoader) -> None:
+        """Log the spikes among some steps, and act on them.
+
+        Raises:
+            DivergedError: The loss spiked, and the run stops or has gone back `max_rewinds` times.
+            RestartError: The loss spiked, and the run goes back.
+        """
+        spikes = []
+        for step, skipped, loss in steps:
+            if self._corpus.stages and _enters_stage(loader, step):
+                self.losses = []  # those of another mixture tell nothing about this one
+            if skipped:
+                continue
+            spike = find_spike(loss, self.losses)
+            if spike is not None:
+                self._report(step, loss, spike, loader)
+                spikes.append(step)
+            self.losses = remember(loss, self.losses)
+        if spikes and self._options.on_loss_spike != "warn":
+            self._stop(spikes, loader)
+
+    def _stop(self, spikes: list[int], loader: TrainLoader) -> None:
+        kind = self._options.on_loss_spike
+        first, stop = loader.samples_of(spikes[0], spikes[-1] + 1)
+        message = (
+            f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {kind}): "
+            f"look at its text by {inspect_command(self._run, spikes[0] + 1)}, and go on from the "
+            f"last checkpoint by --resume_from_checkpoint with --skip_samples {first}:{stop}, a "
+            "lower --learning_rate, or --on_loss_spike warn. What was saved before is untouched."
+        )
+        if kind == "stop":
+            raise DivergedError(message)
+        if self.rewinds >= self._options.max_rewinds:
+            raise DivergedError(
+                f"{message} The run has gone back {self.rewinds} times already (--max_rewinds)."
+            )
+        self.rewinds += 1
+        # The updates of a logging interval before the spike may have led to it.
+        raise RestartError(
+            message,
+            first=spikes[0] - self._options.logging_steps,
+            reason=f"the spike at step {spikes[0] + 1} (time {self.rewinds} of --max_rewinds "
+            f"{self._options.max_rewinds})",
+        )
+
+    def _report(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
+        first, stop = loader.samples_of(step, step + 1)
+        numbers, _ = loader.samples.locate(
+            loader.skipped.numbers(np.arange(*loader.plan.step_samples(step), dtype=np.int64))
+        )
+        counts = np.bincount(numbers, minlength=len(self._corpus.train)).tolist()
+        pairs = zip(self._corpus.train, counts, strict=True)
+        served = {source.name: count for source, count in pairs if count}
+        command = inspect_command(self._run, step + 1)
+        logger.info(
+            f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "
+            f"above the median {spike.median:.4g} of the steps before (samples {first:,} to "
+            f"{stop - 1:,}, from {', '.join(f'{name} {count}' for name, count in served.items())});"
+            f" its text: {command}",
+            extra=event(
+                "spike",
+                step=step + 1,
+                loss=loss,
+                median=spike.median,
+                score=spike.score,
+                first_sample=first,
+                last_sample=stop - 1,
+                sources=served,
+                inspect=command,
+            ),
+        )
+
+    def begin(self) -> None:
+        """Forget the losses; the number of rewinds stays that of this start."""
+        self.losses = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last losses and the number of rewinds."""
+        return {"losses": self.losses, "rewinds": self.rewinds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the losses; a run that goes back keeps its number of rewinds."""
+        self.losses = list(state["losses"])
+        self.rewinds = max(self.rewinds, state["rewinds"])
+
+
+def _enters_stage(loader: TrainLoader, step: int) -> bool:
+    """Return whether a step ends in another stage of the data than the one before it."""
+    ends = [loader.samples_of(each, each + 1)[1] - 1 for each in (max(0, step - 1), step)]
+    before, now = map(loader.samples.stage_of, ends)
+    return before != now

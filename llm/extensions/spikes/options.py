@@ -1,0 +1,45 @@
+"""Options of loss spikes."""
+
+from typing import TYPE_CHECKING, Literal
+
+from llm.config.options import option, option_group
+from llm.trainers.gpt.seams import Extension, LoopExtension
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.seams import Running
+
+
+@option_group("Loss spikes", extension=True)
+class SpikeOptions(Extension):
+    """What a run does about loss spikes."""
+
+    on_loss_spike: Literal["warn", "stop", "rewind"] = option(
+        "warn",
+        "What to do when the loss of a step lies far above those before it: log the step and its "
+        "sources; stop as well; or go back to the last checkpoint, skip the samples around it, "
+        "and continue.",
+    )
+    max_rewinds: int = option(
+        3,
+        "Times that a run goes back because of loss spikes before it stops.",
+        requires=("on_loss_spike=rewind",),
+        at_least=1,
+    )
+
+    def problems(self) -> list[str]:
+        """Return a sentence if a run is to go back to checkpoints and saves none."""
+        saves = self.checkpointing_steps or self.checkpointing_tokens or self.checkpointing_minutes
+        if self.on_loss_spike != "rewind" or saves:
+            return []
+        return [
+            "--on_loss_spike rewind goes back to checkpoints, and none are saved; give "
+            "--checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes too."
+        ]
+
+    def in_loop(self, running: "Running") -> LoopExtension | None:
+        """Return what looks for spikes in a training."""
+        if self.eval_only:
+            return None
+        from llm.extensions.spikes.loss_spikes import LossSpikes
+
+        return LossSpikes(self, running.setup.corpus, run=str(running.setup.run.path))
