@@ -44,64 +44,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
 
-# What other programs on the pages are told.
-FOREIGN = {
-    "torchfrtrace": {"prefix"},
-    "torchrun": {
-        "nnodes", "nproc_per_node", "standalone", "max_restarts", "rdzv_id", "rdzv_backend",
-        "rdzv_endpoint", "rdzv_conf", "signals-to-handle", "signals_to_handle", "shutdown_timeout",
-    },
-    "accelerate launch": {"multi_gpu"},
-    "mpiexec": {"hostfile", "ppn", "cpu-bind", "env"},
-    "mkdocs": {"strict"},
-    "wget": {"continue", "directory-prefix"},
-    "lm-eval": {"model", "model_args", "tasks", "include_path", "device", "batch_size"},
-    "benchmarks": {
-        "make_corpus", "corpus", "earlier", "nanogpt", "llm_pytorch", "hf_trainer", "only",
-    },
-    "pip and venv": {"dry-run", "system-site-packages"},
-    "podman, docker and podman-hpc": {"build-arg", "device", "gpu", "ipc", "nccl", "rm"},
-    "apptainer": {"bind", "build-arg", "fakeroot", "nv"},
-    "nanoGPT": {"key", "start"},
-    "tensorboard": {"logdir", "port", "bind_all"},
-    "wikiextractor": {"json", "discard_empty", "processes"},
-    "split": {"line-bytes", "additional-suffix"},
-    "hf": {"repo-type", "include", "local-dir"},
-    "spm_train": {"model_prefix"},
-    "sbatch, srun and scancel": {
-        "kill-on-bad-exit",
-        "no-kill",
-        "dependency", "signal", "time", "exclude", "mem", "ntasks", "gpus-per-task",
-        "gpus-per-node", "cpus-per-task", "account", "partition", "constraint", "qos", "nodes",
-    },
-    "Megatron-LM": {
-        "json-keys", "append-eod", "split-sentences", "keep-newlines", "keep-sequential-samples",
-        "partitions", "log-interval", "tokenizer-type", "tokenizer-model", "vocab-file",
-        "merge-file", "data-path", "train-data-path", "valid-data-path", "test-data-path",
-        "data-args-path", "data-cache-path", "per-split-data-args-path", "no-mmap-bin-files",
-        "seq-length", "train-samples", "train-iters", "eval-iters", "num-workers",
-        "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "num-layers", "hidden-size",
-        "num-attention-heads", "max-position-embeddings", "micro-batch-size", "lr", "min-lr",
-        "lr-decay-style", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction",
-        "lr-decay-iters", "adam-beta1", "adam-beta2", "adam-eps", "clip-grad", "bf16", "fp16",
-        "recompute-activations", "make-vocab-size-divisible-by", "disable-bias-linear", "save",
-        "load", "save-interval", "eval-interval", "exit-duration-in-mins", "exit-signal-handler",
-        "finetune", "tensorboard-dir", "tensor-model-parallel-size",
-        "pipeline-model-parallel-size", "use-distributed-optimizer", "use-torch-fsdp2",
-        "num-layers-per-virtual-pipeline-stage", "recompute-granularity", "context-parallel-size",
-    },
-    "NeMo": {
-        "tokenizer-library", "dataset-impl", "preproc-folder", "apply-ftfy",
-    },
-    "run_clm": {
-        "streaming", "overwrite_cache", "max_train_samples", "max_eval_samples",
-        "keep_linebreaks", "do_train", "do_eval", "max_steps", "warmup_steps", "save_steps",
-        "save_total_limit", "adam_beta1", "adam_beta2", "adam_epsilon", "ddp_timeout",
-    },
-    "the trainer, besides its options": {"config", "help"},
-    "placeholders": {"x", "no_x"},
-}  # fmt: skip
-
 PROGRAMS = (
     CheckpointsOptions,
     ReportOptions,
@@ -225,17 +167,6 @@ def keys_written_by(path: str, function: str) -> set[str]:
         for key in [*made, *stored]
         if isinstance(key, ast.Constant) and isinstance(key.value, str)
     }
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_option_that_a_page_names_exists(page):
-    programs = (PlanOptions, *PROGRAMS, *DATA_PROGRAMS.values())
-    declared = [field for program in programs for field in fields(program)]
-    known = {name for field in declared for name in (*field.names, *field.opposites)}
-    known |= set().union(*FOREIGN.values())
-    named = re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", read(page))
-    unknown = {name for name in named if name not in known and name.replace("-", "_") not in known}
-    assert not unknown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)

@@ -190,7 +190,6 @@ def test_a_half_written_last_line_is_ignored(run):
 
 
 def test_lines_of_a_step_are_read_together(run):
-    """A run of today has a line for each event, one of an earlier version a line for each step."""
     (joined,) = read_runs([run])
     parts = []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):

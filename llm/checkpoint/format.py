@@ -92,9 +92,6 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
-        # Older checkpoints lack some of them.
-        step = state["step"]
-        state = {**vars(TrainState()), "evaluated_at": step, "tasks_at": step, **state}
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 
@@ -170,11 +167,6 @@ class Checkpoint:
     world_size: int
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
-
-    @property
-    def holds_copies(self) -> bool:
-        """Whether it has copies of the model's configuration and the tokenizer."""
-        return f"{MODEL_FOLDER}/config.json" in self.files
 
     def problem(self, *, read: Container[str] = ()) -> str | None:
         """Return why the checkpoint is not valid, or None.

@@ -6,10 +6,8 @@ word `none` unsets an optional value and empties a list.
 """
 
 import argparse
-import logging
 import re
 import sys
-import tomllib
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,14 +16,13 @@ from typing import Any, TypeVar
 from llm.config.library_versions import check_library_versions
 from llm.config.options import (
     Field,
-    after_unknown,
     check_ranges,
     common,
+    did_you_mean,
     fields,
     is_too_long,
     paths,
     refusal,
-    renamed,
     shown,
 )
 from llm.config.program import COMMAND
@@ -34,8 +31,6 @@ from llm.config.toml import read_toml
 from llm.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
-
-logger = logging.getLogger("llm")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,7 +70,7 @@ def parse(
             missing or too old.
         SystemExit: After `--help`.
     """
-    words = _with_present_names([_underscored(word) for word in argv], cls)
+    words = [_underscored(word) for word in argv]
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls))
@@ -144,43 +139,6 @@ def config_file_of(argv: Sequence[str]) -> Path | None:
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", type=Path)
     return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
-
-
-def log_former_names(cls: type, argv: Sequence[str]) -> None:
-    """Log in one line which former names of options the arguments and their TOML file have."""
-    path = config_file_of(argv)
-    given = {_name_of(_underscored(word)) for word in argv}
-    if path is not None:
-        given |= {name.replace("-", "_") for name in tomllib.loads(path.read_text("utf-8"))}
-    # The files that runs write have both names.
-    changes = [
-        f"{old} is now {new}" for old, new in renamed(cls).items() if {old, new} & given == {old}
-    ]
-    if changes:
-        logger.info(
-            f"Options have new names, and the next release reads no others: {', '.join(changes)}."
-        )
-
-
-def _with_present_names(words: Sequence[str], cls: type) -> list[str]:
-    """Replace the former names of options in arguments.
-
-    Raises:
-        ConfigError: An option is given under both names.
-    """
-    present, names = renamed(cls), [_name_of(word) for word in words]
-    for old, new in present.items():
-        if {old, new} <= {*names}:
-            raise ConfigError(f"--{old} is the former name of --{new}; give --{new} alone.")
-    return [
-        word.replace(name, present.get(name, name), 1)
-        for word, name in zip(words, names, strict=True)
-    ]
-
-
-def _name_of(word: str) -> str:
-    """Return the option of which an argument is the flag or the opposite, or ""."""
-    return word[2:].partition("=")[0].removeprefix("no_") if word.startswith("--") else ""
 
 
 def _value(name: str, value: Any) -> Any:
@@ -327,4 +285,4 @@ def _unknown_option(word: str, cls: type, *, before: str) -> str:
         return f"'{word}' stands without an option before it. See --help."
     name = word.lstrip("-").partition("=")[0]
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
-    return f"There is no option --{name}{after_unknown(name, flags, cls)} See --help."
+    return f"There is no option --{name}{did_you_mean(name, flags)} See --help."

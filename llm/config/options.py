@@ -14,7 +14,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 from llm.config.tokens import Tokens
@@ -37,7 +37,6 @@ class Option:
     help: str
     group: str = ""
     aliases: tuple[str, ...] = ()
-    renamed_from: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -55,7 +54,6 @@ def option(
     *,
     group: str = "",
     aliases: tuple[str, ...] = (),
-    renamed_from: str | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -72,7 +70,6 @@ def option(
         help: One or two sentences for `--help` and the configuration page.
         group: Heading under which it is listed, if not that of its class.
         aliases: Other names that mean the same.
-        renamed_from: Name of the option in the last release, which is read for one release more.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
@@ -87,7 +84,6 @@ def option(
         help=help,
         group=group,
         aliases=aliases,
-        renamed_from=renamed_from,
         at_least=at_least,
         above=above,
         at_most=at_most,
@@ -227,67 +223,20 @@ def common(cls: type) -> tuple[str, ...]:
     return getattr(cls, "COMMON", ())
 
 
-@dataclasses.dataclass(frozen=True)
-class Removed:
-    """An option of an earlier version; a program lists its own in a class variable REMOVED.
-
-    Attributes:
-        default: Its default, which files of earlier runs may set.
-        instead: What replaces it, the end of a sentence.
-    """
-
-    default: Any
-    instead: str
+def names_by_alias(cls: type) -> dict[str, str]:
+    """Return the names of options by their aliases."""
+    return {alias: field.name for field in fields(cls) for alias in field.option.aliases}
 
 
-def removed(cls: type) -> dict[str, Removed]:
-    """Return the options that a program no longer has, by name."""
-    return getattr(cls, "REMOVED", {})
-
-
-def renamed(cls: type) -> dict[str, str]:
-    """Return the present names of the options that have another one since the last release."""
-    named = {field.option.renamed_from: field.name for field in fields(cls)}
-    return {old: new for old, new in named.items() if old is not None}
-
-
-def other_names(cls: type) -> dict[str, str]:
-    """Return the names of options by their aliases and former names."""
-    aliases = {alias: field.name for field in fields(cls) for alias in field.option.aliases}
-    return aliases | renamed(cls)
-
-
-def with_present_names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the present names of options; a value under another name counts last."""
-    present = other_names(cls)
-    former = {present[name]: value for name, value in values.items() if name in present}
-    return former | {name: value for name, value in values.items() if name not in present}
-
-
-def after_unknown(name: str, names: list[str], cls: type) -> str:
-    """Return the end of a sentence about an unknown name: what replaces it, or did you mean.
-
-    Args:
-        name: The unknown name.
-        names: Known names, of which the nearest is suggested.
-        cls: Option dataclass.
-    """
-    gone = removed(cls).get(name.removeprefix("no_"))
-    if gone is not None:
-        return f" any more: {gone.instead}."
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name, which suggests the nearest known one."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
 
 def refusal(field: Field, value: Any) -> str:
     """Return the end of a sentence about a value that an option does not allow."""
-    hint = " A schedule VALUE@STEP is no longer read; give one value." if is_by_step(value) else ""
-    return f"expects {field.kind}, not {value!r}.{hint}"
-
-
-def is_by_step(value: Any) -> bool:
-    """Whether a value is a schedule, which some options of K-FAC had in earlier versions."""
-    return isinstance(value, str) and re.match(r"[^@]+@0(,|$)", value) is not None
+    return f"expects {field.kind}, not {value!r}."
 
 
 def check_ranges(config: Any) -> None:
@@ -362,8 +311,6 @@ def to_markdown(cls: type) -> str:
         needs = [need.replace("=", " ") for need in field.option.requires]
         if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
             text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
-        if field.option.renamed_from is not None:
-            text += f" Formerly `{field.option.renamed_from}`, which is still read."
         if field.option.resume == "fixed":
             text += " *Fixed.*"
         if field.option.one_shot:

@@ -59,18 +59,13 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
     return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
 
-def has_changed(saved: object, digest: dict[str, Any]) -> bool:
+def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
     """Return whether the data differ from those that a checkpoint or a start has recorded.
 
     Args:
-        saved: What `digest_of` returned then; the string `ends` alone in runs of earlier versions;
-            None in runs that have recorded nothing.
+        saved: What `digest_of` returned then.
         digest: What `digest_of` returns now.
     """
-    if saved is None:
-        return False
-    if not isinstance(saved, dict):
-        return saved != str(digest["ends"])
     # A sidecar that was added or removed since says nothing about the tokens.
     both = zip(saved["sidecars"], digest["sidecars"], strict=False)
     sidecars_differ = any(None not in (before, now) and before != now for before, now in both)

@@ -78,7 +78,6 @@ class DataOptions:
     ignore_tokenizer_mismatch: bool = option(
         False,
         "Train on token files that another tokenizer made.",
-        renamed_from="force",
         resume="free",
     )
     validation_split_percentage: float = option(
@@ -214,9 +213,7 @@ def data_problems(options: DataOptions) -> list[str]:
             "evaluate on with --valid_data_path."
         )
     if options.ignore_tokenizer_mismatch and not token_files:
-        problems.append(
-            "ignore_tokenizer_mismatch (formerly --force) is for token files, and none are given."
-        )
+        problems.append("--ignore_tokenizer_mismatch is for token files, and none are given.")
     if token_files:
         problems += [
             f"--{name} is for text, and token files are ready; leave it out."

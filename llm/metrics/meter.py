@@ -153,12 +153,12 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
         for name in _COUNTS:
-            getattr(self, name).fill_(state.get(name, 0.0))  # older checkpoints lack some
+            getattr(self, name).fill_(state[name])
         self.sums.zero_()
         if self._rank != 0:
             return  # else the next all-reduce would add rank 0's sums once for each rank
         # A start without the option, or with other sources, has not saved these.
         saved = state.get("by_source", {})
         by_source = [value for name in self._sources for value in saved.get(name, (0.0, 0.0))]
-        sums = [state.get("loss_sum", 0.0), state.get("z_loss_sum", 0.0), *by_source]
+        sums = [state["loss_sum"], state["z_loss_sum"], *by_source]
         self.sums.copy_(torch.tensor(sums, dtype=self.sums.dtype))

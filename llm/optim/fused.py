@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.optim.options import OptimizerOptions
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
@@ -81,13 +79,13 @@ def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
 
 
-def fused_weights(options: OptimizerOptions, model: nn.Module) -> dict[nn.Parameter, Fusion]:
-    """Return the fused weights of a model that the options divide into matrices.
+def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+    """Return the fused weights of a model, which optimizers divide into matrices.
 
     Known are those of the architectures of transformers in `_KINDS`.
     """
     config = getattr(model, "config", None)
-    if config is None or options.split_projections is False:
+    if config is None:
         return {}
     fusions = _fusions(config)
     return {

@@ -151,7 +151,7 @@ def make_muon(
         groups,
         inside,
         momentum=momentum,
-        fusions=fused_weights(options, model),
+        fusions=fused_weights(model),
         whole=whole,
         **adamw_settings(options),
     )

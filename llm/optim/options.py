@@ -27,7 +27,6 @@ class OptimizerOptions(KFACOptions):
         None,
         "Steps between two updates of accumadamw's moments; by default the number of models that "
         "are trained side by side, 8 at most.",
-        renamed_from="accum_steps",
         at_least=1,
     )
     moment_dtype: Literal["fp32", "bf16"] = option(
@@ -39,14 +38,7 @@ class OptimizerOptions(KFACOptions):
         None,
         "Peak learning rate of embeddings, output head and one-dimensional weights; learning_rate "
         "if not given.",
-        renamed_from="adamw_learning_rate",
         at_least=0,
-    )
-    split_projections: bool | None = option(
-        None,
-        "Whether muon, soap and K-FAC treat fused projections, such as GPT-2's query, key and "
-        "value, as separate matrices. On by default; a run of an earlier version keeps its "
-        "setting.",
     )
     momentum: float | None = option(
         None,

@@ -230,7 +230,7 @@ def make_soap(
         split_groups(parameter_groups(options, model), set(without), None, {}),
         {p: sides for _, p, sides in found},
         update_steps=update_steps,
-        fusions=fused_weights(options, model),
+        fusions=fused_weights(model),
         offsets=[offset for name, offset in offsets if name in own],
         whole=whole,
         nesterov=options.nesterov,
@@ -240,7 +240,7 @@ def make_soap(
 
 def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
     """Return the name of the parameter of each matrix with a basis, in the model's order."""
-    fusions = fused_weights(options, model)
+    fusions = fused_weights(model)
     found = _with_bases(options, model)
     return [name for name, p, _ in found for _ in fusion_of(p, fusions).sizes]
 
@@ -253,7 +253,7 @@ def _with_bases(
     A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
     of an embedding or an output head of any size.
     """
-    fusions, outside = fused_weights(options, model), embeddings_and_head(model)
+    fusions, outside = fused_weights(model), embeddings_and_head(model)
     for name, p in model.named_parameters():
         if p.requires_grad and p.ndim == 2:
             shapes = fusion_of(p, fusions).shapes(p.shape).values()

@@ -103,7 +103,6 @@ class DecentralizedOptions:
     inner_steps: int = option(
         500,
         "Steps that ranks train alone between two common steps of diloco.",
-        renamed_from="sync_every",
         requires=("data_parallel=diloco",),
         at_least=1,
     )

@@ -82,7 +82,7 @@ def planned_events(
 
     Args:
         config: config.toml.
-        start: The last `start` event; earlier versions do not record the batch in it.
+        start: The last `start` event; empty if there is none.
         first: Steps that a branch takes over from its parent.
         last: Steps done.
         cooldown_from: Steps done before the cooldown; None without one.

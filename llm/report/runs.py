@@ -12,10 +12,8 @@ from typing import Any, Literal
 from llm.checkpoint.format import MEAN_FILE, step_of
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
-from llm.config.options import with_present_names
 from llm.errors import ConfigError
 from llm.report.events import Event, logged_events, planned_events
-from llm.trainers.gpt.extensions import GPTConfig
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
@@ -119,7 +117,7 @@ def _read_run(path: Path, name: str) -> Run:
     folder = RunFolder(path)
     rows, num_unread = _read_metrics(folder.metrics)
     lines = [line for line in _read_lines(folder.events) if line is not None]
-    config = with_present_names(GPTConfig, _parsed(path / "config.toml", tomllib.loads))
+    config = _parsed(path / "config.toml", tomllib.loads)
     starts: list[dict[str, Any]] = [line for line in lines if line.get("event") == "start"]
     start = starts[-1] if starts else {}
     checkpoints = list_checkpoints(folder.checkpoints)

@@ -1,19 +1,17 @@
 import dataclasses
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from llm.config.command_line import log_former_names, parse
+from llm.config.command_line import parse
 from llm.config.options import (
     fields,
     lacking,
     option,
     option_group,
     to_markdown,
-    with_present_names,
 )
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
@@ -31,8 +29,8 @@ class Settings:
     shuffle: bool = option(True, "Shuffle.", group="Switches", aliases=("mix",))
     no_bias: bool = option(False, "No bias.", group="Switches")
     remove: bool = option(False, "Remove.", group="Orders", one_shot=True)
-    halt: bool = option(False, "Halt.", group="Orders", renamed_from="stop")
-    limit: int | None = option(None, "Limit.", group="Orders", renamed_from="top", at_least=1)
+    halt: bool = option(False, "Halt.", group="Orders")
+    limit: int | None = option(None, "Limit.", group="Orders", at_least=1)
     text: tuple[float | str, ...] = option((), "Text.", group="Orders", path=True)
     corners: int = option(
         4, "Corners.", group="Needs", requires=("shape=square", "name"), resume="fixed"
@@ -71,34 +69,6 @@ def test_a_switch_can_be_turned_on_and_off_under_each_of_its_names():
     assert read("--no_bias", "--bias").no_bias is False
 
 
-@pytest.mark.parametrize("flag", ["--stop", "--halt"])
-def test_a_former_name_is_read_as_a_flag_and_as_its_negation(flag):
-    assert read(flag).halt is True
-    assert read(flag, flag.replace("--", "--no-")).halt is False
-    assert read("--top", "3").limit == read("--top=3").limit == read("--limit", "3").limit == 3
-
-
-def test_a_former_name_is_read_from_a_file_and_overridden_by_either_flag(tmp_path: Path):
-    file = tmp_path / "run.toml"
-    file.write_text("stop = true\ntop = 3\n")
-    assert read_toml(Settings, file) == {"halt": True, "limit": 3}
-    for words in (["--no_stop", "--top", "4"], ["--no_halt", "--limit", "4"]):
-        settings = read("--config", str(file), *words)
-        assert (settings.halt, settings.limit) == (False, 4)
-
-
-def test_a_former_and_a_present_name_together_are_refused(tmp_path: Path):
-    for words in (["--top", "3", "--limit", "3"], ["--limit=3", "--top=4"]):
-        with pytest.raises(ConfigError, match=r"--top .* former .*; give --limit alone"):
-            read(*words)
-    with pytest.raises(ConfigError, match="--stop is the former name of --halt"):
-        read("--halt", "--no-stop")
-    file = tmp_path / "run.toml"
-    file.write_text("top = 3\nlimit = 4\n")
-    with pytest.raises(ConfigError, match=r"run.toml sets 'limit' and its other name 'top' to"):
-        read_toml(Settings, file)
-
-
 def test_a_file_that_sets_an_option_and_its_alias_must_set_the_same_value(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text('title = "a"\n')
@@ -108,38 +78,6 @@ def test_a_file_that_sets_an_option_and_its_alias_must_set_the_same_value(tmp_pa
     file.write_text('name = "a"\ntitle = "b"\n')
     with pytest.raises(ConfigError, match=r"run.toml sets 'name' and its other name 'title' to"):
         read_toml(Settings, file)
-
-
-def test_a_run_records_both_names_and_its_file_can_be_used_again(tmp_path: Path):
-    settings = Settings(halt=True, limit=3)
-    file = tmp_path / "run.toml"
-    file.write_text(to_toml(settings))
-    assert file.read_text().endswith("# Former names of options above\nstop = true\ntop = 3\n")
-    assert read("--config", str(file)) == settings
-
-
-def test_the_log_names_the_present_names_in_one_line(tmp_path: Path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="llm")
-    file = tmp_path / "run.toml"
-    file.write_text(to_toml(Settings(halt=True, limit=3)))
-    log_former_names(Settings, ["--config", str(file), "--limit", "4"])
-    assert caplog.messages == []
-
-    file.write_text("stop = true\n")
-    log_former_names(Settings, ["--config", str(file), "--top=3"])
-    assert len(caplog.messages) == 1
-    assert "new names" in caplog.messages[0]
-    assert "stop is now halt, top is now limit." in caplog.messages[0]
-
-
-def test_saved_values_are_read_by_their_present_names():
-    assert with_present_names(Settings, {"top": 3, "title": "a", "shape": "round"}) == {
-        "limit": 3,
-        "name": "a",
-        "shape": "round",
-    }
-    assert with_present_names(Settings, {"top": 3, "limit": 4}) == {"limit": 4}
 
 
 def test_an_option_with_an_optional_path_may_stand_alone():
@@ -169,7 +107,6 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--learning_rate", "-1e-3"], ["--learning_rate", "greater than 0", "not -0.001"]),
         (["--num_steps", "0"], ["--num_steps", "at least 1", "not 0"]),
         (["--num_steps", "1.5"], ["--num_steps", "an integer", "'1.5'"]),
-        (["--num_steps", "5@0,9@7"], ["not '5@0,9@7'. A schedule VALUE@STEP is no longer read"]),
         (["--betas", "0.9", "1"], ["--betas", "smaller than 1"]),
         (["--shape", "oval"], ["--shape", "one of round, square", "'oval'"]),
         (["--save_every", "day"], ["--save_every", "an integer or epoch", "'day'"]),
@@ -192,7 +129,6 @@ def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, wo
         ("lerning_rate = 1", ["lerning_rate", "did you mean learning_rate"]),
         ("learning_rate = 'fast'", ["learning_rate", "a number", "'fast'"]),
         ("shuffle = 1", ["shuffle", "true or false"]),
-        ("learning_rate = '0.1@0'", ["a number", "A schedule VALUE@STEP is no longer read"]),
         ("[numbers]\nlearning_rate = 1", ["numbers", "no option"]),
         ("learning_rate", ["no valid TOML"]),
         ("no_shuffle = true", ["no_shuffle", "did you mean shuffle"]),
@@ -252,7 +188,7 @@ def test_the_markdown_page_has_a_row_for_every_option():
     assert "## Numbers" in page
     assert "| `name`, `title` |  | Name. |" in page
     assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page
-    assert "| `limit` |  | Limit. Formerly `top`, which is still read. |" in page
+    assert "| `limit` |  | Limit. |" in page
 
 
 def test_an_option_without_the_option_it_requires_is_refused():

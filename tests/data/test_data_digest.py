@@ -74,12 +74,3 @@ def test_another_split_of_the_same_file_is_a_change(tmp_path):
     before = digest(tmp_path, tokens(), sidecar=True)
 
     assert has_changed(before, digest(tmp_path, tokens(), sidecar=True, start=1))
-
-
-def test_checkpoints_of_earlier_versions_compare_sizes_and_ends(tmp_path):
-    # Recorded by the version before places and sidecars, of the same tokens.
-    before = "3c8e36347cdbb42d710d93e3e2960a07"
-
-    assert not has_changed(before, digest(tmp_path, tokens(), sidecar=True))
-    assert has_changed(before, digest(tmp_path, tokens()[:-1], sidecar=True))
-    assert not has_changed(None, digest(tmp_path, tokens()))

@@ -9,13 +9,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.frozen.commands import FOLDER, PREPARED, RUNS, STEPS, losses, refusal, run, train
+from tests.frozen.commands import FOLDER, PREPARED, refusal, run
 
 RECORDED = FOLDER / "recorded"
 
 
 def main() -> None:
-    """Record token files, refusals, and runs to go on from."""
+    """Record token files and refusals."""
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
     with tempfile.TemporaryDirectory() as name:
@@ -24,17 +24,6 @@ def main() -> None:
         write("token_files.json", digests)
         commands = [line.split() for line in (FOLDER / "refused.txt").read_text().splitlines()]
         write("refusals.json", {" ".join(argv): refusal(argv, folder) for argv in commands})
-        runs = {}
-        for key in RUNS:
-            train(folder, key, "--max_train_steps", str(STEPS))
-            shutil.copytree(folder / "runs" / key, RECORDED / "runs" / key, ignore=_not_recorded)
-            exported = run(folder, "llm.checkpoints", f"runs/{key}", "--export", "latest", "model")
-            assert exported.code == 0, exported.output
-            digest = digest_of(folder / "model" / "model.safetensors")
-            shutil.rmtree(folder / "model")
-            train(folder, key, "--max_train_steps", str(2 * STEPS), "--resume_from_checkpoint")
-            runs[key] = {"model": digest, "losses": losses(folder / "runs" / key)}
-        write("runs.json", runs)
 
 
 def prepared(folder: Path, options: str) -> dict[str, str]:
@@ -49,12 +38,6 @@ def prepared(folder: Path, options: str) -> dict[str, str]:
 def digest_of(path: Path) -> str:
     """The checksum of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _not_recorded(folder: str, names: list[str]) -> set[str]:
-    """A run's model and log; its checkpoint holds the weights."""
-    wanted = ("config.toml", "status.json", "metrics.jsonl", "checkpoints")
-    return set() if "checkpoints" in folder else set(names) - set(wanted)
 
 
 def write(name: str, content: object) -> None:

@@ -244,8 +244,8 @@ LATER = [{"step": 4, "loss": 1.5}, {"step": 4, "eval_loss": 6.0}]
 
 @pytest.mark.parametrize(
     "reported",
-    [OLDER, [*OLDER, EVALUATION], [OLDER[0], OLDER[1] | EVALUATION]],
-    ids=["not yet", "in a line", "in the line of its step"],  # as older runs have it
+    [OLDER, [*OLDER, EVALUATION]],
+    ids=["not yet", "in a line"],
 )
 def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, reported):
     path = tmp_path / "metrics.jsonl"

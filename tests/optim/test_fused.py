@@ -11,7 +11,6 @@ from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.muon import MuonAndAdamW
-from llm.optim.options import OptimizerOptions
 from llm.optim.soap import SOAP
 from tests.support.models import tiny_config
 
@@ -65,7 +64,7 @@ def test_without_its_values_a_token_does_not_see_earlier_ones(kind):
         model = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
         fused = {
             weight: fusion
-            for weight, fusion in fused_weights(OptimizerOptions(), model).items()
+            for weight, fusion in fused_weights(model).items()
             if "value" in fusion.sizes
         }
         assert len(fused) == 2
@@ -81,13 +80,8 @@ def test_without_its_values_a_token_does_not_see_earlier_ones(kind):
 def test_gate_and_up_projections_are_apart():
     model = AutoModelForCausalLM.from_config(CONFIGS["phi3"])
     mlp = model.model.layers[0].mlp.gate_up_proj.weight
-    found = fused_weights(OptimizerOptions(), model)[mlp]
+    found = fused_weights(model)[mlp]
     assert found == Fusion(sizes={"gate": 48, "up": 48})
-
-
-def test_projections_stay_whole_if_asked():
-    model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
-    assert fused_weights(OptimizerOptions(split_projections=False), model) == {}
 
 
 def weights(fusion: Fusion) -> tuple[nn.Parameter, list[nn.Parameter]]:
@@ -178,7 +172,7 @@ def test_kfac_gives_fused_projections_a_factor_each():
 
 def test_gpt2_has_no_block_border_inside_a_key():
     model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
-    fusions = fused_weights(OptimizerOptions(), model)
+    fusions = fused_weights(model)
     curvature = Curvature(find_layers(model, fusions=fusions), max_dim=64)
     widths = {factor.name: factor.widths for factor in curvature.factors}
     name = "transformer.h.0.attn.c_attn"

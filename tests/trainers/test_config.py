@@ -6,21 +6,17 @@ import sys
 import pytest
 import torch
 
-from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.run_folder import RunFolder
 from llm.config.command_line import parse
-from llm.config.options import fields, renamed
+from llm.config.options import fields
 from llm.config.tokens import Tokens
 from llm.config.toml import read_toml, to_toml
-from llm.errors import CheckpointError, ConfigError
+from llm.errors import ConfigError
 from llm.models.options import recomputation
 from llm.optim.kfac.options import kfac_method
 from llm.trainers.gpt import resume
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.rules import check
-from llm.trainers.gpt.strategies import plan_replicas
-from llm.trainers.gpt.trained_model import read_config
 from tests.support.package import MODULES, name_of
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]
@@ -227,7 +223,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({**TOKENS, "overwrite_cache": True}, ["--overwrite_cache is for text"]),
         ({**TOKENS, "validation_split_percentage": 3}, ["token files are cut by --split"]),
         ({"split": "9,1,0"}, ["--split needs --data_path"]),
-        ({"ignore_tokenizer_mismatch": True}, ["(formerly --force) is for token files"]),
+        ({"ignore_tokenizer_mismatch": True}, ["--ignore_tokenizer_mismatch is for token files"]),
         ({"eval_only": True, "dataset_name": None}, ["--eval_only needs data"]),
         ({"append_eos": False, "reset_position_ids": True}, ["leave --no_append_eos out"]),
         ({"append_eos": False, "reset_attention_mask": True}, ["leave --no_append_eos out"]),
@@ -332,128 +328,6 @@ def test_only_options_for_one_start_are_not_recorded_with_the_run(tmp_path):
     again = GPTConfig(**read_toml(GPTConfig, tmp_path / "config.toml"))
     defaults = {name: getattr(GPTConfig(), name) for name in ORDERS}
     assert again == dataclasses.replace(given, **defaults)
-
-
-@pytest.mark.parametrize(
-    ("flags", "line", "instead"),
-    [
-        (["--hub_private"], "hub_private = true", "--push_to_hub makes a new repository private"),
-        (
-            ["--no-hub-private"],
-            "hub-private = true",
-            "--push_to_hub makes a new repository private",
-        ),
-        (
-            ["--max_failed_saves", "9"],
-            "max_failed_saves = 9",
-            "training stops when four checkpoints in a row",
-        ),
-        (
-            ["--kfac-grad-worker-fraction=0.5"],
-            "kfac_grad_worker_fraction = 0.5",
-            "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5",
-        ),
-        (
-            ["--start_timeout", "60"],
-            "start_timeout = 60",
-            "the first step may take three times --timeout",
-        ),
-        (["--step-timeout=60"], "step_timeout = 60", "--timeout says how long a step may take"),
-        (
-            ["--save_timeout", "0"],
-            "save_timeout = 0",
-            "a checkpoint may take three times",
-        ),
-        (
-            ["--on_peer_loss", "continue"],
-            'on_peer_loss = "continue"',
-            "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint",
-        ),
-    ],
-)
-def test_an_option_of_an_earlier_version_is_refused_with_what_to_use(
-    tmp_path, flags, line, instead
-):
-    file = tmp_path / "run.toml"
-    file.write_text(f"{line}\n")
-    for words in (flags, ["--config", str(file)]):
-        with pytest.raises(ConfigError) as caught:
-            parse_args([*ENOUGH, *words])
-        assert "no option" in str(caught.value)
-        assert f"any more: {instead}" in str(caught.value)
-
-
-def test_old_files_with_removed_options_at_their_defaults_are_read(tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text("hub_private = false\nmax_failed_saves = 3\nlearning_rate = 0.1\n")
-    assert read_toml(GPTConfig, file) == {"learning_rate": 0.1}
-
-
-def test_a_trained_model_is_read_whatever_removed_options_its_run_set(tmp_path):
-    (tmp_path / "config.toml").write_text(
-        'model_type = "gpt2"\nmax_failed_saves = 9\nkfac_damping = "0.003@0,0.001@5000"\n'
-    )
-    assert read_config(tmp_path) == GPTConfig(model_type="gpt2")
-
-
-FORMER = {
-    "accum_steps": "moment_update_steps",
-    "sync_every": "inner_steps",
-    "sample_every": "sample_steps",
-    "force": "ignore_tokenizer_mismatch",
-    "adamw_learning_rate": "embedding_learning_rate",
-}
-
-
-def test_all_options_renamed_since_the_first_edition_are_listed():
-    assert renamed(GPTConfig) == FORMER
-
-
-@pytest.fixture
-def old_checkpoint(tmp_path, monkeypatch):
-    """The checkpoint of a run of the first edition, the newest of its folder."""
-    fixed = {"accum_steps": 4, "sync_every": 20, "learning_rate": 0.1, "seed": 1}
-    fixed |= {"low_cpu_mem_usage": True}
-    found = Checkpoint(
-        path=tmp_path,
-        step=8,
-        saved_at="",
-        world_size=2,
-        metadata={"fixed": fixed, "replicas": 2, "accum_steps": 4},
-        files={},
-    )
-    monkeypatch.setattr(resume, "newest_valid", lambda folder, verifiers: found)
-    return found
-
-
-def test_a_checkpoint_of_the_first_edition_checks_options_by_former_names(old_checkpoint):
-    config = GPTConfig(
-        data_parallel="gossip",
-        moment_update_steps=4,
-        inner_steps=20,
-        learning_rate=0.1,
-        from_scratch=True,
-        resume_from_checkpoint=True,
-    )
-    run = RunFolder(old_checkpoint.path)
-    assert resume.find_resume(config, run) is old_checkpoint
-    asked = dataclasses.replace(config, moment_update_steps=None)
-    assert plan_replicas(asked, 8, old_checkpoint).accum_steps == 4
-
-    other = dataclasses.replace(config, moment_update_steps=2, inner_steps=30)
-    with pytest.raises(CheckpointError) as caught:
-        resume.find_resume(other, run)
-    assert "moment_update_steps was 4 and is 2; inner_steps was 20 and is 30" in str(caught.value)
-    pretrained = dataclasses.replace(config, from_scratch=False)
-    with pytest.raises(CheckpointError, match="from_scratch was True and is False"):
-        resume.find_resume(pretrained, run)
-    allowed = dataclasses.replace(pretrained, change_on_resume=("low_cpu_mem_usage",))
-    assert resume.find_resume(allowed, run) is old_checkpoint
-    assert "change_on_resume" not in complaints(allowed)
-    for names in (("accum_steps", "sync_every"), ("moment_update_steps", "inner_steps")):
-        allowed = dataclasses.replace(other, change_on_resume=names)
-        assert resume.find_resume(allowed, run) is old_checkpoint
-        assert "change_on_resume" not in complaints(allowed)
 
 
 def test_what_an_option_requires_is_an_option_that_can_be_given():

@@ -8,9 +8,8 @@ import torch
 from llm.checkpoint.format import Checkpoint
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
-from llm.trainers.gpt import resume
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.resume import fixed_options
+from llm.trainers.gpt.resume import choose_by_device, fixed_options
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -24,12 +23,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("llm.models.compilation.has_triton", lambda: True)
     monkeypatch.setenv("CC", "cc")
-
-
-def choose_by_device(config: GPTConfig, checkpoint: Checkpoint | None, device: torch.device):
-    """What follows from the device; `split_projections` follows from the run's version."""
-    chosen = resume.choose_by_device(config, checkpoint, device)
-    return {name: value for name, value in chosen.items() if name != "split_projections"}
 
 
 def saved(fixed: dict[str, object], logged: dict[str, object]) -> Checkpoint:
@@ -53,22 +46,13 @@ def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
     assert choose_by_device(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
 
 
-def test_a_run_from_before_split_projections_goes_on_without_them():
-    for fixed, expected in (({}, False), ({"split_projections": True}, True)):
-        assert (
-            resume.choose_by_device(GPTConfig(), saved(fixed, {}), CPU)["split_projections"]
-            is expected
-        )
-    assert resume.choose_by_device(GPTConfig(), None, CPU)["split_projections"] is True
-
-
 def test_what_is_given_counts_on_every_device(gpu):
     assert choose_by_device(GPTConfig(**PLAIN), None, CUDA) == PLAIN
     assert choose_by_device(GPTConfig(**FAST), None, CPU) == FAST
 
 
 def test_a_resumed_run_keeps_what_it_began_with(gpu):
-    older = saved({"mixed_precision": "no", "seed": 1}, {"torch_compile": False})
+    older = saved({"mixed_precision": "no", "seed": 1}, {"torch_compile": False, "tf32": False})
     newer = saved({"mixed_precision": "bf16"}, {"torch_compile": True, "tf32": True})
     assert choose_by_device(GPTConfig(), older, CUDA) == PLAIN
     assert choose_by_device(GPTConfig(), newer, CPU) == FAST

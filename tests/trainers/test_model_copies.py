@@ -222,37 +222,11 @@ def test_an_unchanged_configuration_equals_its_copy(tmp_path, family):
     assert read_model_config(config, checkpoint).model_type == family
 
 
-def test_a_checkpoint_of_an_earlier_version_has_nothing_to_compare_with(
-    bench, trained, originals, tmp_path, capsys
-):
-    run = tmp_path / "run"
-    shutil.copytree(trained.folder, run, symlinks=True)
-    (checkpoint,) = [c for c in list_checkpoints(run / "checkpoints") if c.step == 4]
-    remove_copies(run)
-    edit(originals / "model" / "config.json", n_head=4)
-    words = {"output_dir": run, "resume_from_checkpoint": True}
-    assert start(bench, "run", **words).model_config.n_head == 4
-    assert not list_checkpoints(run / "checkpoints")[-1].holds_copies
-    assert checkpoint.holds_copies
-
-    assert checkpoints([str(run), "--export", "4", str(tmp_path / "out")]) == 0
-    assert "is of an earlier version and has no copy" in capsys.readouterr().err
-
-
 def test_weights_from_another_configuration_are_named(bench, trained, originals, caplog):
     words = {"init_from": f"{trained.folder}/4", "config_overrides": "n_layer=1,attn_pdrop=0.2"}
     caplog.set_level("INFO", logger="llm")
     start(bench, "new", **words)
     assert "another configuration: attn_pdrop was 0.0 and is 0.2." in caplog.text
-
-
-def remove_copies(run: Path) -> None:
-    """Leave the checkpoints of a run as an earlier version wrote them."""
-    for checkpoint in list_checkpoints(run / "checkpoints"):
-        for name in ("model", "tokenizer"):
-            shutil.rmtree(checkpoint.path / name)
-        files = {name: entry for name, entry in checkpoint.files.items() if "/" not in name}
-        write_manifest(replace(checkpoint, files=files))
 
 
 def exported(run: Path, folder: Path) -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from llm.config.toml import to_toml
 from llm.data.documents import passages
 from llm.data.formats.megatron import TokenFile, write_index
 from llm.data.inspect import main
+from llm.errors import DataError
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.trained_step import read_step
 from tests.support.loaded_samples import tokens_of, train_and_note
@@ -116,29 +117,13 @@ def test_the_steps_before_a_branch_have_the_ranks_of_its_parent(bench):
     assert ranks_of(3) == 1
 
 
-def test_a_run_of_an_earlier_version_is_read_from_its_checkpoint(bench):
-    options = {**blend(bench), "checkpointing_steps": 2, "max_train_steps": 2}
-    bench.train_well("older", ranks=2, **options)
-    run = bench.folder / "older"
-    now = read_step(run, 2, rank=1, data_ranks=None)
+def test_without_the_events_the_order_of_samples_is_not_known(bench):
+    bench.train_well("silent", **blend(bench), max_train_steps=2)
+    run = bench.folder / "silent"
     (run / "events.jsonl").unlink()
 
-    before = read_step(run, 2, rank=1, data_ranks=None)
-
-    assert before.samples.tolist() == now.samples.tolist() == [12, 13, 14, 15]
-
-
-def test_a_budget_by_parameters_is_found_again_without_the_log(bench):
-    options = {**blend(bench), "max_train_steps": None, "tokens_per_parameter": 0.1}
-    bench.train_well("budget", **options)
-    run = bench.folder / "budget"
-    now = read_step(run, 2, rank=None, data_ranks=None)
-    (run / "events.jsonl").unlink()
-
-    before = read_step(run, 2, rank=None, data_ranks=1)
-
-    assert before.samples.tolist() == now.samples.tolist()
-    assert before.total_steps == now.total_steps
+    with pytest.raises(DataError, match=r"events\.jsonl records no start of the run"):
+        read_step(run, 2, rank=None, data_ranks=None)
 
 
 def test_a_flat_file_is_shown_without_documents(bench, capsys):
@@ -211,7 +196,9 @@ def pages_in_memory(path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore and sparse files of Linux")
-def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(tmp_path, capsys):
+def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
+    tmp_path, capsys, monkeypatch
+):
     documents, length = 100_000, 500_000
     (tmp_path / "vast.bin").touch()
     with (tmp_path / "vast.bin").open("r+b") as file:
@@ -234,7 +221,11 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(tmp_path,
         seed=1,
     )
     (run / "config.toml").write_text(to_toml(config))
-    (run / "events.jsonl").write_text(json.dumps({"event": "start", "step": 0, "ranks": 1}) + "\n")
+    start = {"event": "start", "step": 0, "data_ranks": 1, "data": {}, "total_samples": 8 * 10**8}
+    start |= {"seed": 1, "block_size": 32, "per_device_train_batch_size": 8}
+    start |= {"global_batch_size": 8}
+    (run / "events.jsonl").write_text(json.dumps(start) + "\n")
+    monkeypatch.setattr("llm.trainers.gpt.trained_step.has_changed", lambda saved, digest: False)
 
     assert main([str(run), "--step", "87654321"]) == 0
 

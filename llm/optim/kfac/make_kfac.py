@@ -99,7 +99,7 @@ def cover_model(options: OptimizerOptions, model: PreTrainedModel) -> Coverage:
         model,
         skip_layers=options.kfac_skip_layers,
         stacks=covers_stacks(options),
-        fusions=fused_weights(options, model) if covers_stacks(options) else {},
+        fusions=fused_weights(model) if covers_stacks(options) else {},
         sample_forward=_sample_forward,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
-from llm.config.options import Removed, option, option_group
+from llm.config.options import option, option_group
 from llm.config.tokens import Tokens
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
@@ -108,7 +108,6 @@ class RunOptions:
         None,
         "Steps between samples that the model writes into log and TensorBoard while it trains; "
         "they continue sample_prompt, if it is given.",
-        renamed_from="sample_every",
         at_least=1,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
@@ -159,24 +158,3 @@ class CoreConfig(
         *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
         "pipeline_parallel_size",
     )
-
-    REMOVED: ClassVar[dict[str, Removed]] = {
-        "hub_private": Removed(
-            False,
-            "--push_to_hub makes a new repository private; its settings on the Hub publish it",
-        ),
-        "kfac_grad_worker_fraction": Removed(
-            None, "give --kfac_strategy comm-opt for 1, hybrid-opt for 0.5, mem-opt for 0"
-        ),
-        "max_failed_saves": Removed(
-            3, "training stops when four checkpoints in a row cannot be written"
-        ),
-        "start_timeout": Removed(1800.0, "the first step may take three times --timeout"),
-        "step_timeout": Removed(600.0, "--timeout says how long a step may take"),
-        "save_timeout": Removed(1800.0, "a checkpoint may take three times --timeout"),
-        "on_peer_loss": Removed(
-            "stop",
-            "torchrun --nnodes=MIN:MAX --max_restarts=N with --resume_from_checkpoint goes on "
-            "without a lost node",
-        ),
-    }

@@ -199,7 +199,7 @@ def _initial_weights(
 ) -> str:
     """Return where the weights of step 0 are from, for the log and the model card."""
     if start is not None:
-        return str(start.metadata.get("initial_weights", "not recorded"))
+        return str(start.metadata["initial_weights"])
     if init_from is not None:
         path = init_from.path
         return f"from {path.parent / path.readlink() if path.is_symlink() else path}"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.config.command_line import config_file_of, log_former_names, parse
+from llm.config.command_line import config_file_of, parse
 from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.deterministic import deterministic_kernels
@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(words)
         if config.fast_malloc and argv is None:
             restart_with_kept_memory()
-        log_former_names(GPTConfig, words)  # after the restart, which would log it once more
         return run(config, world, config_file=config_file_of(words))
     except PeerLostError:
         return EXIT_PEER_LOST  # the watchdog has logged which rank

@@ -76,7 +76,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
         CheckpointError: The configuration has changed since the checkpoint was written.
         ConfigError: It cannot be loaded.
     """
-    if start is None or not start.holds_copies:
+    if start is None:
         return load_config(config)
     allowed = _allowed(config, ARCHITECTURE)
     name = config.config_name or config.model_name_or_path
@@ -101,7 +101,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
 
 def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
     """Log how the configuration of a new run differs from the run that its weights come from."""
-    changed = _changes(config, init_from, current) if init_from.holds_copies else []
+    changed = _changes(config, init_from, current)
     if changed:
         logger.info(
             f"The weights of {init_from.path} were trained in another configuration: "
@@ -123,7 +123,7 @@ def check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> N
     options = with_copies(config, last)
     current = load_config(options)
     for other in checkpoints:
-        changed = _changes(options, other, current) if other.holds_copies else []
+        changed = _changes(options, other, current)
         if changed:
             raise CheckpointError(
                 f"{last.path} and {other.path} have different models: {'; '.join(changed)}. "
@@ -159,7 +159,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         CheckpointError: It gives other ids than when the checkpoint was written.
         ConfigError: It cannot be loaded.
     """
-    if start is None or not start.holds_copies:
+    if start is None:
         return tokenizer_of(config)
     names = (*TOKENIZER_FILES, "model_name_or_path")
     option = next(option for option in names if getattr(config, option) is not None)

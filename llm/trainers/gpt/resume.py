@@ -26,8 +26,8 @@ from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
-BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "split_projections")
-"""Options whose default depends on the device, or on the version that began the run."""
+BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
+"""Options whose default depends on the device."""
 
 logger = logging.getLogger("llm")
 
@@ -164,10 +164,9 @@ def check_same_data(
     Raises:
         CheckpointError: The tokens have changed since the checkpoint was written.
     """
-    saved = None if checkpoint is None else checkpoint.metadata.get("data")
-    if checkpoint is None or saved is None:
+    if checkpoint is None:
         return
-    changed = has_changed(saved, digest)
+    changed = has_changed(checkpoint.metadata["data"], digest)
     if not set(SOURCES).isdisjoint(named_changes(config)):
         same = "change: they are not those" if changed else "are the same as those"
         logger.info(f"The training data {same} with which {checkpoint.path} was reached.")
@@ -302,7 +301,7 @@ def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
 
 
 def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
-    """Return the fixed or the logged options of a checkpoint, which may have former names.
+    """Return the fixed or the logged options of a checkpoint.
 
     Those of extensions that it does not record have their default.
     """
@@ -311,14 +310,14 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
         for field in options.fields(type(config))
         if field.option.extension and field.option.resume == kind
     }
-    saved = options.with_present_names(type(config), checkpoint.metadata.get(kind, {}))
+    saved: dict[str, Any] = checkpoint.metadata[kind]
     return _as_json(defaults) | saved
 
 
 def named_changes(config: CoreConfig) -> list[str]:
-    """Return the options of `change_on_resume` by their present names."""
-    present = options.other_names(type(config))
-    return [present.get(name, name) for name in config.change_on_resume]
+    """Return the options of `change_on_resume`, which may have aliases, by their names."""
+    names = options.names_by_alias(type(config))
+    return [names.get(name, name) for name in config.change_on_resume]
 
 
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
@@ -345,12 +344,9 @@ def choose_by_device(
 ) -> dict[str, Any]:
     """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
-    values |= {"split_projections": True}
     if resume_from is not None and not config.eval_only:
         fixed, logged = (saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
-        # What runs had before there were these options.
-        values |= {"tf32": False, "split_projections": False}
-        values |= {name: value for name, value in {**fixed, **logged}.items() if name in values}
+        values = {name: (fixed | logged)[name] for name in BY_DEVICE}
     given = {name: getattr(config, name) for name in BY_DEVICE}
     return values | {name: value for name, value in given.items() if value is not None}
 
@@ -360,7 +356,7 @@ def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreC
     if resume_from is None or config.per_device_train_batch_size != "auto":
         return config
     name = "per_device_train_batch_size"
-    size = saved_options(config, resume_from, "logged").get(name, 1)
+    size = saved_options(config, resume_from, "logged")[name]
     return dataclasses.replace(config, **{name: size})
 
 
@@ -385,7 +381,7 @@ def choose_skipped(
     given = skipped_ranges(config.skip_samples)
     if resume_from is None:
         return NONE_SKIPPED.skip(given)
-    saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata.get("skip_samples")))
+    saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata["skip_samples"]))
     skipped = saved.skip(given)
     position, _ = plan.step_samples(resume_from.step)
     _, reached = saved.span((0, position))

@@ -6,7 +6,7 @@ at once.
 """
 
 from llm.checkpoint.options import checkpoint_problems
-from llm.config.options import fields, lacking, other_names, paths
+from llm.config.options import fields, lacking, names_by_alias, paths
 from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems
@@ -103,7 +103,7 @@ def _run_problems(config: CoreConfig) -> list[str]:
         for name, text in paths(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
-    known = {field.name for field in fields(type(config))} | other_names(type(config)).keys()
+    known = {field.name for field in fields(type(config))} | names_by_alias(type(config)).keys()
     for name in config.change_on_resume:
         if name not in known:
             problems.append(f"--change_on_resume names '{name}', which is no option.")

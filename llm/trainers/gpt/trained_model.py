@@ -1,6 +1,5 @@
 """The model of a finished or running training, loaded from one of its checkpoints."""
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -48,7 +47,7 @@ def read_config(run: Path) -> GPTConfig:
             f"{run} has no config.toml, which says what model was trained; name the --output_dir "
             "of a run, or copy the file back."
         )
-    return GPTConfig(**read_toml(GPTConfig, run / "config.toml", recorded=True))
+    return GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
 
 
 def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -91,12 +90,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
-    """Return options that name the checkpoint's copies of the model's configuration and tokenizer.
-
-    Checkpoints of earlier versions have none: the options are returned unchanged.
-    """
-    if not checkpoint.holds_copies:
-        return config
+    """Return options that name a checkpoint's copies of model configuration and tokenizer."""
     copies: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
         "config_name": str(checkpoint.path / MODEL_FOLDER),
         "tokenizer_name": str(checkpoint.path / TOKENIZER_FOLDER),
@@ -246,21 +240,10 @@ def build_untrained(
         LLMError: The model or the tokenizer cannot be loaded.
     """
     import torch
-    from transformers import GenerationConfig
 
     from llm.models.build import build_model
-    from llm.models.configuration import has_weights, load_config
+    from llm.models.configuration import load_config
 
-    name = config.model_name_or_path
-    settings = generation_settings(chosen)
-    if not chosen.holds_copies:
-        sys.stderr.write(
-            f"{chosen.path} is of an earlier version and has no copy of the model's configuration "
-            "and the tokenizer: they are read from where the run found them.\n"
-        )
-        if name is not None and not config.from_scratch and has_weights(name):
-            with contextlib.suppress(OSError):
-                settings = GenerationConfig.from_pretrained(name)
     config = with_copies(config, chosen)
     tokenizer = tokenizer_of(config)
     model = build_model(
@@ -277,6 +260,7 @@ def build_untrained(
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
     )
+    settings = generation_settings(chosen)
     if settings is not None:
         model.generation_config = settings
     return model, tokenizer

@@ -19,10 +19,8 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
-from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size
-from llm.trainers.gpt.lengths import budget_parameters
 from llm.trainers.gpt.resume import choose_skipped
 from llm.trainers.gpt.trained_model import (
     read_config,
@@ -77,10 +75,10 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     """
     config = read_config(run)
     order = _recorded_order(RunFolder(run), step, config)
-    config = replace(config, **{name: order[name] for name in _OPTIONS if name in order})
-    if "total_samples" in order:  # in place of a length by other options, or by a cooldown
-        length = dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
-        config = replace(config, **length)  # type: ignore[arg-type]
+    changed: dict[str, Any] = {name: order[name] for name in _OPTIONS}
+    # In place of a length by other options, or by a cooldown.
+    changed |= dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
+    config = replace(config, **changed)
     checkpoints = RunFolder(run).checkpoints
 
     def read_model() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
@@ -96,7 +94,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         ends=None,
         trust_remote_code=config.trust_remote_code,
     )
-    if has_changed(order.get("data"), digest_of(corpus.train)):
+    if has_changed(order["data"], digest_of(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."
@@ -112,8 +110,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         num_windows=samples.num_windows,
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
-        num_parameters=budget_parameters(config, model_config, vocab_size=len(tokenizer)),
-        global_batch_size=order.get("global_batch_size"),
+        global_batch_size=order["global_batch_size"],
     )
     positions = _positions(plan, step, rank)
     numbers = choose_skipped(config, None, plan).numbers(positions)
@@ -150,27 +147,25 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
 
 
 def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
-    """Return what a run has recorded of the order of its samples.
-
-    The last start that trained the step has logged it; runs of earlier versions have logged less,
-    and the newest checkpoint has the rest.
+    """Return what the last start that trained the step has logged of the order of its samples.
 
     Args:
         run: The run's folder.
         step: Number of the step, counted from 1.
         config: The run's configuration.
+
+    Raises:
+        DataError: No start before the step is recorded.
     """
     starts = _starts(run, config)
-    order: dict[str, Any] = next((each for each in starts[::-1] if each["step"] < step), {})
-    if starts and "total_samples" in starts[-1]:  # the last start may have made the run longer
-        order = order | {"total_samples": starts[-1]["total_samples"]}
-    for checkpoint in list_checkpoints(run.checkpoints)[-1:]:
-        names = ("data", "global_batch_size")
-        order = {name: checkpoint.metadata.get(name) for name in names} | order
-        order.setdefault("ranks", checkpoint.world_size)
-    if "data_ranks" not in order:
-        order["data_ranks"] = parallel_dims(config, order.get("ranks", 1)).data_ranks
-    return order
+    order = next((each for each in starts[::-1] if each["step"] < step), None)
+    if order is None:
+        raise DataError(
+            f"{run.events} records no start of the run, which says how its samples are ordered; "
+            "copy the file back."
+        )
+    # The last start may have made the run longer.
+    return order | {"total_samples": starts[-1]["total_samples"]}
 
 
 def _starts(run: RunFolder, config: CoreConfig) -> list[dict[str, Any]]:
