@@ -37,13 +37,12 @@ from llm.config.options import option
 from llm.errors import ConfigError
 
 Method = Literal[
-    *("adamw", "ekfac", "ekfac-soap", "eigen-compat", "muon"),
+    *("adamw", "ekfac", "ekfac-soap", "muon"),
     *("soap", "soap-nesterov", "soap-library"),
 ]
 Part = Literal["convergence", "bases", "step"]
 ROWS = {
     "ekfac-soap": "ekfac, soap, Nesterov",
-    "eigen-compat": "eigen, compat",
     "soap-nesterov": "soap, Nesterov",
     "soap-library": "soap of pytorch_optimizer",
 }
@@ -60,8 +59,7 @@ class KFACBenchmarkOptions(ReportOptions):
     methods: tuple[Method, ...] = option(
         ("adamw", "ekfac", "ekfac-soap", "muon", "soap"),
         "Optimizers, adamw among them; ekfac-soap has --optimizer soap and --nesterov beside "
-        "--kfac; eigen-compat is kfac-pytorch's arithmetic by --kfac_compat; soap-library needs "
-        "`pip install pytorch_optimizer`.",
+        "--kfac; soap-library needs `pip install pytorch_optimizer`.",
         group="Methods",
     )
     learning_rates: tuple[float, ...] = option(

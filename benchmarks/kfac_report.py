@@ -61,9 +61,6 @@ def step_section(title: str, taken: Taken, rows: Mapping[str, str], bound: float
             at_most(f"{title}: ekfac's step", cost["ekfac"], bound, " of AdamW's"),
             at_most(f"{title}: ekfac's slowest step", spike["ekfac"], 2, " of its median"),
         ]
-        if "eigen-compat" in taken:
-            ratio = cost["ekfac"] / cost["eigen-compat"]
-            goals.append(at_most(f"{title}: ekfac's step", ratio, 1, " of kfac-pytorch's way"))
     return Section(title=title, lines=lines, goals=goals)
 
 

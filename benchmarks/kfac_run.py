@@ -124,7 +124,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "ekfac": {"kfac": True},
     "ekfac-soap": {"kfac": True, "optimizer": "soap", "nesterov": True},
-    "eigen-compat": {"kfac": True, "kfac_compat": True},
     "muon": {"optimizer": "muon"},
     "soap": {"optimizer": "soap"},
     "soap-nesterov": {"optimizer": "soap", "nesterov": True},

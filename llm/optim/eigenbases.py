@@ -1,4 +1,4 @@
-"""Eigenbases and inverses of symmetric matrices, their fallbacks, and rotations into a basis."""
+"""Eigenbases of symmetric matrices, their fallbacks, and rotations into a basis."""
 
 from typing import Literal, NamedTuple
 
@@ -12,11 +12,11 @@ Blocks = list[Tensor] | None
 
 
 class Solution(NamedTuple):
-    """The decomposition or the inverse of a symmetric matrix.
+    """The decomposition of a symmetric matrix.
 
     Attributes:
-        basis: [n, n]: eigenvectors in columns, or the damped inverse.
-        values: [n]: eigenvalues, never negative; ones beside an inverse.
+        basis: [n, n]: eigenvectors in columns.
+        values: [n]: eigenvalues, never negative.
         fallback: A float32 scalar, the method that succeeded: 0 the first one, 1 jitter,
             2 float64, 3 the previous basis, 4 the identity.
         order: [n]: with `power_iteration`, the index of each new column in the previous basis.
@@ -50,28 +50,6 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
             values = values.float().clamp_min(0).flip(0)
             return _solution(vectors.float().flip(1), values, fallback)
     return _previous(matrix, previous)
-
-
-@full_float32()
-def damped_inverse(
-    matrix: Tensor, damping: Tensor | float, previous: Tensor | None = None
-) -> Solution:
-    """Invert matrix + damping I by its Cholesky factor, with the fallbacks of `eigenbasis`.
-
-    Args:
-        matrix: [n, n], fp32, positive semi-definite up to rounding.
-        damping: Added to the diagonal.
-        previous: [n, n], the previous inverse.
-    """
-    for fallback, attempt in enumerate(_attempts(matrix)):
-        identity = torch.eye(len(matrix), dtype=attempt.dtype, device=attempt.device)
-        try:
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(attempt + damping * identity))
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            continue
-        if _is_finite(inverse.float()):
-            return _solution(inverse.float(), torch.ones_like(matrix[0]), fallback)
-    return _previous(matrix, previous)._replace(values=torch.ones_like(matrix[0]))
 
 
 @full_float32()
@@ -120,7 +98,7 @@ def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
 
 def _attempts(matrix: Tensor) -> list[Tensor]:
     """Return the matrix, the same with some weight on the diagonal, and that in float64."""
-    # Exactly symmetric, since eigh and cholesky read one triangle only.
+    # Exactly symmetric, since eigh reads one triangle only.
     matrix = (matrix + matrix.T) / 2
     if not _is_finite(matrix):
         return []

@@ -193,23 +193,22 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
 def kfac_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of K-FAC's options."""
     problems = []
-    if options.kfac_method not in (None, "eigen", "cholesky"):
+    if options.kfac_method not in (None, "eigen"):
         problems += [
-            f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen or cholesky, "
-            "or leave it out."
+            f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen, or "
+            "leave it out."
             for name in preconditioner_options(options)
         ]
     if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
         problems.append(
-            "--nesterov is for --kfac_method ekfac; the others change AdamW's gradient, so leave "
+            "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
             "it out."
         )
-    if options.kfac_library not in (None, "native"):
-        problems += [
-            f"--{name} is for --kfac_library native; leave it out with {options.kfac_library}."
-            for name in ("kfac_strategy", "kfac_max_dim", "kfac_compat")
-            if name in given(options)
-        ]
+    if options.kfac_library not in (None, "native") and options.kfac_max_dim is not None:
+        problems.append(
+            "--kfac_max_dim is for --kfac_library native; leave it out with "
+            f"{options.kfac_library}."
+        )
     return problems
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from llm.optim import eigenbases
-from llm.optim.eigenbases import damped_inverse, eigenbasis, power_iteration, rotate, rotate_back
+from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 
 
 def symmetric(size=6):
@@ -73,24 +73,6 @@ def test_power_iteration_keeps_its_basis_where_the_matrix_is_not_finite():
     basis = torch.eye(3)
 
     assert torch.equal(power_iteration(torch.full((3, 3), torch.nan), basis).basis, basis)
-
-
-def test_a_damped_inverse_is_the_inverse_of_the_damped_matrix():
-    matrix = symmetric()
-
-    torch.testing.assert_close(
-        damped_inverse(matrix, 0.3).basis, torch.linalg.inv(matrix + 0.3 * torch.eye(6))
-    )
-
-
-def test_a_singular_matrix_gets_jitter_or_the_previous_inverse():
-    singular = torch.diag(torch.tensor([1.0, 0.0]))  # no rounding makes it regular
-    negative = -torch.eye(2)
-    previous = 2 * torch.eye(2)
-
-    assert damped_inverse(singular, 0.0).fallback == 1
-    assert damped_inverse(negative, 0.0, previous).fallback == 3
-    assert torch.equal(damped_inverse(negative, 0.0, previous).basis, previous)
 
 
 def test_rotation_by_blocks_equals_the_block_diagonal_and_is_invertible():

@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
         **_INTERVALS,
     },
     "eigen": {"kfac": True, "kfac_method": "eigen", **_INTERVALS},
-    "cholesky": {"kfac": True, "kfac_method": "cholesky", **_INTERVALS},
 }
 
 

@@ -117,7 +117,6 @@ def test_activation_recomputation_keeps_its_older_option_name(flags, which):
         (["--kfac", "--kfac-damping", "0.001"], "eigen"),
         (["--kfac", "--kfac-kl-clip", "0.001"], "eigen"),
         (["--kfac", "--kfac-library", "kfac-pytorch"], "eigen"),
-        (["--kfac", "--kfac-compat", "--kfac-method", "cholesky"], "cholesky"),
     ],
 )
 def test_kfac_is_ekfac_unless_an_option_asks_for_another_method(flags, method):
@@ -196,7 +195,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
         ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),
         ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers needs --kfac"]),
-        ({"kfac_compat": True}, ["--kfac_compat needs --kfac"]),
+        ({"kfac_max_dim": 64}, ["--kfac_max_dim needs --kfac"]),
         (
             {"kfac": True, "kfac_method": "ekfac", "kfac_damping": 0.01, "kfac_kl_clip": 0.01},
             ["--kfac_damping is not for --kfac_method ekfac", "--kfac_kl_clip is not"],

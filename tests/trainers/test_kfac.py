@@ -19,8 +19,7 @@ BLOCKS = "MiB of factors and bases on this rank, 4 of 20 factors in diagonal blo
 MORE = pytest.mark.layouts
 PRECONDITIONERS = [
     {"kfac_method": "eigen"},
-    {"kfac_method": "cholesky"},
-    {"kfac_damping": 0.01, "kfac_compat": True, "kfac_factor_update_steps": 1},
+    {"kfac_damping": 0.01, "kfac_factor_update_steps": 1},
 ]
 
 
@@ -71,7 +70,6 @@ def test_covered_layers_are_logged_once_and_each_report_has_kfac_metrics(alone):
         ({}, 5000, 8192),
         ({"kfac_max_dim": 10}, 32, 10),
         ({"kfac_method": "eigen"}, 32, 8192),
-        ({"kfac_compat": True}, 32, 8192),
     ],
 )
 def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, width, widest):
@@ -84,7 +82,6 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
     [
         (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
         (2, {"per_device_train_batch_size": 4}),
-        (2, {"per_device_train_batch_size": 4, "kfac_strategy": "mem-opt"}),
         (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
         (2, {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2}),
     ],
@@ -114,7 +111,7 @@ OPEN = {
         pytest.param(1, {"mixed_precision": "fp16"}, marks=MORE),
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
-        (2, {"kfac_strategy": "mem-opt"}),
+        (2, {"kfac_method": "eigen"}),
         (1, {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True}),
         (2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}),
         *((1, options) for options in PRECONDITIONERS),
@@ -196,14 +193,8 @@ def test_other_families_train_with_kfac(family, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("kfac") is None, reason="kfac-pytorch is not installed")
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_the_kfac_pytorch_library_gives_the_losses_of_our_compat_mode(dropout, method):
-    options = {"kfac": True, "kfac_method": method, "max_train_steps": 6}
-    ours = dropout.train_well(f"ours-{method}", kfac_compat=True, **options)
-    theirs = dropout.train_well(f"theirs-{method}", kfac_library="kfac-pytorch", **options)
-    assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
-    options = {**OPEN, "kfac_method": method, "kfac_library": "kfac-pytorch"}
-    check_resume(dropout, f"library-{method}", **options)
+def test_a_run_with_the_kfac_pytorch_library_resumes_bit_for_bit(dropout):
+    check_resume(dropout, "library", **{**OPEN, "kfac_library": "kfac-pytorch"})
 
 
 @pytest.mark.skipif(find_spec("kfac") is not None, reason="kfac-pytorch is installed")

@@ -134,8 +134,8 @@ def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
             "--optimizer soap does not go with --kfac by the method eigen; choose ekfac, or leave",
         ),
         (
-            {"optimizer": "soap", "kfac": True, "kfac_damping": 0.01, "kfac_compat": True},
-            r"the method eigen \(selected by --kfac_damping and --kfac_compat\); choose ekfac",
+            {"optimizer": "soap", "kfac": True, "kfac_damping": 0.01, "kfac_kl_clip": 0.1},
+            r"the method eigen \(selected by --kfac_damping and --kfac_kl_clip\); choose ekfac",
         ),
         (
             {"optimizer": "muon", "learning_rate": 0, "embedding_learning_rate": 1e-3},

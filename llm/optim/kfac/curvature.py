@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.optim.eigenbases import Solution, damped_inverse, eigenbasis, power_iteration
-from llm.optim.kfac.distribution import Exchange, KFACStrategy, assign
+from llm.optim.eigenbases import Solution, eigenbasis, power_iteration
+from llm.optim.kfac.distribution import Exchange, assign
 from llm.optim.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.optim.kfac.layers import Coverage, Layer
 from llm.optim.whole import FactorRanks
 from llm.runtime.float32 import full_float32
 
-Method = Literal["ekfac", "eigen", "cholesky"]
+Method = Literal["ekfac", "eigen"]
 
 
 def is_due(every: int, step: int, phase: float = 0.0) -> bool:
@@ -36,7 +36,7 @@ def is_due(every: int, step: int, phase: float = 0.0) -> bool:
 
 
 class Curvature:
-    """Factors of all covered layers, and their eigenbases or inverses.
+    """Factors of all covered layers, and their eigenbases.
 
     In each step, `capture_stats` surrounds the forward and backward passes, and `update` is called
     once after them.
@@ -44,28 +44,21 @@ class Curvature:
     Args:
         coverage: The covered layers.
         method: What is computed of a factor: for ekfac an eigenbasis that follows the factor by
-            power iterations, for eigen all eigenvectors and eigenvalues, for cholesky the damped
-            inverse.
+            power iterations, for eigen all eigenvectors and eigenvalues.
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions of a factor.
         factor_decay: Weight of the past at an update of the averages.
-        damping: For cholesky, added to the eigenvalues: relative to the root of their mean product
-            over the layer, split between A and G as their sizes are (the pi of Martens & Grosse
-            2015, arXiv:1503.05671).
         max_dim: Wider factors are kept in diagonal blocks.
-        strategy: Which ranks keep a layer's bases; see `llm.optim.kfac.distribution`.
         spread: Spread the factors' updates over the interval, so that no step has all the work. A
             compiled model runs uncompiled in steps that record, so it is faster without.
-        compat: The arithmetic of the kfac-pytorch library: averages begin with the identity, G
-            is that of the mean loss, damping is absolute, all factors are due at once.
-        ranks: The ranks that share the layers' factors where weights are sharded; a factor is then
-            kept by one of them, whatever the strategy.
+        ranks: The ranks that share the layers' factors where weights are sharded; one of them then
+            keeps a layer's bases. None where every rank keeps all bases.
 
     Attributes:
         coverage: Covered and skipped layers.
         layers: The covered layers.
         method: As given.
-        compat: As given.
+        is_replicated: Whether every rank keeps the bases of all layers.
         steps: Steps completed so far, skipped ones included.
         factors: The factors of all layers; layers may share A.
         exchange: Collective operations between ranks.
@@ -79,75 +72,63 @@ class Curvature:
         factor_update_steps: int = 50,
         inv_update_steps: int = 50,
         factor_decay: float = 0.6,
-        damping: float = 0.001,
         max_dim: int = 8192,
-        strategy: KFACStrategy = "comm-opt",
         spread: bool = True,
-        compat: bool = False,
         ranks: FactorRanks | None = None,
     ) -> None:
         self.coverage = coverage
         self.layers = coverage.layers
         self.steps = 0
         self.method = method
-        self.compat = compat
         self._factor_update_steps = factor_update_steps
         self._inv_update_steps = inv_update_steps
         self._factor_decay = factor_decay
-        self._damping = damping
-        self._spread = spread and not compat
+        self._spread = spread
         self._recording: list[Factor] = []
         self._scale: Tensor | float = 1.0
         self._captured = False
         self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
         self._times = UpdateTimes()
-        self._factors = self._make_factors(strategy, max_dim, ranks)
+        self._factors = self._make_factors(max_dim, ranks)
         self.factors = list(self._factors.values())
 
-    def _make_factors(
-        self, strategy: KFACStrategy, max_dim: int, ranks: FactorRanks | None
-    ) -> dict[str, Factor]:
-        """Assign the layers to ranks and make the tensors that this rank keeps."""
-        sizes = {
-            # Layers that share A are needed together, so they go to the same column.
-            layer.input_name: self.coverage.factor_sizes[layer.input_name]
-            for layer in self.layers
-        }
+    def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
+        """Assign the factors to ranks and make the tensors that this rank keeps."""
+        self.is_replicated = ranks is None
         distributed = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if distributed else 0
-        world_size = dist.get_world_size() if distributed else 1
-        if ranks is not None:
-            rank, world_size, strategy = ranks.rank, ranks.size, "mem-opt"
+        if ranks is None:
+            ranks = FactorRanks(
+                rank=dist.get_rank() if distributed else 0,
+                size=dist.get_world_size() if distributed else 1,
+                is_first=not distributed or dist.get_rank() == 0,
+            )
         # The decomposition of a block of width w takes about w^3 operations.
         costs = {
             group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
             for group, its in self.coverage.factor_sizes.items()
         }
+        # Layers that share A are needed together.
+        own = dict.fromkeys(layer.input_name for layer in self.layers)
         self._assignment = assign(
-            {group: costs[group] for group in sizes},
-            world_size=world_size,
-            strategy=strategy,
+            {group: costs[group] for group in own},
+            world_size=ranks.size,
+            together=not self.is_replicated,
             everywhere=costs,
         )
-        self.exchange = Exchange(self._assignment, rank=rank, ranks=ranks)
+        self.exchange = Exchange(self._assignment, ranks, broadcasts=self.is_replicated)
+        self._rank = ranks.rank
         return {
             name: Factor(
                 name,
                 size=size,
                 max_dim=max_dim,
                 device=self.layers[0].weight.device,
-                owned=self._assignment.owner_of[name] == rank,
-                used=self._assignment.column_of[group] == self.exchange.column,
-                prior=self.compat,
+                owned=self._assignment.owner_of[name] == ranks.rank,
+                used=self.is_replicated or self._assignment.owner_of[name] == ranks.rank,
             )
-            for group, its in sizes.items()
-            for name, size in its.items()
+            for group in own
+            for name, size in self.coverage.factor_sizes[group].items()
         }
-
-    @property
-    def is_replicated(self) -> bool:
-        """Return whether every rank keeps the bases of all layers."""
-        return self._assignment.num_columns == 1
 
     def factors_of(self, layer: Layer) -> tuple[Factor, Factor]:
         """Return a layer's A and G."""
@@ -155,15 +136,15 @@ class Curvature:
 
     def works_on(self, layer: Layer) -> bool:
         """Return whether this rank computes a layer's update."""
-        return self.column_of(layer) == self.exchange.column
+        return self.updater_of(layer) in (None, self._rank)
 
     def owner_of(self, factor: str) -> int | None:
         """Return the rank that decomposes a factor, by the factor's name; None if there is none."""
         return self._assignment.owner_of.get(factor)
 
-    def column_of(self, layer: Layer) -> int:
-        """Return the column of the ranks that compute a layer's update."""
-        return self._assignment.column_of[layer.input_name]
+    def updater_of(self, layer: Layer) -> int | None:
+        """Return the rank that computes a layer's update; None if every rank does."""
+        return None if self.is_replicated else self.owner_of(f"{layer.input_name}.A")
 
     @contextlib.contextmanager
     def capture_stats(
@@ -179,8 +160,8 @@ class Curvature:
         for factor in self.factors:
             factor.discard()  # Tokens of a step that was interrupted.
         self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
-        # Takes both factors out of g g^T; compat's G is that of the objective, not of its tokens.
-        self._scale = (loss_scale if self.compat else loss_scale * token_weight) ** -2
+        # Undo the loss scale and token weight in G.
+        self._scale = (loss_scale * token_weight) ** -2
         self._captured = True
         if not self._recording:
             yield  # Without hooks, a compiled model runs compiled.
@@ -237,16 +218,12 @@ class Curvature:
 
     def _is_recorded(self, factor: Factor) -> bool:
         """Return whether this step's tokens go into a factor's average."""
-        if self.compat:
-            return self.steps % self._factor_update_steps == 0
         # A factor is recorded at the step that decomposes it, so that its basis is up to date.
         offset = int(self._phase(factor) * self._inv_update_steps)
         return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
     def _is_due(self, factor: Factor) -> bool:
         """Return whether a factor is decomposed at this step."""
-        if self.compat:
-            return self.steps % self._inv_update_steps == 0
         return is_due(self._inv_update_steps, self.steps, self._phase(factor))
 
     def _phase(self, factor: Factor) -> float:
@@ -271,21 +248,18 @@ class Curvature:
         keep = factor.count > 0
         if found_inf is not None:
             keep = keep & (found_inf == 0)
-        averages = factor.averages()
-        trace = torch.stack([average.trace() for average in averages]).sum()
         failed = torch.zeros_like(factor.count)
-        for average, basis, values in zip(averages, factor.bases, factor.values, strict=True):
-            solution = self._solution(average, basis, trace / factor.size)
+        for average, basis, values in zip(
+            factor.averages(), factor.bases, factor.values, strict=True
+        ):
+            solution = self._solution(average, basis)
             # Selected on the device, so that the host need not wait for `found_inf`.
             basis.copy_(torch.where(keep, solution.basis, basis))
             values.copy_(torch.where(keep, solution.values, values))
             failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
         return failed
 
-    def _solution(self, average: Tensor, basis: Tensor, mean: Tensor) -> Solution:
-        if self.method == "cholesky":
-            damping = self._damping if self.compat else self._damping**0.5 * mean
-            return damped_inverse(average, damping, basis)
+    def _solution(self, average: Tensor, basis: Tensor) -> Solution:
         # A power iteration needs a basis near the eigenvectors, so the first ones are exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
             return eigenbasis(average, basis)
@@ -297,12 +271,9 @@ class Curvature:
         Returns:
             `fallbacks`: failed decompositions so far, on all ranks. `condition`: the largest
             condition number of a factor that this rank keeps, at most 1e7, which is the limit of
-            fp32; not with cholesky, which computes no eigenvalues. On the host, the times of
-            `UpdateTimes.take`.
+            fp32. On the host, the times of `UpdateTimes.take`.
         """
         metrics = {"fallbacks": self.exchange.all_reduce(self._fallbacks), **self._times.take()}
-        if self.method == "cholesky":
-            return metrics
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors

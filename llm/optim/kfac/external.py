@@ -7,7 +7,7 @@ communication; this module gives it the covered layers, Conv1D, loss scales and 
 import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from llm.errors import ConfigError
 from llm.optim.kfac.layers import Coverage, Layer
 from llm.runtime.float32 import full_float32
 
-_SOLVED = {"eigen": ("qa", "qg", "dgda"), "cholesky": ("a_inv", "g_inv")}
+_SOLVED = ("qa", "qg", "dgda")
+"""The library's decomposition of a layer: both bases, and the divisors of the gradient."""
 
 
 class ExternalPreconditioner:
@@ -31,7 +32,6 @@ class ExternalPreconditioner:
         coverage: The covered layers.
         parameters: All trained parameters; if any of their gradients is not finite, the library
             skips the step.
-        method: eigen, or cholesky, which the library calls inverse.
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions.
         damping: Absolute damping.
@@ -47,7 +47,6 @@ class ExternalPreconditioner:
         coverage: Coverage,
         parameters: Iterable[nn.Parameter],
         *,
-        method: Literal["eigen", "cholesky"] = "eigen",
         factor_update_steps: int = 10,
         inv_update_steps: int = 100,
         damping: float = 0.001,
@@ -56,12 +55,11 @@ class ExternalPreconditioner:
     ) -> None:
         self._coverage = coverage
         self._parameters = list(parameters)
-        self._solved = _SOLVED[method]
         self._loss_scale: Tensor | float = 1.0
         self._learning_rate = 0.0
         communicator = _library("distributed").TorchDistributedCommunicator()
         self._layers = {
-            layer.name: self._make_layer(layer, method, communicator) for layer in coverage.layers
+            layer.name: self._make_layer(layer, communicator) for layer in coverage.layers
         }
         distributed = dist.is_available() and dist.is_initialized()
         assignment = _library("assignment").KAISAAssignment(
@@ -85,24 +83,20 @@ class ExternalPreconditioner:
             update_factors_in_hook=False,
         )
 
-    def _make_layer(self, layer: Layer, method: str, communicator: Any) -> Any:
-        options: dict[str, Any] = {
-            "tdc": communicator,
-            "grad_scaler": lambda: self._loss_scale,
-            "factor_dtype": torch.float32,
-        }
+    def _make_layer(self, layer: Layer, communicator: Any) -> Any:
         module = _Module(layer)
-        made: Any
-        if method == "eigen":
-            library = _library("layers.eigen")
-            made = library.KFACEigenLayer(module, prediv_eigenvalues=True, **options)
-        else:
-            made = _library("layers.inverse").KFACInverseLayer(module, **options)
+        made: Any = _library("layers.eigen").KFACEigenLayer(
+            module,
+            prediv_eigenvalues=True,
+            tdc=communicator,
+            grad_scaler=lambda: self._loss_scale,
+            factor_dtype=torch.float32,
+        )
         # The library's own initial values, created here so that a checkpoint can be loaded.
         a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
         made.a_factor, made.g_factor = a, g
         shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
-        for name in self._solved:
+        for name in _SOLVED:
             setattr(made, name, shapes.get(name, a if "a" in name else g).clone())
         return made
 
@@ -157,7 +151,7 @@ class ExternalPreconditioner:
         return {
             "steps": self._kfac.steps,
             "factors": {
-                name: {key: getattr(layer, key) for key in ("a_factor", "g_factor", *self._solved)}
+                name: {key: getattr(layer, key) for key in ("a_factor", "g_factor", *_SOLVED)}
                 for name, layer in self._layers.items()
             },
         }

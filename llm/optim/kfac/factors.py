@@ -26,15 +26,13 @@ class Factor:
         max_dim: The widest block.
         device: Device of all tensors.
         owned: Whether this rank keeps the average.
-        used: Whether this rank keeps the bases or inverses.
-        prior: Begin with the identity instead of zeros, and average over updates instead of
-            tokens, as the kfac-pytorch library does.
+        used: Whether this rank keeps the bases.
 
     Attributes:
         sums: Decayed sum of x x^T of each block, fp32; empty if not owned.
         count: Decayed number of tokens, an fp32 scalar.
-        bases: For each block, the eigenvectors in columns, or the damped inverse, of its average
-            when it was last decomposed; empty if not used.
+        bases: For each block, the eigenvectors of its average when it was last decomposed, in
+            columns; empty if not used.
         values: For each block, the eigenvalues that belong to the eigenvectors.
         widths: The blocks' widths.
     """
@@ -48,7 +46,6 @@ class Factor:
         device: torch.device,
         owned: bool = True,
         used: bool = True,
-        prior: bool = False,
     ) -> None:
         self.name = name
         self.size = size
@@ -59,9 +56,8 @@ class Factor:
         self.bases = [torch.eye(w, device=device) for w in kept]
         self.values = [torch.ones(w, device=device) for w in kept]
         kept = self.widths if owned else []
-        self.sums = [torch.eye(w, device=device) * float(prior) for w in kept]
-        self.count = torch.full((), float(prior), device=device)
-        self._prior = prior
+        self.sums = [torch.zeros(w, w, device=device) for w in kept]
+        self.count = torch.zeros((), device=device)
         self._step_sums: list[Tensor] | None = None
         self._step_count = torch.zeros((), device=device)
 
@@ -115,10 +111,9 @@ class Factor:
         # Without tokens, such as for experts that the router did not choose, the past stays.
         keep = keep * (step_count > 0)
         old = 1 - (1 - decay) * keep
-        new = keep * (1 - decay) / step_count.clamp_min(1) if self._prior else keep
         for total, step in zip(self.sums, step_sums, strict=True):
-            total.mul_(old).add_(step * (scale * new))
-        self.count.mul_(old).add_(step_count * new)
+            total.mul_(old).add_(step * (scale * keep))
+        self.count.mul_(old).add_(step_count * keep)
 
     def averages(self) -> list[Tensor]:
         """Return the average of each block; zeros before the first token."""
@@ -184,7 +179,7 @@ class UpdateTimes:
         """Add the time of the block to an update.
 
         Args:
-            update: Of averages, or of bases and inverses.
+            update: Of averages, or of bases.
             ends: Whether the step's update ends with this block, so that it is counted.
         """
         began = time.perf_counter()

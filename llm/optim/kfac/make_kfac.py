@@ -27,7 +27,7 @@ EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
 """Width of ekfac's widest blocks, in widths of the model; with narrower ones the loss is higher."""
 UPDATE_STEPS = 10
-"""Steps between updates with eigen and cholesky."""
+"""Steps between updates with eigen."""
 EKFAC_STEP_DECAY = 0.99
 """Weight of the past in ekfac's averages after one step."""
 DAMPING = 0.001
@@ -124,27 +124,27 @@ def make_kfac(
         order: For SOAP beside ekfac, as for `make_soap`.
 
     Raises:
-        ConfigError: No layer is covered, a pattern matches none, the ranks cannot be divided
-            as the strategy asks, or a library is missing.
+        ConfigError: No layer is covered, a pattern matches none, or a library is missing.
     """
     coverage = cover_model(options, model) if coverage is None else coverage.within(model)
     method, settings = kfac_method(options), _settings(options)
     line = _describe_method(options, settings)
-    kl_clip = options.kfac_kl_clip or KL_CLIP
+    damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
-        assert method != "ekfac"  # The library is one of the options that select eigen.
         adamw = make_adamw(options, model)
         external = ExternalPreconditioner(
-            coverage, _parameters(adamw.param_groups), method=method, kl_clip=kl_clip, **settings
+            coverage,
+            _parameters(adamw.param_groups),
+            damping=damping,
+            kl_clip=kl_clip,
+            **settings,
         )
         return KFAC(optimizer=adamw, recorder=external, preconditioner=external, settings=line)
     curvature = Curvature(
         coverage,
         method=method,
         max_dim=max_dim(options, model),
-        strategy=options.kfac_strategy or "comm-opt",
         spread=not torch_compile,
-        compat=options.kfac_compat,
         ranks=None if whole is None else whole.factor_ranks,
         **settings,
     )
@@ -167,17 +167,16 @@ def make_kfac(
     preconditioner = Preconditioner(
         curvature,
         _parameters(adamw.param_groups),
-        damping=settings["damping"],
+        damping=damping,
         kl_clip=kl_clip,
-        graft=not options.kfac_compat,
         whole=whole,
     )
     return KFAC(optimizer=adamw, recorder=curvature, preconditioner=preconditioner, settings=line)
 
 
 def covers_stacks(options: KFACOptions) -> bool:
-    """Return whether stacks and fused weights are matrices: for the library and compat, no."""
-    return options.kfac_library != "kfac-pytorch" and not options.kfac_compat
+    """Return whether stacks and fused weights are matrices: for the library, no."""
+    return options.kfac_library != "kfac-pytorch"
 
 
 def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
@@ -202,7 +201,7 @@ def _parameters(groups: list[dict[str, Any]]) -> list[torch.nn.Parameter]:
 
 
 def _settings(options: KFACOptions) -> dict[str, Any]:
-    """Return the settings that our K-FAC and the library share, with the method's defaults."""
+    """Return the intervals and the decay, with the method's defaults."""
     is_ekfac = kfac_method(options) == "ekfac"
     default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
     factor_update_steps = options.kfac_factor_update_steps or default_steps
@@ -212,7 +211,6 @@ def _settings(options: KFACOptions) -> dict[str, Any]:
         "factor_update_steps": factor_update_steps,
         "inv_update_steps": options.kfac_inv_update_steps or default_steps,
         "factor_decay": options.kfac_factor_decay or default_decay,
-        "damping": options.kfac_damping or DAMPING,
     }
 
 

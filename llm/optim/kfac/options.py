@@ -18,11 +18,11 @@ class KFACOptions:
         False,
         "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
     )
-    kfac_method: Literal["ekfac", "eigen", "cholesky"] | None = _kfac_option(
+    kfac_method: Literal["ekfac", "eigen"] | None = _kfac_option(
         None,
-        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen and cholesky change the "
-        "gradient that AdamW then takes. If not given: ekfac, or eigen with kfac_damping, "
-        "kfac_kl_clip, kfac_compat or the library.",
+        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen changes the gradient "
+        "that AdamW then takes. If not given: ekfac, or eigen with kfac_damping, kfac_kl_clip or "
+        "the library.",
     )
     kfac_factor_update_steps: int | None = _kfac_option(
         None,
@@ -31,8 +31,7 @@ class KFACOptions:
     )
     kfac_inv_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of a factor's eigenbasis or inverse; if not given 50 for "
-        "ekfac, else 10.",
+        "Steps between two updates of a factor's eigenbasis; if not given 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_factor_decay: float | None = _kfac_option(
@@ -45,7 +44,7 @@ class KFACOptions:
     kfac_damping: float | None = _kfac_option(
         None,
         "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
-        "kfac_compat and the library.",
+        "the library.",
         above=0,
         at_most=1e30,
     )
@@ -60,25 +59,15 @@ class KFACOptions:
     kfac_max_dim: int | None = _kfac_option(
         None,
         "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
-        "model's width with ekfac and 8192 with the other methods.",
+        "model's width with ekfac and 8192 with eigen.",
         at_least=1,
-    )
-    kfac_strategy: Literal["comm-opt", "mem-opt", "hybrid-opt"] | None = _kfac_option(
-        None,
-        "Which ranks keep a layer's eigenbasis: all, one, or half of them; comm-opt if not given.",
-        resume="free",
     )
     kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
         None, "Implementation: native if not given, or kfac-pytorch, which must be installed."
     )
-    kfac_compat: bool = _kfac_option(
-        False,
-        "Use the arithmetic of kfac-pytorch: averages that begin with the identity, absolute "
-        "damping, all layers due at once.",
-    )
 
 
-def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
+def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen"]:
     """Return the method of K-FAC that is given, or that other options select."""
     if options.kfac_method is not None:
         return options.kfac_method
@@ -86,9 +75,8 @@ def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen", "cholesky"]:
 
 
 def preconditioner_options(options: KFACOptions) -> list[str]:
-    """Return the given options that only the methods eigen and cholesky use."""
+    """Return the given options that only the method eigen uses."""
     names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
-    names += ["kfac_compat"] if options.kfac_compat else []
     if options.kfac_library not in (None, "native"):
         names.append(f"kfac_library {options.kfac_library}")
     return names

@@ -16,20 +16,18 @@ from llm.optim.whole import Unit, WholeMatrices
 class Preconditioner:
     """Replaces the gradient dW [rows, columns] of each covered layer by (G + ..)^-1 dW (A + ..)^-1.
 
-    With the method `eigen` one damping is added to each product of eigenvalues (George et al.
-    2018, arXiv:1806.03884); with `cholesky` its root is split between both factors (Martens &
-    Grosse 2015, arXiv:1503.05671). Damping is relative: to the mean eigenvalue of A times that of
-    G, so that it means the same for all layers, losses and widths.
+    One damping is added to each product of eigenvalues (George et al. 2018, arXiv:1806.03884). It
+    is relative: to the mean eigenvalue of A times that of G, so that it means the same for all
+    layers, losses and widths. Each layer's result gets the norm of its gradient, for an optimizer
+    such as AdamW that has a step length of its own.
 
     Args:
-        curvature: The covered layers' factors, with the method eigen or cholesky.
+        curvature: The covered layers' factors, with the method eigen.
         parameters: All trained parameters; if any of their gradients is not finite, the step
             changes nothing.
-        damping: For eigen, what `Curvature` takes for cholesky.
+        damping: Relative damping.
         kl_clip: Bound on the squared length of the whole update in the metric of the curvature;
             None: no bound.
-        graft: Give each layer's result the norm of its gradient, for an optimizer such as AdamW
-            that has a step length of its own.
         whole: As for `CoveredUnits`.
 
     Attributes:
@@ -44,7 +42,6 @@ class Preconditioner:
         *,
         damping: float = 0.001,
         kl_clip: float | None = 0.001,
-        graft: bool = True,
         whole: WholeMatrices | None = None,
     ) -> None:
         self.curvature = curvature
@@ -52,7 +49,6 @@ class Preconditioner:
         self._parameters = list(parameters)
         self._damping = damping
         self._kl_clip = kl_clip
-        self._graft = graft
         device = self._parameters[0].device
         self.kl_scale = torch.ones((), device=device)
         self._num_clipped = torch.zeros((), device=device)
@@ -85,17 +81,12 @@ class Preconditioner:
         """Return what the gradient of a layer is replaced by."""
         inputs, outputs = self.curvature.factors_of(layer)
         result = rotate(gradient, outputs.bases, inputs.bases)
-        # With cholesky the bases are damped inverses, and this was all.
-        if self.curvature.method != "cholesky":
-            damping: Tensor | float = self._damping
-            if not self.curvature.compat:
-                damping = damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
-            products = torch.outer(torch.cat(outputs.values), torch.cat(inputs.values))
-            result = rotate_back(result / (products + damping), outputs.bases, inputs.bases)
-        if self._graft:
-            norms = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(result)
-            result = result * (norms[0] / norms[1].clamp_min(1e-30))
-        return result
+        damping = self._damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
+        products = torch.outer(torch.cat(outputs.values), torch.cat(inputs.values))
+        result = rotate_back(result / (products + damping), outputs.bases, inputs.bases)
+        norms = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(result)
+        grafted: Tensor = result * (norms[0] / norms[1].clamp_min(1e-30))
+        return grafted
 
     def _bound(self, product: Tensor, learning_rate: float) -> Tensor:
         """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.

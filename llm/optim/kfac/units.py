@@ -19,15 +19,14 @@ class CoveredUnits:
     Args:
         curvature: The covered layers' factors.
         whole: Brings gradients to the ranks that keep a layer's bases, and updates back, where
-            weights are sharded. None where every rank holds whole weights: then the ranks of a
-            column of the curvature's assignment send their updates to the other columns.
+            weights are sharded. None where every rank holds whole weights.
 
     Attributes:
         layers: The layers of each unit.
     """
 
     def __init__(self, curvature: Curvature, whole: WholeMatrices | None = None) -> None:
-        self._curvature, self._is_sharded = curvature, whole is not None
+        self._curvature = curvature
         self._whole = whole or WholeMatrices()
         by_weight: dict[Tensor, list[Layer]] = {}
         for layer in curvature.layers:
@@ -40,7 +39,7 @@ class CoveredUnits:
                 shapes=[p.shape for p in parameters],
                 cost=sum(_num_elements(curvature, layer) for layer in layers),
                 fusion=layers[0].fusion,
-                owner=curvature.column_of(layers[0]) if self._is_sharded else None,
+                owner=curvature.updater_of(layers[0]),
             )
             self.layers[unit] = layers
         self._whole.assign(list(self.layers))
@@ -62,19 +61,7 @@ class CoveredUnits:
             }
             return _as_stored(unit, matrices)
 
-        if self._is_sharded:
-            yield from self._whole.updates(list(self.layers), compute)
-            return
-        found, columns = {}, dict[int, list[Tensor]]()
-        for unit, layers in self.layers.items():
-            gradients = gradients_of(unit.parameters)
-            if gradients is None:
-                continue
-            works = self.works_on(unit)
-            found[unit] = compute(unit, gradients) if works else [*map(torch.empty_like, gradients)]
-            columns.setdefault(self._curvature.column_of(layers[0]), []).extend(found[unit])
-        self._curvature.exchange.broadcast_updates(columns)
-        yield from found.items()
+        yield from self._whole.updates(list(self.layers), compute)
 
     def inner_product(self, updates: Mapping[Unit, Sequence[Tensor]]) -> Tensor:
         """Return the sum over all units and ranks of the products of updates and gradients.
@@ -82,19 +69,12 @@ class CoveredUnits:
         Args:
             updates: As `updates` yields them; not empty.
         """
-        if self._is_sharded:  # of shards, which are no matrices of their own
-            products = [
-                (update * gradient).sum()
-                for unit, its in updates.items()
-                for update, gradient in zip(its, gradients_of(unit.parameters) or (), strict=True)
-            ]
-            return self._whole.total(torch.stack(products).sum())
         products = [
-            (layer.matrix(its) * layer.matrix(gradients_of(unit.parameters) or ())).sum()
+            (update * gradient).sum()
             for unit, its in updates.items()
-            for layer in self.layers[unit]
+            for update, gradient in zip(its, gradients_of(unit.parameters) or (), strict=True)
         ]
-        return torch.stack(products).sum()
+        return self._whole.total(torch.stack(products).sum())
 
     def all_finite(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return 1.0 if the gradients of parameters are finite on all ranks, else 0.0."""

@@ -197,11 +197,6 @@ def _size_problems(config: CoreConfig) -> list[str]:
             f"--kfac_library {config.kfac_library} needs whole weights on every rank, which "
             f"--{sizes[0]} divides; leave one of them out."
         )
-    if config.kfac_strategy is not None:
-        problems.append(
-            f"--kfac_strategy is for ranks that hold whole weights; with --{sizes[0]} one rank "
-            "keeps each basis, so leave it out."
-        )
     divisible = _WITH_MATRICES if config.data_parallel == "allreduce" else _ELEMENTWISE
     if config.optimizer not in divisible:
         problems.append(

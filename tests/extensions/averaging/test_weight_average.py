@@ -31,7 +31,7 @@ LAYOUTS = {
     "FSDP2": (2, SHARDED),
     "PP2": (2, {"pipeline_parallel_size": 2}),
     "TP2": (2, {"tensor_parallel_size": 2}),
-    "DP2 with K-FAC": (2, {"kfac": True, "kfac_strategy": "mem-opt"}),
+    "DP2 with K-FAC": (2, {"kfac": True}),
     "PP2xFSDP2": (4, {"pipeline_parallel_size": 2, **SHARDED}),
 }
 IN_SHORT = ("FSDP2",)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llm.errors import ConfigError
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.distribution import assign
 from llm.optim.kfac.ekfac import EKFAC
@@ -38,9 +37,9 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 12), Block(), nn.LayerNorm(12), nn.Linear(12, 5))
 
 
-def make_optimizer(model, method, strategy):
+def make_optimizer(model, method):
     coverage = find_layers(model, sample_forward=lambda module: module(torch.zeros(1, 6)))
-    curvature = Curvature(coverage, method=method, strategy=strategy, damping=0.01, **OPTIONS)
+    curvature = Curvature(coverage, method=method, **OPTIONS)
     if method == "ekfac":
         optimizer = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
         return curvature, optimizer, None
@@ -72,17 +71,17 @@ def train(model, curvature, optimizer, preconditioner, steps, *, rank, world_siz
                 optimizer.step()
 
 
-METHODS = ["ekfac", "eigen", "cholesky"]
+METHODS = ["ekfac", "eigen"]
 
 
-def run(strategy):
+def run():
     """The weights that each method ends with."""
     dist.init_process_group("gloo")
     where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     weights = {}
     for method in METHODS:
         model = make_model()
-        train(model, *make_optimizer(model, method, strategy), range(STEPS), **where)
+        train(model, *make_optimizer(model, method), range(STEPS), **where)
         weights[method] = [p.detach().numpy().copy() for p in model.parameters()]
     dist.destroy_process_group()
     return weights
@@ -93,18 +92,14 @@ def alone():
     weights = {}
     for method in METHODS:
         model = make_model()
-        parts = make_optimizer(model, method, "comm-opt")
-        train(model, *parts, range(STEPS), rank=0, world_size=1)
+        train(model, *make_optimizer(model, method), range(STEPS), rank=0, world_size=1)
         weights[method] = [p.detach().numpy() for p in model.parameters()]
     return weights
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [(2, "comm-opt"), (2, "mem-opt"), (4, "hybrid-opt"), (4, "mem-opt")],
-)
-def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size, strategy):
-    found = values(run_ranks(run, world_size, strategy))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks_ends_with_the_weights_of_one_process(alone, world_size):
+    found = values(run_ranks(run, world_size))
 
     for weights in found:
         for method in METHODS:
@@ -114,11 +109,11 @@ def test_all_layouts_end_with_the_same_weights_as_one_process(alone, world_size,
                 assert (one == of_rank_0).all()
 
 
-def resume(strategy):
+def resume():
     dist.init_process_group("gloo")
     where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     model = make_model()
-    curvature, optimizer, _ = make_optimizer(model, "ekfac", strategy)
+    curvature, optimizer, _ = make_optimizer(model, "ekfac")
     train(model, curvature, optimizer, None, range(7), **where)
     saved = copy.deepcopy(
         (
@@ -129,7 +124,7 @@ def resume(strategy):
     )
     train(model, curvature, optimizer, None, range(7, STEPS), **where)
     other = make_model()
-    other_curvature, other_optimizer, _ = make_optimizer(other, "ekfac", strategy)
+    other_curvature, other_optimizer, _ = make_optimizer(other, "ekfac")
     other.load_state_dict(saved[0])
     for name, parameter in other.named_parameters():
         for key, tensor in other_optimizer.state[parameter].items():
@@ -150,29 +145,13 @@ def resume(strategy):
     return same, digest
 
 
-@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt"])
-def test_a_resumed_run_continues_bit_by_bit_and_ranks_keep_equal_copies(strategy):
-    found = values(run_ranks(resume, 4, strategy))
+def test_a_resumed_run_continues_bit_by_bit_and_ranks_keep_equal_copies():
+    found = values(run_ranks(resume, 4))
 
     whole = {key: value for _, digest in found for key, value in digest.items()}
     for same, digest in found:
         assert all(same)
         assert digest.items() <= whole.items()
-
-
-def memory(strategy):
-    dist.init_process_group("gloo")
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
-    curvature = Curvature(find_layers(model), strategy=strategy)
-    dist.destroy_process_group()
-    return curvature.num_bytes()
-
-
-def test_four_ranks_hold_a_quarter_of_factors_and_bases_each():
-    whole = Curvature(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))))
-
-    for kept in values(run_ranks(memory, 4, "mem-opt")):
-        assert kept == pytest.approx(whole.num_bytes() / 4, rel=0.1)
 
 
 def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
@@ -181,10 +160,12 @@ def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
     }
 
-    found = assign(groups, world_size=2, strategy="mem-opt")
+    found = assign(groups, world_size=2, together=True)
 
-    assert found.column_of == {"a": 0, "b": 1, "c": 1, "d": 0}
-    assert found.owner_of["c.G"] == 1
+    by_group = {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert found.owner_of == {f"{n}.{side}": r for n, r in by_group.items() for side in "AG"}
+    apart = assign(groups, world_size=2, together=False)
+    assert (apart.owner_of["a.A"], apart.owner_of["a.G"]) == (0, 1)
     # Two factors of cost 5 come first, then those of 4, 3 and 2; 28 in all.
     assert found.phase_of == {
         "a.A": 0,
@@ -198,27 +179,10 @@ def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
     }
 
 
-def test_a_hybrid_grid_has_owner_columns_and_broadcast_rows():
-    found = assign({"a": {"a.A": 1.0}}, world_size=8, strategy="hybrid-opt")
-
-    assert [found.column_ranks(column) for column in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert found.row_ranks(6) == [6, 7]
-
-
-def test_a_hybrid_grid_needs_an_even_number_of_ranks():
-    with pytest.raises(ConfigError, match="hybrid-opt divides the ranks in two halves, and 3 is"):
-        assign({"a": {"a.A": 1.0}}, world_size=3, strategy="hybrid-opt")
-
-
-def test_one_rank_owns_everything_under_any_strategy():
-    for strategy in ("comm-opt", "hybrid-opt", "mem-opt"):
-        assert assign({"a": {"a.A": 1.0}}, world_size=1, strategy=strategy).num_columns == 1
-
-
 def count_failures():
     """Rank 1 fails once; what each rank says of it, before and after a resume."""
     dist.init_process_group("gloo")
-    curvature, *_ = make_optimizer(make_model(), "ekfac", "mem-opt")
+    curvature, *_ = make_optimizer(make_model(), "ekfac")
     if dist.get_rank() == 1:
         curvature._fallbacks += 1
     told = [curvature.metrics()["fallbacks"].item(), curvature.state_dict()["fallbacks"].item()]

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.distribution import KFACStrategy
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.make_kfac import covers_stacks
@@ -138,7 +137,7 @@ def test_a_checkpointed_block_with_experts_is_counted_once():
     assert set(counts.values()) == {2 * batch().numel()}
 
 
-@pytest.mark.parametrize("optimizer", ["ekfac", "eigen", "cholesky"])
+@pytest.mark.parametrize("optimizer", ["ekfac", "eigen"])
 def test_micro_batches_do_not_change_what_experts_learn(optimizer):
     whole, apart = (train(optimizer=optimizer, micro_batches=n) for n in (1, 4))
     for name, weight in whole.items():
@@ -184,16 +183,11 @@ def test_an_expert_that_saw_no_token_decays_and_stays_finite():
     assert torch.isfinite(experts.gate_up_proj).all()
 
 
-def on_ranks(strategy: KFACStrategy):
+def on_ranks():
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = mixtral()
-    curvature = Curvature(
-        covered(model),
-        factor_update_steps=1,
-        inv_update_steps=2,
-        strategy=strategy,
-    )
+    curvature = Curvature(covered(model), factor_update_steps=1, inv_update_steps=2)
     ekfac = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, eps=EPS)
     for step in range(STEPS):
         ids = batch(step)
@@ -211,10 +205,9 @@ def on_ranks(strategy: KFACStrategy):
     return {name: p.detach() for name, p in model.named_parameters()}, shapes
 
 
-@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
-def test_two_ranks_learn_as_one(strategy):
+def test_two_ranks_learn_as_one():
     alone = train()
-    found = values(run_ranks(on_ranks, 2, strategy))
+    found = values(run_ranks(on_ranks, 2))
     for weights, _ in found:
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
@@ -224,8 +217,8 @@ def test_two_ranks_learn_as_one(strategy):
 
 @pytest.mark.parametrize(
     ("given", "covered"),
-    [({}, True), ({"kfac_library": "kfac-pytorch"}, False), ({"kfac_compat": True}, False)],
-    ids=["by default", "the library", "its arithmetic"],
+    [({}, True), ({"kfac_library": "kfac-pytorch"}, False)],
+    ids=["by default", "the library"],
 )
-def test_experts_are_covered_except_by_the_library_and_compat_mode(given, covered):
+def test_experts_are_covered_except_by_the_library(given, covered):
     assert covers_stacks(KFACOptions(kfac=True, **given)) is covered

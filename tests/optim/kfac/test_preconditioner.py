@@ -1,8 +1,5 @@
 import copy
-import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,73 +10,19 @@ from llm.optim.kfac.layers import find_layers
 from llm.optim.kfac.preconditioner import Preconditioner
 from tests.optim.kfac.toy import forward_backward, toy_batch, toy_model
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 
-
-def make(model, method="eigen", *, damping=0.01, kl_clip=None, graft=False, **options):
-    curvature = Curvature(find_layers(model), method=method, damping=damping, **options)
-    return Preconditioner(
-        curvature, model.parameters(), damping=damping, kl_clip=kl_clip, graft=graft
-    )
+def make(model, *, damping=0.01, kl_clip=None, **options):
+    curvature = Curvature(find_layers(model), method="eigen", **options)
+    return Preconditioner(curvature, model.parameters(), damping=damping, kl_clip=kl_clip)
 
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def relative_error(found, expected):
-    return (found - torch.from_numpy(expected)).abs().max() / np.abs(expected).max()
-
-
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_compat_is_the_arithmetic_of_kfac_pytorch(path):
-    """Recorded from runs of kfac-pytorch 0.4.2: factors, gradients before and after, weights."""
-    data = np.load(path)
-    meta = json.loads(str(data["meta"]))
-    model = nn.Sequential()
-    model.fc1, model.tanh, model.fc2 = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5, bias=False)
-    for name, parameter in model.named_parameters():
-        parameter.data = torch.from_numpy(data[f"s0.param.{name}"])
-    kfac = make(
-        model,
-        {"eigen": "eigen", "inverse": "cholesky"}[meta["compute_method"]],
-        damping=meta["damping"],
-        kl_clip=meta["kl_clip"],
-        factor_update_steps=meta["factor_update_steps"],
-        inv_update_steps=meta["inv_update_steps"],
-        factor_decay=meta["factor_decay"],
-        compat=True,
-    )
-    for step in range(3):
-        model.zero_grad()
-        x, y = torch.from_numpy(data["x"][step]), torch.from_numpy(data["y"][step])
-        with kfac.curvature.capture_stats(token_weight=1 / y.numel()):
-            for inputs, labels in zip(x, y, strict=True):
-                loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
-                (loss / len(x)).backward()
-        for name, gradient in gradients(model).items():
-            assert relative_error(gradient, data[f"s{step}.grad.{name}"]) < 1e-5
-
-        kfac.precondition(learning_rate=meta["lr"])
-
-        for layer in kfac.curvature.layers:
-            for side, factor in zip("AG", kfac.curvature.factors_of(layer), strict=True):
-                expected = data[f"s{step}.{side}.{layer.name}"]
-                assert relative_error(factor.averages()[0], expected) < 1e-5
-            result = layer.gradient() / kfac.kl_scale
-            assert relative_error(result, data[f"s{step}.v.{layer.name}"]) < 2e-4
-        assert float(kfac.kl_scale) == pytest.approx(float(data[f"s{step}.nu"]), rel=2e-4)
-        for name, parameter in model.named_parameters():
-            assert relative_error(parameter.grad, data[f"s{step}.pgrad.{name}"]) < 2e-4
-            parameter.data -= meta["lr"] * parameter.grad
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.detach(), data[f"final.param.{name}"]) < 1e-5
-
-
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_gradient_is_multiplied_by_both_damped_inverses(method):
+def test_a_gradient_is_multiplied_by_the_damped_inverse_and_keeps_its_norm():
     model = toy_model()
-    kfac = make(model, method)
+    kfac = make(model)
     forward_backward(model, kfac.curvature, *toy_batch(0))
     before = {layer.name: layer.gradient().clone() for layer in kfac.curvature.layers}
 
@@ -88,26 +31,20 @@ def test_a_gradient_is_multiplied_by_both_damped_inverses(method):
     for layer in kfac.curvature.layers:
         a, g = (factor.averages()[0].double() for factor in kfac.curvature.factors_of(layer))
         mean_a, mean_g = a.trace() / len(a), g.trace() / len(g)
-        if method == "eigen":
-            whole = torch.kron(g, a)
-            damped = whole + 0.01 * mean_a * mean_g * torch.eye(len(whole))
-        else:
-            pi = (mean_a / mean_g).sqrt()
-            root = (0.01 * mean_a * mean_g).sqrt()
-            damped = torch.kron(
-                g + root / pi * torch.eye(len(g)), a + pi * root * torch.eye(len(a))
-            )
-        expected = torch.linalg.solve(damped, before[layer.name].double().flatten())
+        whole = torch.kron(g, a)
+        damped = whole + 0.01 * mean_a * mean_g * torch.eye(len(whole))
+        gradient = before[layer.name].double().flatten()
+        expected = torch.linalg.solve(damped, gradient)
+        expected *= gradient.norm() / expected.norm()
         found = layer.gradient().double().flatten()
         assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_the_result_does_not_depend_on_micro_batches_or_loss_scale(method):
+def test_the_result_does_not_depend_on_micro_batches_or_loss_scale():
     results = []
     for split in ({}, {"micro_batches": 4}, {"loss_scale": 4096.0}):
         model = toy_model()
-        kfac = make(model, method)
+        kfac = make(model)
         for seed in range(3):
             forward_backward(model, kfac.curvature, *toy_batch(seed), **split)
             kfac.precondition(learning_rate=0.1)
@@ -120,7 +57,7 @@ def test_the_result_does_not_depend_on_micro_batches_or_loss_scale(method):
 
 def test_grafting_keeps_the_norm_of_each_layers_gradient():
     model = toy_model()
-    kfac = make(model, graft=True)
+    kfac = make(model)
     forward_backward(model, kfac.curvature, *toy_batch(0))
     norms = [layer.gradient().norm() for layer in kfac.curvature.layers]
 
@@ -148,12 +85,11 @@ def test_the_update_is_bounded_in_the_measure_of_the_curvature():
     assert metrics["condition"] > 1
 
 
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_step_with_an_infinite_gradient_changes_no_state(method):
+def test_a_step_with_an_infinite_gradient_changes_no_state():
     results = []
     for seeds in ([0, 1, 2], [0, 2]):
         model = toy_model()
-        kfac = make(model, method, factor_update_steps=1, inv_update_steps=1)
+        kfac = make(model, factor_update_steps=1, inv_update_steps=1)
         for seed in seeds:
             forward_backward(model, kfac.curvature, *toy_batch(seed))
             if seed == 1:
@@ -183,9 +119,8 @@ def test_conv1d_and_linear_with_equal_weights_get_the_same_gradient():
     torch.testing.assert_close(conv.first.bias.grad, linear.first.bias.grad)
 
 
-@pytest.mark.parametrize("compat", [False, True])
-def test_a_resumed_run_continues_bit_by_bit(compat):
-    options = {"factor_update_steps": 2, "inv_update_steps": 3, "compat": compat}
+def test_a_resumed_run_continues_bit_by_bit():
+    options = {"factor_update_steps": 2, "inv_update_steps": 3}
     model = toy_model()
     kfac = make(model, **options)
     results = []
@@ -206,7 +141,7 @@ def test_a_resumed_run_continues_bit_by_bit(compat):
 
 def test_layers_that_never_saw_a_token_keep_their_gradient():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    kfac = make(model, graft=True)
+    kfac = make(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with kfac.curvature.capture_stats():
