@@ -33,6 +33,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.trained_model import (
     build_untrained,
     choose_checkpoint,
+    export_trained,
     follow_best,
     load_trained,
     read_config,
@@ -343,22 +344,10 @@ def _write(
     card: dict[str, object],
 ) -> None:
     """Export a model, with some entries of its card."""
-    from llm.models.export import export_model, write_model_card
-    from llm.models.mup import scales_of
-
+    card = {"name": run.resolve().name, **card, "seed": config.seed}
+    weights = {name: tensor.detach() for name, tensor in state.items()}
     try:
-        export_model(
-            config=model.config,
-            state_dict={name: tensor.detach() for name, tensor in state.items()},
-            folder=target,
-            tokenizer=tokenizer,
-            generation_config=model.generation_config,
-            trust_remote_code=config.trust_remote_code,
-            dtype=config.export_dtype,
-            attention_factor=scales_of(config, model.config).attention,
-        )
-        known = {"name": run.resolve().name, "architecture": model.config.model_type}
-        write_model_card(target, {**known, **card, "seed": config.seed})
+        export_trained(config, model, tokenizer, weights, folder=target, card=card)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from error
 

@@ -68,6 +68,15 @@ class PeerLostError(LLMError):
     """Another rank has died or hangs, which the watchdog has logged."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, to end a sentence with."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def one_line(error: BaseException) -> str:
+    """Return another library's error as one line of at most 240 characters, without a full stop.
+
+    Of an error that wraps those of several ranks, it is the first one.
+    """
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= 240 else f"{text[:237]}..."

@@ -18,7 +18,7 @@ from llm.config.command_line import parse
 from llm.config.options import given, option, option_group
 from llm.config.program import program
 from llm.config.toml import given_as_toml, read_toml
-from llm.errors import ConfigError, LLMError, first_line
+from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.trainers.gpt.extensions import GPTConfig
@@ -201,7 +201,7 @@ def _explained(option_name: str, name: str) -> Iterator[None]:
             "private repository needs `hf auth login`."
         ) from error
     except Exception as error:  # of the network, the Hub or the disk: the client has many
-        reason = first_line(error.__cause__ or error)
+        reason = one_line(error.__cause__ or error)
         raise ConfigError(
             f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
             "and the disk, and start this again: it continues with what is missing."
@@ -342,7 +342,7 @@ def _task_settings(path: Path) -> dict[str, Any]:
         for name in [included] if isinstance(included, str) else included:
             settings = _task_settings(path.parent / name) | settings
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--eval_tasks {path} cannot be read: {first_line(error)}.") from error
+        raise ConfigError(f"--eval_tasks {path} cannot be read: {one_line(error)}.") from error
     return settings
 
 

@@ -6,7 +6,6 @@ Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the mo
 """
 
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,9 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
-from llm.errors import ConfigError, DivergedError
+from llm.errors import ConfigError, DivergedError, one_line
 from llm.runtime.cpu import limit_spin_wait
+from llm.runtime.files import read_json_lines
 from llm.runtime.logging import quiet_libraries
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, world_from_environment
@@ -168,12 +168,7 @@ def _remedy(options: GenerateOptions) -> str:
 def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
     """Return the step of the last finite training loss, and the first later step without one."""
     finite, since = 0, None
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # a kill has cut the last line short
-            break
+    for row in filter(None, read_json_lines(metrics)):
         if row.get("loss") is not None:
             finite, since = row["step"], None
         if since is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
@@ -238,7 +233,6 @@ def _open_checkpoint(run: Path, name: str) -> "Model":
 
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     quiet_libraries()
-    from llm.models.configuration import one_line
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
@@ -250,7 +244,7 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library and the model's own code may raise anything
-        raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}") from error
+        raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}.") from error
     _say(f"The model that is exported in {folder}.")
     return model, tokenizer
 

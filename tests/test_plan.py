@@ -26,7 +26,7 @@ from llm.plan.__main__ import main
 from llm.plan.batch_size import largest_batch
 from llm.plan.estimate import Estimate, checkpoint_bytes, estimate, search, transfers
 from llm.plan.job import DEVICES, Job
-from llm.plan.memory import _Stage, in_flight
+from llm.plan.memory import StagePlan, in_flight
 from llm.plan.options import PlanOptions
 from llm.plan.rank_model import (
     count_parameters,
@@ -306,7 +306,7 @@ def test_casts_of_weights_stay_for_all_micro_batches_of_a_step() -> None:
         job = job_of(
             mixed_precision="bf16", gradient_accumulation_steps=accumulation, chunked_loss=False
         )
-        moments = {memory.moment: memory for memory in _Stage(job, job.layout, 0).moments()}
+        moments = {memory.moment: memory for memory in StagePlan(job, job.layout, 0).moments()}
         totals.append(moments["backward of its first layer"].activations)
     trace, counts = job.trace(1, 1), job.param_counts(1)
 

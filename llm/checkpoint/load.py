@@ -19,7 +19,7 @@ from llm.checkpoint.format import (
     split_state,
 )
 from llm.checkpoint.verify import ALONE, Verifiers
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,7 @@ def read_tensors(
             load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer: {cause(error)}"
+            f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
         ) from error
     assert planner.metadata is not None  # set by `load`
     # A rank may hold some of the tensors only. The maximum over ranks of 2 (read), 1 (wanted but
@@ -196,13 +196,3 @@ def read_tensors(
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer, which has no {unread[0]}."
         )
-
-
-def cause(error: BaseException) -> str:
-    """Return an error as one line: that of the first rank, if a CheckpointException wraps them."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -27,7 +27,6 @@ from llm.checkpoint.format import (
     split_state,
     write_manifest,
 )
-from llm.checkpoint.load import cause
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune
 from llm.checkpoint.snapshot import (
@@ -37,7 +36,7 @@ from llm.checkpoint.snapshot import (
     copy_to_host,
     is_finite,
 )
-from llm.errors import CheckpointError, NotFiniteError
+from llm.errors import CheckpointError, NotFiniteError, one_line
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
@@ -285,7 +284,7 @@ class Saver:
         try:
             action()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            problem = cause(error)
+            problem = one_line(error)
         return next((other for other in self._all_gather(problem) if other is not None), None)
 
     def _all_gather(self, value: Any) -> list[Any]:

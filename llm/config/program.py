@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from llm.errors import LLMError, first_line
+from llm.errors import LLMError, one_line
 
 COMMAND = "llm-trainers"
 """The command that starts every program by its name."""
@@ -39,7 +39,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             return 2
         except OSError as error:
             place = f"{error.filename} cannot be used: " if error.filename else ""
-            sys.stderr.write(f"error: {place}{error.strerror or first_line(error)}.\n")
+            sys.stderr.write(f"error: {place}{error.strerror or one_line(error)}.\n")
             return 2
         except KeyboardInterrupt:
             sys.stderr.write("Interrupted.\n")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, beside, mapping_of
-from llm.data.mixture import Mixture, Stage
+from llm.data.mixture import Mixture, MixtureStage
 from llm.data.order import WindowSampler
 from llm.errors import DataError
 
@@ -156,7 +156,7 @@ class Corpus:
 
     train: tuple[CorpusSource, ...]
     validation: tuple[CorpusSource, ...]
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[MixtureStage, ...] = ()
 
 
 class Samples:
@@ -184,14 +184,14 @@ class Samples:
         self,
         sources: Sequence[CorpusSource],
         *,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[MixtureStage] = (),
         block_size: int,
         seed: int,
     ) -> None:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        only = Stage(None, tuple(source.weight for source in sources))
+        only = MixtureStage(None, tuple(source.weight for source in sources))
         self._mixture = Mixture(stages or [only], block_size=block_size)
         self._samplers = {
             number: WindowSampler(

@@ -17,8 +17,8 @@ from llm.data.corpus import Samples, TokenStream
 from llm.data.order import DocumentEnds
 from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
 from llm.errors import DataError
+from llm.runtime.labels import IGNORED
 
-IGNORED = -100  # the label that torch's cross-entropy leaves out
 _PREFETCH_STEPS = 2
 
 

@@ -12,7 +12,7 @@ from llm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class MixtureStage:
     """The weights of all sources during a part of a run.
 
     Attributes:
@@ -24,7 +24,7 @@ class Stage:
     weights: tuple[float, ...]
 
 
-def stage_starts(stages: Sequence[Stage], *, block_size: int) -> list[int]:
+def stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int]:
     """Return the first sample of each stage, the one after the whole samples within its border.
 
     Args:
@@ -60,7 +60,7 @@ class Mixture:
         ConfigError: A stage has no sample.
     """
 
-    def __init__(self, stages: Sequence[Stage], *, block_size: int) -> None:
+    def __init__(self, stages: Sequence[MixtureStage], *, block_size: int) -> None:
         self._starts = stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
         # Samples that each source has served before each stage.

@@ -12,7 +12,7 @@ from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
-from llm.data.mixture import Stage
+from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
 from llm.data.order import DocumentEnds
 from llm.data.preparation.cache import TokenCache
@@ -156,7 +156,7 @@ class _Opener:
                 blend[file] += source.weight
             blends.append(blend)
         stages = tuple(
-            Stage(stage.until, tuple(blend[file] for file in first))
+            MixtureStage(stage.until, tuple(blend[file] for file in first))
             for stage, blend in zip(self.options.data_stage, blends, strict=True)
         )
         names = _names([source.stream.file.prefix for source in first.values()])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+GIB = 2**30
+
 PEAK_TFLOPS = {
     "GB300": 2500.0,
     "GB200": 2500.0,

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from llm.metrics.hardware import memory_in_use
-from llm.runtime.files import sync, write_whole
+from llm.runtime.files import read_json_lines, sync, write_whole
 from llm.runtime.logging import event
 
 logger = logging.getLogger("llm")
@@ -254,18 +254,9 @@ def cut_metrics(path: Path, *, step: int) -> set[str]:
     Returns:
         The names of the values that are left of the step itself.
     """
-    kept: list[str] = []
-    names: set[str] = set()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] <= step:
-            kept.append(f"{line}\n")
-            names |= record.keys() if record["step"] == step else set()
-    write_whole(path, "".join(kept))
-    return names
+    kept = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
+    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+    return {name for line in kept if line["step"] == step for name in line}
 
 
 def _tag(name: str) -> str:

@@ -18,8 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.errors import ConfigError, one_line
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import disable_packing_detection
 from llm.models.mup import scales_of
@@ -149,12 +148,12 @@ def _loaded_model(
     except OSError as error:
         raise ConfigError(
             f"--model_name_or_path {weights_from} has no weights that can be read: check the name "
-            f"and the network, or name a local folder with weights ({one_line(error)})"
+            f"and the network, or name a local folder with weights ({one_line(error)})."
         ) from error
     except RuntimeError as error:
         raise ConfigError(
             f"The weights of {weights_from} do not fit the {config.model_type} configuration: "
-            f"leave out what changes its sizes, or start from scratch ({one_line(error)})"
+            f"leave out what changes its sizes, or start from scratch ({one_line(error)})."
         ) from error
     except (ValueError, ImportError, TypeError) as error:
         raise _refusal(options, config, error) from error
@@ -175,13 +174,13 @@ def _refusal(options: ModelOptions, config: PreTrainedConfig, error: Exception) 
     kernel = options.attention_implementation
     about_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
     if kernel in (None, "eager") or not about_attention:
-        return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}")
+        return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}.")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     flags = _ATTENTION_FLAGS.items()
     kernels = ["eager", *(name for name, flag in flags if getattr(model_class, flag, False))]
     return ConfigError(
         f"--attention_implementation {kernel} cannot be used with {config.model_type}, which "
-        f"offers {', '.join(kernels)}: {one_line(error)}"
+        f"offers {', '.join(kernels)}: {one_line(error)}."
     )
 
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from llm.errors import ConfigError
+from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, shape_options
 from llm.models.sizes import gpt2_fields, shape_changes
 
@@ -123,12 +123,6 @@ def has_weights(model_name_or_path: str) -> bool:
     )
 
 
-def one_line(error: Exception) -> str:
-    """Return the message of a library's error as one line, cut to 240 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else f"{text[:237]}..."
-
-
 def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
     option = "--config_name" if options.config_name else "--model_name_or_path"
     local = Path(name).exists()
@@ -146,7 +140,7 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
             ) from error
         if local:
             raise ConfigError(
-                f"{option} {name} cannot be read as a model's configuration: {one_line(error)}"
+                f"{option} {name} cannot be read as a model's configuration: {one_line(error)}."
             ) from error
         raise ConfigError(
             f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
@@ -203,7 +197,7 @@ def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) ->
     try:
         return type(config).from_dict({**stated, **changes})
     except Exception as error:
-        raise ConfigError(f"--config_overrides {text} cannot be: {one_line(error)}") from error
+        raise ConfigError(f"--config_overrides {text} cannot be: {one_line(error)}.") from error
 
 
 def _parse(value: str, *, like: Any, option: str) -> Any:

@@ -25,9 +25,7 @@ from torch.distributed.tensor import DTensor
 from llm.models.compilation import compile_for_fixed_shapes
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.weight_casts import copy_once
-
-IGNORED = -100
-"""The label of a position that has no loss."""
+from llm.runtime.labels import IGNORED
 
 
 def chunked_cross_entropy(

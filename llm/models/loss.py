@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from llm.models.cross_entropy import IGNORED, chunked_cross_entropy
+from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.models.source_losses import sum_by_source
+from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64

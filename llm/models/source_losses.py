@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llm.models.cross_entropy import IGNORED
+from llm.runtime.labels import IGNORED
 
 
 def empty_sums(num_sources: int, device: torch.device) -> Tensor:

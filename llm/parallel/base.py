@@ -16,6 +16,7 @@ from llm.models.weight_casts import cast_weights_once
 from llm.optim.kfac.ekfac import EKFAC
 from llm.optim.kfac.make_kfac import KFAC
 from llm.parallel.accelerator import convert_to_fp8, order_buckets
+from llm.runtime.labels import IGNORED
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -226,7 +227,7 @@ class AcceleratedStrategy:
         micro_batch = self._local_batch(micro_batch)
         with self.autocast():
             _, loss_sum = self.wrapped(*micro_batch)
-        return loss_sum, (micro_batch.labels != -100).sum()
+        return loss_sum, (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -343,7 +344,8 @@ class AcceleratedStrategy:
         """
         if self.rank != 0:
             return {}
-        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        # Copies on a CPU too: with averaged weights the live ones change back.
+        return {name: t.to("cpu", copy=True) for name, t in self.model.state_dict().items()}
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:

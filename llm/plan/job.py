@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.options import LENGTHS
 from llm.errors import ConfigError
-from llm.metrics.hardware import PEAK_TFLOPS
+from llm.metrics.hardware import GIB, PEAK_TFLOPS
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.options import recomputation
@@ -29,8 +29,6 @@ from llm.plan.options import PlanOptions
 from llm.plan.rank_model import ParamCounts, count_parameters, optimizer_memory, split_model
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_layout
-
-GIB = 2**30
 
 USABLE = 0.95
 """Of a GPU's memory; fragmentation takes the rest."""

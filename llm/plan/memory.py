@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 
+from llm.metrics.hardware import GIB
 from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.parallel.matrices import BUCKET
-from llm.plan.job import GIB, Job
+from llm.plan.job import Job
 from llm.plan.rank_model import FP32, num_elements, shard_sizes
 
 KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
@@ -59,7 +60,7 @@ def peak_memory(job: Job, layout: ParallelDims) -> Memory:
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
     """
-    stages = [_Stage(job, layout, stage) for stage in range(layout.pipeline)]
+    stages = [StagePlan(job, layout, stage) for stage in range(layout.pipeline)]
     return max((m for stage in stages for m in stage.moments()), key=lambda memory: memory.total)
 
 
@@ -77,7 +78,7 @@ def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, vir
     return min(micro_batches, stages - stage)
 
 
-class _Stage:
+class StagePlan:
     """The memory of one rank of one stage during a step."""
 
     def __init__(self, job: Job, layout: ParallelDims, stage: int) -> None:

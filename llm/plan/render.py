@@ -7,8 +7,9 @@ from typing import Any
 
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
+from llm.metrics.hardware import GIB
 from llm.plan.estimate import Estimate, checkpoint_bytes
-from llm.plan.job import GIB, Job
+from llm.plan.job import Job
 from llm.plan.memory import KINDS
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")

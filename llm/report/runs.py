@@ -14,6 +14,7 @@ from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError
 from llm.report.events import Event, logged_events, planned_events
+from llm.runtime.files import read_json_lines
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
@@ -226,19 +227,8 @@ def _read_metrics(path: Path) -> tuple[list[Row], int]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the JSON objects of a file, one a line; None for a line that cannot be read."""
-
-    def read(line: str) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return None
-        return record if isinstance(record, dict) and "step" in record else None
-
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [read(line) for line in file]
+    """Return the lines of a file that have a step; None for other lines."""
+    return [line if line and "step" in line else None for line in read_json_lines(path)]
 
 
 def _between(steps: list[float], values: list[float], step: float) -> float:

@@ -3,9 +3,10 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -23,6 +24,25 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
+    """Return the objects of a file, one per line; none if the file does not exist.
+
+    A line that cannot be read is None: a kill may cut the last one short.
+    """
+
+    def read(line: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) else None
+
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [read(line) for line in file]
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llm.errors import ConfigError, first_line
+from llm.errors import ConfigError, one_line
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
 
@@ -169,7 +169,7 @@ def load_tokenizer(
 
 
 def _explain(files: TokenizerFiles, error: Exception) -> str:
-    reason, name = first_line(error), files.name
+    reason, name = one_line(error), files.name
     if files.kind == "pair":
         return (
             f"--vocab_file {name} and --merges_file {files.merges_file} are not GPT-2's "

@@ -5,7 +5,7 @@ import pytest
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.epoch_limits import check_epochs
 from llm.data.formats.flat import open_token_file
-from llm.data.mixture import Stage
+from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
 from llm.errors import ConfigError
 from tests.support.token_files import write_pair
@@ -51,7 +51,7 @@ def test_only_the_sources_that_are_named_have_a_limit(sources):
 
 
 def test_epochs_count_over_all_stages(sources):
-    stages = [Stage(100, (0.4, 0.6)), Stage(None, (0.6, 0.4))]
+    stages = [MixtureStage(100, (0.4, 0.6)), MixtureStage(None, (0.6, 0.4))]
     check(sources, 20, 1.0, stages=stages)
     with pytest.raises(ConfigError, match=r"the source b, .* take 12 \(1.2 epochs\)"):
         check(sources, 25, 1.0, stages=stages)

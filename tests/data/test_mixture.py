@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.flat import open_token_file
-from llm.data.mixture import Mixture, Stage, stage_starts
+from llm.data.mixture import Mixture, MixtureStage, stage_starts
 from llm.data.order import Blend, WindowSampler
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_pair
@@ -25,7 +25,7 @@ def staged(draw):
     ends = sorted(draw(st.sets(st.integers(1, 300), max_size=3)))
     weight = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
     blend = st.lists(weight, min_size=num_sources, max_size=num_sources).filter(any)
-    return [Stage(end, tuple(draw(blend))) for end in [*ends, None]]
+    return [MixtureStage(end, tuple(draw(blend))) for end in [*ends, None]]
 
 
 def mixture_of(stages, block_size=1):
@@ -73,12 +73,16 @@ def test_any_samples_are_located_without_those_before_them(stages, samples):
 
 def test_one_stage_is_a_blend():
     samples = np.array([0, 7, 10**6, 10**9])
-    one = mixture_of([Stage(None, (0.7, 0.3))]).locate(samples)
+    one = mixture_of([MixtureStage(None, (0.7, 0.3))]).locate(samples)
     assert np.stack(one).tolist() == np.stack(Blend([0.7, 0.3]).locate(samples)).tolist()
 
 
 def test_a_stage_has_the_samples_that_fit_whole_into_its_tokens():
-    stages = [Stage(95, (1.0, 0.0)), Stage(100, (0.0, 1.0)), Stage(None, (1.0, 1.0))]
+    stages = [
+        MixtureStage(95, (1.0, 0.0)),
+        MixtureStage(100, (0.0, 1.0)),
+        MixtureStage(None, (1.0, 1.0)),
+    ]
     assert stage_starts(stages, block_size=10) == [0, 9, 10]
 
     sources, numbers = mixture_of(stages, block_size=10).locate(np.arange(14))
@@ -89,7 +93,7 @@ def test_a_stage_has_the_samples_that_fit_whole_into_its_tokens():
 
 def test_borders_lie_exactly_a_trillion_tokens_into_a_run():
     end = 10**12
-    stages = [Stage(end * 4096, (0.5, 0.5)), Stage(None, (0.0, 1.0))]
+    stages = [MixtureStage(end * 4096, (0.5, 0.5)), MixtureStage(None, (0.0, 1.0))]
     mixture = mixture_of(stages, block_size=4096)
 
     sources, numbers = mixture.locate(end + np.arange(-2, 2))
@@ -107,7 +111,7 @@ def test_borders_lie_exactly_a_trillion_tokens_into_a_run():
 )
 def test_a_stage_without_a_sample_is_refused(ends, said):
     with pytest.raises(ConfigError, match=said):
-        mixture_of([Stage(end, (1.0,)) for end in [*ends, None]], block_size=10)
+        mixture_of([MixtureStage(end, (1.0,)) for end in [*ends, None]], block_size=10)
 
 
 def test_a_look_up_computes_one_block_of_the_blend_and_of_a_source(tmp_path, monkeypatch):
@@ -124,7 +128,9 @@ def test_a_look_up_computes_one_block_of_the_blend_and_of_a_source(tmp_path, mon
 
     for kind in (Blend, WindowSampler):
         monkeypatch.setattr(kind, "_make_block", counted(kind._make_block))
-    samples = staged_samples(tmp_path, [Stage(10**9, (0.5, 0.5)), Stage(None, (0.1, 0.9))])
+    samples = staged_samples(
+        tmp_path, [MixtureStage(10**9, (0.5, 0.5)), MixtureStage(None, (0.1, 0.9))]
+    )
 
     samples.locate(np.array([10**9]))
 
@@ -143,7 +149,11 @@ def staged_samples(folder, stages):
 
 
 def test_no_token_repeats_across_stages_before_its_source_is_used_up(tmp_path):
-    stages = [Stage(200, (0.8, 0.2)), Stage(300, (0.0, 1.0)), Stage(None, (1.0, 0.0))]
+    stages = [
+        MixtureStage(200, (0.8, 0.2)),
+        MixtureStage(300, (0.0, 1.0)),
+        MixtureStage(None, (1.0, 0.0)),
+    ]
     samples = staged_samples(tmp_path, stages)
     # 16 + 24 samples of the 40 windows of a; 4 + 10 of the 10 of b.
     tokens = samples.read(np.arange(20 + 10 + 24)).astype(int)
@@ -157,7 +167,9 @@ def test_no_token_repeats_across_stages_before_its_source_is_used_up(tmp_path):
 
 
 def test_where_samples_come_from_is_where_their_tokens_lie(tmp_path):
-    samples = staged_samples(tmp_path, [Stage(200, (0.8, 0.2)), Stage(None, (0.3, 0.7))])
+    samples = staged_samples(
+        tmp_path, [MixtureStage(200, (0.8, 0.2)), MixtureStage(None, (0.3, 0.7))]
+    )
     numbers = np.arange(60)
 
     sources, starts = samples.locate(numbers)
@@ -168,6 +180,6 @@ def test_where_samples_come_from_is_where_their_tokens_lie(tmp_path):
 def test_a_source_of_a_later_stage_that_is_too_short_is_named(tmp_path):
     prefixes = [write_pair(tmp_path / name, [[1] * size]) for name, size in (("a", 40), ("b", 5))]
     sources = [CorpusSource(p.name, 0.5, TokenStream(open_token_file(p))) for p in prefixes]
-    stages = [Stage(100, (1.0, 0.0)), Stage(None, (0.0, 1.0))]
+    stages = [MixtureStage(100, (1.0, 0.0)), MixtureStage(None, (0.0, 1.0))]
     with pytest.raises(DataError, match="The source b has 5 tokens, too few for one window"):
         Samples(sources, stages=stages, block_size=10, seed=1)

@@ -41,7 +41,7 @@ WHILE_TOKENISING = [
 ]
 AT_THE_EDGES = [
     ("llm.trainers.gpt.train:make_tracker", (1, 1), None),
-    ("llm.trainers.gpt.results:export_model", (1, 1), 0),
+    ("llm.trainers.gpt.results:export_trained", (1, 1), 0),
 ]
 IN_A_STEP = [("llm.trainers.gpt.loop:Trainer.train_step", (1, STEPS - 6), None)] * 6
 PLACES = [*IN_A_SAVE, *IN_AN_EVALUATION, *WHILE_TOKENISING, *AT_THE_EDGES, *IN_A_STEP]

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from llm.errors import ConfigError, first_line
+from llm.errors import ConfigError, one_line
 from llm.tokenizers.fast import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
@@ -100,7 +100,7 @@ def _explained(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise OtherIds(f"{what} ({first_line(error)[:120]})") from error
+        raise OtherIds(f"{what} ({one_line(error)[:120]})") from error
 
 
 class ReferenceEncoder:

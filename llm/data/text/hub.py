@@ -13,7 +13,7 @@ from typing import Any
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.readers import choose_column, record_batches
 from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
-from llm.errors import DataError, first_line
+from llm.errors import DataError, one_line
 
 _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000
@@ -197,11 +197,11 @@ class _DatasetLoader:
                 f"--dataset_config_name from: {known[1] if known else 'see its page'}."
             )
         if self.folder is not None:
-            reason = first_line(error.__cause__ or error)
+            reason = one_line(error.__cause__ or error)
             return DataError(f"--dataset_name {self.name} cannot be read: {reason}.")
         return DataError(
             f"--dataset_name {self.name} cannot be loaded from the Hugging Face Hub "
-            f"({first_line(error)}); check the name and the connection, or name a local folder, "
+            f"({one_line(error)}); check the name and the connection, or name a local folder, "
             "which works too."
         )
 

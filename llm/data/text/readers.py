@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.text.blocks import BadRecordPolicy, FileChunk
-from llm.errors import DataError, first_line
+from llm.errors import DataError, one_line
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_ROWS = 1 << 14
@@ -238,7 +238,7 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 chunk.on_bad_record,
             )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{chunk.path} cannot be read as Parquet: {first_line(error)}.") from error
+        raise DataError(f"{chunk.path} cannot be read as Parquet: {one_line(error)}.") from error
 
 
 def num_row_groups(path: Path) -> int:

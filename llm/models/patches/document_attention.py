@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from llm.errors import one_line
 from llm.models.compilation import compile_for_fixed_shapes
-from llm.models.configuration import one_line
 from llm.models.masking import documents_of_forward, keeps_documents_apart, run_model
 from llm.models.sizes import find_blocks
 
@@ -58,7 +58,7 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
                 logger.info(f"Documents are kept apart by {words}.")
                 return
         except Exception as error:  # code of any model, or a compiler, may fail in any way
-            logger.info(f"Documents are not kept apart by {words}: {one_line(error)}")
+            logger.info(f"Documents are not kept apart by {words}: {one_line(error)}.")
     model.set_attn_implementation("sdpa")
 
 

@@ -6,7 +6,6 @@ step alone if that is not finite.
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -251,8 +250,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the mean model's parameters and buffers on rank 0's host; every rank calls it."""
         with self.averaged():
-            # On a CPU these are the live weights, which change back when the context ends.
-            return copy.deepcopy(super().full_state_dict())
+            return super().full_state_dict()
 
     def close(self) -> None:
         """Wait for messages in flight, and leave the process groups."""

@@ -95,8 +95,3 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         local_tensor(target).copy_(local_tensor(source))
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the mean model's parameters and buffers on rank 0's host; every rank calls it."""
-        with self.averaged():
-            return ShardedStrategy.full_state_dict(self)

@@ -26,6 +26,7 @@ from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
+from llm.runtime.labels import IGNORED
 from llm.runtime.rng import seed_torch
 
 logger = logging.getLogger("llm.parallel")
@@ -206,7 +207,7 @@ class PipelineStrategy(ShardedStrategy):
         """Return the sum of token losses and the number of labels, of this rank's slice."""
         losses = [loss_sum for _, loss_sum in self._forward(_arguments(micro_batch))]
         loss_sum = self._sum_of_losses(losses, torch.zeros((), device=self.device))
-        return loss_sum, (micro_batch.labels != -100).sum()
+        return loss_sum, (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

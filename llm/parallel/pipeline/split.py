@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.errors import ConfigError, one_line
 from llm.models.masking import run_model
 from llm.models.sizes import find_blocks
 

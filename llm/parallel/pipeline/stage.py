@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.errors import ConfigError, one_line
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import run_model
 from llm.parallel.pipeline.split import (
@@ -71,7 +70,7 @@ class _StagePlaceholder(nn.Module):
         return (value, *[None] * (self._length - 1)) if self._length else value
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """Some layers of a model, with the embeddings if it is the first and the loss if the last.
 
     Args:
@@ -153,7 +152,7 @@ class Cut:
         num_parameters: The number of parameters of each stage of the pipeline.
     """
 
-    stages: list[Stage]
+    stages: list[PipelineStage]
     model: nn.Module
     tied: frozenset[str]
     width: int
@@ -257,7 +256,7 @@ _Placeholders = dict[nn.Module, nn.Module]
 
 def _make_stage(
     loss: LanguageModelLoss, modules: PipelineModules, layers: range
-) -> tuple[Stage, _Placeholders]:
+) -> tuple[PipelineStage, _Placeholders]:
     io = _StageIO()
     lengths = dict(zip(modules.layers, modules.lengths, strict=True))
     own = modules.of(layers)
@@ -276,7 +275,7 @@ def _make_stage(
         place = "later" if place == "next" else place
     is_last = layers.stop == len(modules.layers)
     view = _replace(loss, dict(placeholders))
-    return Stage(view, io, is_last=is_last), placeholders
+    return PipelineStage(view, io, is_last=is_last), placeholders
 
 
 def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:

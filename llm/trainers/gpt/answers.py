@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llm.data.loader import IGNORED, MicroBatch
+from llm.data.loader import MicroBatch
 from llm.errors import DivergedError
 from llm.models.sampling import continue_tokens
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.labels import IGNORED
 
 
 class Scored(NamedTuple):

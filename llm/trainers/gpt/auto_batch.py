@@ -23,7 +23,7 @@ from llm.config.toml import to_toml
 from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.errors import ConfigError
-from llm.metrics.hardware import device_memory, host_memory
+from llm.metrics.hardware import GIB, device_memory, host_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.trial import trial_step
 from llm.runtime.world import World, ranks_per_node
@@ -31,8 +31,6 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup
-
-_GIB = 2**30
 
 _HOST_SHARE = 0.8
 """Of the host's memory; libraries, the text and the page cache take the rest."""
@@ -127,7 +125,7 @@ def ask_plan(config: CoreConfig, world: World, device: torch.device) -> int | st
         words = [sys.executable, "-m", "llm.plan", str(file), "--json"]
         words += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
         words += ["--device", "cpu"] if on_host else []
-        words += [] if memory is None else ["--memory_gib", f"{memory / _GIB:.4f}"]
+        words += [] if memory is None else ["--memory_gib", f"{memory / GIB:.4f}"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode in (0, 1):
         return int(json.loads(done.stdout)["micro_batch_size"])

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llm.data.loader import IGNORED, MicroBatch
-from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.data.loader import MicroBatch
+from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.labels import IGNORED
 
 
 class NextTokenAccuracy:
@@ -57,10 +57,10 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
         except Exception as error:  # whatever the metric's own module raises
             # Without a network the library says that the Hub does not have the metric.
             missing = isinstance(error, FileNotFoundError)
-            reason = "it is not a local folder, and the Hub does not have it or cannot be reached."
+            reason = "it is not a local folder, and the Hub does not have it or cannot be reached"
             raise ConfigError(
                 f"--eval_metrics {name} cannot be loaded by the evaluate library: "
-                f"{reason if missing else one_line(error)}"
+                f"{reason if missing else one_line(error)}."
             ) from error
     return metrics
 

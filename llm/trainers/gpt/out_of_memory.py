@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from llm.data.options import device_batch_size
 from llm.errors import DeviceMemoryError
-from llm.metrics.hardware import device_memory
+from llm.metrics.hardware import GIB, device_memory
 from llm.models.options import recomputation
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
-
-_GIB = 2**30
 
 
 @contextlib.contextmanager
@@ -38,14 +36,14 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def _sentence(config: CoreConfig, world: World) -> str:
     device = device_of(world)
     total = device_memory(device)
-    size = "" if total is None else f" of its {total / _GIB:.1f} GiB"
+    size = "" if total is None else f" of its {total / GIB:.1f} GiB"
     per_node = ranks_per_node(os.environ, world.world_size)
     sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
     if config.data_parallel != "allreduce":  # which the plan refuses
         return sentence
     words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
     if total is not None:
-        words.append(f"--memory_gib {total / _GIB:.1f}")
+        words.append(f"--memory_gib {total / GIB:.1f}")
     return (
         f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(words)} shows "
         "what the memory is for, and with --search the layouts that fit."

@@ -18,10 +18,9 @@ from llm.checkpoint.format import TrainState
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.mixture import stage_starts
-from llm.errors import ConfigError, DivergedError
+from llm.errors import ConfigError, DivergedError, one_line
 from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker
-from llm.models.configuration import one_line
 from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
@@ -249,7 +248,7 @@ def connect_trackers(config: CoreConfig, setup: TrainSetup, strategy: Accelerate
             accelerator.init_trackers(project, init_kwargs={"wandb": arguments})
     except Exception as error:  # of the tracker's library, such as a missing login
         raise ConfigError(
-            f"--report_to {' '.join(config.report_to)}: {one_line(error)} Fix that, or leave the "
+            f"--report_to {' '.join(config.report_to)}: {one_line(error)}. Fix that, or leave the "
             "tracker out."
         ) from error
     for tracker in accelerator.trackers:

@@ -12,17 +12,15 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.run_folder import MODEL_FILES
-from llm.errors import ConfigError
+from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
-from llm.models.configuration import one_line
-from llm.models.export import export_model, write_model_card
-from llm.models.mup import scales_of
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup
 from llm.trainers.gpt.seams import Exported
+from llm.trainers.gpt.trained_model import export_trained
 
 _NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of the files in a run's folder that are not part of the model."""
@@ -40,18 +38,9 @@ def write_results(
         return
     results = collect_results(trainer)
     folder = setup.run.path
-    export_model(
-        config=model.config,
-        state_dict=state_dict,
-        folder=folder,
-        tokenizer=setup.tokenizer,
-        generation_config=model.generation_config,
-        trust_remote_code=config.trust_remote_code,
-        dtype=config.export_dtype,
-        attention_factor=scales_of(config, model.config).attention,
-    )
+    card = _card(config, setup, results, model, trainer.exported)
+    export_trained(config, model, setup.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
-    write_model_card(folder, _card(config, setup, results, model, trainer.exported))
 
 
 def collect_results(trainer: Trainer) -> dict[str, float | None]:
@@ -90,7 +79,6 @@ def _card(
         data = f"{data} ({config.dataset_config_name})"
     return {
         "name": setup.run.path.name,
-        "architecture": setup.model_config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "initial weights": setup.initial_weights,
         **({"weights": exported.card} if exported else {}),
@@ -133,7 +121,7 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
         url = huggingface_hub.HfApi().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, the Hub or the name: the library has many
         raise ConfigError(
-            f"--push_to_hub cannot open the repository {name}: {one_line(error)} Check "
+            f"--push_to_hub cannot open the repository {name}: {one_line(error)}. Check "
             "--hub_model_id, the token's rights and the network, or train without --push_to_hub "
             f"and push with `{_upload_command(name, folder)}`."
         ) from error
@@ -158,7 +146,7 @@ def push(folder: Path, repository: str) -> None:
         )
     except Exception as error:
         logger.error(
-            f"The model was not pushed to {repository}: {one_line(error)} It lies in {folder}; "
+            f"The model was not pushed to {repository}: {one_line(error)}. It lies in {folder}; "
             f"`{_upload_command(repository, folder)}` tries again."
         )
         return

@@ -28,8 +28,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llm.errors import ConfigError
-from llm.models.configuration import one_line
+from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
 from llm.trainers.gpt.answers import Prompt, Scored, generate, score
@@ -90,7 +89,7 @@ class Tasks:
                     generate=lambda prompts: [""] * len(prompts),
                 )
             except Exception as error:  # of templates, metrics and users' functions, of any kind
-                reason = one_line(error).rstrip(".")
+                reason = one_line(error)
                 raise ConfigError(
                     f"--eval_tasks {file} does not fit the model or its data: {reason}."
                 ) from error

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -264,3 +265,40 @@ def build_untrained(
     if settings is not None:
         model.generation_config = settings
     return model, tokenizer
+
+
+def export_trained(
+    config: CoreConfig,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    state_dict: Mapping[str, "torch.Tensor"],
+    *,
+    folder: Path,
+    card: Mapping[str, object],
+) -> None:
+    """Write a model and its card as a Hugging Face folder.
+
+    Args:
+        config: The run's configuration.
+        model: The model, whose weights are not read.
+        tokenizer: The run's tokenizer.
+        state_dict: The weights, on the host.
+        folder: The folder, which may hold a run.
+        card: The name of the model, and more entries of the card.
+    """
+    from llm.models.export import export_model, write_model_card
+    from llm.models.mup import scales_of
+
+    export_model(
+        config=model.config,
+        state_dict=state_dict,
+        folder=folder,
+        tokenizer=tokenizer,
+        generation_config=model.generation_config,
+        trust_remote_code=config.trust_remote_code,
+        dtype=config.export_dtype,
+        attention_factor=scales_of(config, model.config).attention,
+    )
+    write_model_card(
+        folder, {"name": card["name"], "architecture": model.config.model_type} | {**card}
+    )

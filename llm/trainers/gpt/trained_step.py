@@ -1,6 +1,5 @@
 """Which samples a step of a run was trained on, from the run's folder alone."""
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
+from llm.runtime.files import read_json_lines
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.resume import choose_skipped
@@ -175,10 +175,5 @@ def _starts(run: RunFolder, config: CoreConfig) -> list[dict[str, Any]]:
         parent = Path(config.branch_from).parents[1]  # of RUN/checkpoints/step_N
         with suppress(CheckpointError, ConfigError):  # it may have gone
             starts = _starts(RunFolder(parent), read_config(parent))
-    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
-            record = json.loads(line)
-            if record["event"] == "start":
-                starts.append(record)
-    return starts
+    lines = read_json_lines(run.events)
+    return starts + [line for line in lines if line is not None and line.get("event") == "start"]

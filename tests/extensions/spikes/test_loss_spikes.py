@@ -14,7 +14,7 @@ from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.data.loader import TrainLoader
-from llm.data.mixture import Stage
+from llm.data.mixture import MixtureStage
 from llm.errors import DivergedError
 from llm.extensions.spikes.loss_spikes import LossSpikes
 from llm.trainers.gpt.extensions import GPTConfig
@@ -226,7 +226,7 @@ def test_another_mixture_of_the_data_is_no_spike(tmp_path):
     """The loss jumps where the second stage begins, after 40 steps of 4 samples."""
     stream = TokenStream(TokenFile(write_pair(tmp_path / "text", [[1] * BLOCK] * 300)))
     sources = [CorpusSource(name, 0.5, stream) for name in ("easy", "hard")]
-    stages = [Stage(40 * 4 * BLOCK, (1.0, 0.0)), Stage(None, (0.0, 1.0))]
+    stages = [MixtureStage(40 * 4 * BLOCK, (1.0, 0.0)), MixtureStage(None, (0.0, 1.0))]
     loader = TrainLoader(
         samples=Samples(sources, stages=stages, block_size=BLOCK, seed=1),
         plan=BatchPlan(
