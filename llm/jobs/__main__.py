@@ -96,16 +96,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         check_ranks(
             parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
-    )
-    templates.filters["quote"] = shlex.quote
-    return templates.get_template(f"{job.scheduler}.sh").render(
+    return _template(f"{job.scheduler}.sh").render(
         job=replace(job, queue=queue),
         site=site,
         torchrun=job.launcher == "torchrun",
@@ -116,6 +107,20 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         trainer=_rows(trainer, without=swept),
         made_by=shlex.join(_without_output(command)),
     )
+
+
+def _template(name: str) -> jinja2.Template:
+    """Load the template of a job script, which lies beside this file."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
+    )
+    templates.filters["quote"] = shlex.quote
+    return templates.get_template(name)
 
 
 def read_minutes(time: str) -> int:

@@ -130,7 +130,6 @@ class Tracker:
         now = time.perf_counter()
         elapsed = now - self._started
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
-        flops = tokens_per_second * self._flops_per_token
         record = {
             "loss": values["loss"],
             "learning_rate": learning_rate,
@@ -145,15 +144,9 @@ class Tracker:
             "tokens": tokens,
             "seconds": self._seconds_before + elapsed,
         }
-        # No step is faster than the devices: a lower peak was measured, or given, too low.
-        if flops <= self._peak_flops:
-            record["mfu"] = flops / self._peak_flops
-        elif not self._peak_exceeded:
-            self._peak_exceeded = True
-            logger.info(
-                f"MFU is n/a where steps exceed the peak of {self._peak_flops / 1e12:.3g} TFLOP/s, "
-                f"as here at {flops / 1e12:.3g}; --device_peak_tflops sets the peak of a device."
-            )
+        mfu = self._utilization(tokens_per_second * self._flops_per_token)
+        if mfu is not None:
+            record["mfu"] = mfu
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
@@ -169,6 +162,20 @@ class Tracker:
             logger.info(self._console_line(record, step=step, global_batch_size=global_batch_size))
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
+
+    def _utilization(self, flops: float) -> float | None:
+        """Return the share of the devices' peak; None if the peak is lower than the rate."""
+        assert self._peak_flops is not None
+        if flops <= self._peak_flops:
+            return flops / self._peak_flops
+        # No step is faster than the devices: the peak was measured, or given, too low.
+        if not self._peak_exceeded:
+            self._peak_exceeded = True
+            logger.info(
+                f"MFU is n/a where steps exceed the peak of {self._peak_flops / 1e12:.3g} TFLOP/s, "
+                f"as here at {flops / 1e12:.3g}; --device_peak_tflops sets the peak of a device."
+            )
+        return None
 
     def _console_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
         """Return the line of a step in the words of Megatron-LM's log."""

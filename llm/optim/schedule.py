@@ -48,30 +48,14 @@ def make_schedule(
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
-    kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
     warmup_steps = options.num_warmup_steps if warmup is None else warmup
-    start, end = warmup_steps, total_steps - constant_steps
-    if cooldown_from is not None:
-        if warmup_steps > cooldown_from:
-            raise ConfigError(
-                f"The cooldown begins after step {cooldown_from}, in the warm-up of "
-                f"{warmup_steps:g} steps; branch from a later checkpoint."
-            )
-        kind, start, end = "warmup_stable_decay", cooldown_from, total_steps
-    elif kind == "warmup_stable_decay":
-        name = "num_decay_steps" if decay is None else "num_decay_tokens"
-        decay = decay or options.num_decay_steps or max(1, total_steps // 10)
-        if warmup_steps + decay > total_steps:
-            raise ConfigError(
-                f"Warm-up ({warmup_steps:g} steps) and --{name} ({decay:g} steps) are longer than "
-                f"the run of {total_steps} steps; shorten one of them, or train longer."
-            )
-        start, end = total_steps - decay, total_steps
-    elif constant_steps and warmup_steps + constant_steps >= total_steps:
-        raise ConfigError(
-            f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
-            f"leave nothing of the {total_steps} steps to decay in."
-        )
+    kind, start, end = _phases(
+        options,
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
+        decay=decay,
+        cooldown_from=cooldown_from,
+    )
     if warmup_steps >= total_steps:
         logger.warning(
             f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
@@ -91,6 +75,44 @@ def make_schedule(
         return floor + (peak - floor) * shape(step, start=start, end=end)
 
     return schedule
+
+
+def _phases(
+    options: OptimizerOptions,
+    *,
+    total_steps: int,
+    warmup_steps: float,
+    decay: float | None,
+    cooldown_from: int | None,
+) -> tuple[str, float, float]:
+    """Return the shape of the decay, and the steps where it starts and ends.
+
+    Raises:
+        ConfigError: The phases do not fit into `total_steps`.
+    """
+    kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
+    if cooldown_from is not None:
+        if warmup_steps > cooldown_from:
+            raise ConfigError(
+                f"The cooldown begins after step {cooldown_from}, in the warm-up of "
+                f"{warmup_steps:g} steps; branch from a later checkpoint."
+            )
+        return "warmup_stable_decay", cooldown_from, total_steps
+    if kind == "warmup_stable_decay":
+        name = "num_decay_steps" if decay is None else "num_decay_tokens"
+        decay = decay or options.num_decay_steps or max(1, total_steps // 10)
+        if warmup_steps + decay > total_steps:
+            raise ConfigError(
+                f"Warm-up ({warmup_steps:g} steps) and --{name} ({decay:g} steps) are longer than "
+                f"the run of {total_steps} steps; shorten one of them, or train longer."
+            )
+        return kind, total_steps - decay, total_steps
+    if constant_steps and warmup_steps + constant_steps >= total_steps:
+        raise ConfigError(
+            f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
+            f"leave nothing of the {total_steps} steps to decay in."
+        )
+    return kind, warmup_steps, total_steps - constant_steps
 
 
 def constant(step: float, *, start: float, end: float) -> float:
