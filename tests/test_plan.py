@@ -78,7 +78,7 @@ def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None
         block_size=2048,
         per_device_train_batch_size=1,
         global_batch_size=batch,
-        gradient_checkpointing=True,
+        activation_checkpointing="full",
         mixed_precision="bf16",
         gpus_per_node=8,
         tensor_parallel_size=8,
@@ -176,7 +176,7 @@ def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
     for often in (100_000, 10):
         gc.set_threshold(often, 50, 1000)
         try:
-            job = job_of(model_type="qwen3", gradient_checkpointing=True)
+            job = job_of(model_type="qwen3", activation_checkpointing="full")
             traces.append(job.trace(1, 2))
         finally:
             gc.set_threshold(*threshold)
@@ -556,7 +556,8 @@ def test_every_size_of_the_paper_is_searched_in_a_minute(
 ) -> None:
     words = (
         f"--model_size {size} --nodes {nodes} --block_size 2048 --per_device_train_batch_size 1 "
-        f"--global_batch_size {8 * nodes} --mixed_precision bf16 --gradient_checkpointing --search"
+        f"--global_batch_size {8 * nodes} --mixed_precision bf16 "
+        "--activation_checkpointing full --search"
     )
     began = time.process_time()
     assert main(words.split()) in (0, 1)

@@ -124,7 +124,7 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
         pytest.param(1, HALF, marks=SLOW),
         pytest.param(1, f"{HALF} --gradient_accumulation_steps 2", marks=SLOW),
         pytest.param(1, "--kfac", marks=SLOW),
-        pytest.param(1, "--gradient_checkpointing", marks=SLOW),
+        pytest.param(1, "--activation_checkpointing full", marks=SLOW),
         pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),
         pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
     ],

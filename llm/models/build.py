@@ -22,7 +22,7 @@ from llm.errors import ConfigError, one_line
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import disable_packing_detection
 from llm.models.mup import scales_of
-from llm.models.options import ModelOptions, recomputation
+from llm.models.options import ModelOptions
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.recomputation import recompute_activations
@@ -86,7 +86,7 @@ def build_model(
     # Tensor parallelism replaces the lookup.
     if options.tied_gradients and tensor_parallel_size == 1:
         tie_gradients(model)
-    recompute_activations(model, recomputation(options))
+    recompute_activations(model, options.activation_checkpointing)
     disable_packing_detection()
     autocast_grouped_products()
     if weights_from is not None and device.type == "meta":

@@ -125,15 +125,12 @@ class ModelOptions:
         "Run model, tokenizer or data set code that comes with a Hub repository.",
         resume="free",
     )
-    activation_checkpointing: Literal["none", "full", "selective"] | None = option(
-        None,
-        "Activations that the backward pass computes once more, to save memory: none, if not "
-        "given; all of a block (full); or all but its matrix products and attention (selective).",
+    activation_checkpointing: Recomputation = option(
+        "none",
+        "Activations that are recomputed in the backward pass, to save memory: none; all of a "
+        "block (full); or all but its matrix products and attention (selective).",
         group=SPEED,
         resume="free",
-    )
-    gradient_checkpointing: bool = option(
-        False, "The older name of activation_checkpointing full.", group=SPEED, resume="free"
     )
     torch_compile: bool | None = option(
         None,
@@ -191,12 +188,6 @@ def model_problems(options: ModelOptions) -> list[str]:
         problems.append(
             "--mup needs --mup_base_width, the width at which the learning rate was tuned."
         )
-    chosen = options.activation_checkpointing
-    if options.gradient_checkpointing and chosen not in (None, "full"):
-        problems.append(
-            "--gradient_checkpointing is --activation_checkpointing full, and this run asks for "
-            f"{chosen}; leave one of them out."
-        )
     return problems
 
 
@@ -210,10 +201,3 @@ ARCHITECTURE = ("config_name", "model_name_or_path", "model_type", "config_overr
 def shape_options(options: ModelOptions) -> list[str]:
     """Return the given options that set the layers, width and heads of a model."""
     return [name for name in SHAPE if getattr(options, name) is not None]
-
-
-def recomputation(options: ModelOptions) -> Recomputation:
-    """Return which activations to recompute, by either of the option's two names."""
-    return options.activation_checkpointing or (
-        "full" if options.gradient_checkpointing else "none"
-    )

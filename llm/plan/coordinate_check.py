@@ -75,8 +75,7 @@ def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
         num_attention_heads=heads,
         mup=mup,
         attention_implementation=None,
-        activation_checkpointing=None,
-        gradient_checkpointing=False,
+        activation_checkpointing="none",
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
-from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
 from llm.plan.job import Job
@@ -56,7 +55,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
     tokens = device_batch_size(options) * job.length // c
     hidden = tokens * trace.width * width
-    passes = 2 + (recomputation(options) == "full")
+    passes = 2 + (options.activation_checkpointing == "full")
     sent = []
     if t > 1:
         size = 2 * passes * layers * micro_batches * hidden * 2 * (t - 1) / t

@@ -18,7 +18,6 @@ from llm.errors import ConfigError
 from llm.metrics.hardware import GIB, PEAK_TFLOPS
 from llm.models.build import build_model
 from llm.models.configuration import load_config
-from llm.models.options import recomputation
 from llm.models.patches.recomputation import recompute_activations
 from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
@@ -135,9 +134,7 @@ class Job:
 
     def outline(self) -> PreTrainedModel:
         """Make the model on the meta device as the trainer makes it, without recomputation."""
-        options = dataclasses.replace(
-            self.options, activation_checkpointing=None, gradient_checkpointing=False
-        )
+        options = dataclasses.replace(self.options, activation_checkpointing="none")
         if "flash" in (options.attention_implementation or ""):
             # Its package need not be installed, and SDPA's kernel keeps the same tensors.
             options = dataclasses.replace(options, attention_implementation=None)
@@ -203,7 +200,7 @@ class Job:
                 "sample; choose a divisor of --block_size."
             )
         model = copy.deepcopy(self._rank_model(tensor)[1])
-        recompute_activations(model, recomputation(self.options))
+        recompute_activations(model, self.options.activation_checkpointing)
         return trace(
             model,
             self.options,

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 from llm.metrics.hardware import GIB
-from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.parallel.matrices import BUCKET
 from llm.plan.job import Job
@@ -105,7 +104,8 @@ class StagePlan:
         self.micro_batches = job.batches(layout).accumulation
         # On a GPU the backward pass has a separate thread, where the autocast of a recomputed block
         # is the outermost one: its end clears all copies.
-        recomputes_on_gpu = recomputation(job.options) != "none" and job.options.device != "cpu"
+        recomputes = job.options.activation_checkpointing != "none"
+        recomputes_on_gpu = recomputes and job.options.device != "cpu"
         self.casts_are_held = (
             layout.is_replicated
             and self.micro_batches > 1

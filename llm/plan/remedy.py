@@ -4,7 +4,6 @@ import bisect
 from typing import Any
 
 from llm.data.options import device_batch_size
-from llm.models.options import recomputation
 from llm.parallel.dims import ParallelDims
 from llm.plan.estimate import Estimate, estimate, search
 from llm.plan.job import Job
@@ -31,7 +30,7 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
     """
     options, smallest = job.options, _micro_batch(job.options, 1)
     full = {"activation_checkpointing": "full"}
-    if recomputation(options) == "full" or not job.model.supports_gradient_checkpointing:
+    if options.activation_checkpointing == "full" or not job.model.supports_gradient_checkpointing:
         full = {}
     for changes in ({}, full) if full else ({},):
         resized = _largest_micro_batch(job, changes)

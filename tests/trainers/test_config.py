@@ -11,7 +11,6 @@ from llm.config.options import fields
 from llm.config.tokens import Tokens
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from llm.models.options import recomputation
 from llm.optim.kfac.options import kfac_method
 from llm.trainers.gpt import resume
 from llm.trainers.gpt.extensions import GPTConfig
@@ -98,19 +97,6 @@ def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
 
 
 @pytest.mark.parametrize(
-    ("flags", "which"),
-    [
-        ([], "none"),
-        (["--gradient_checkpointing"], "full"),
-        (["--gradient_checkpointing", "--activation_checkpointing", "full"], "full"),
-        (["--activation_checkpointing", "selective"], "selective"),
-    ],
-)
-def test_activation_recomputation_keeps_its_older_option_name(flags, which):
-    assert recomputation(parse_args([*ENOUGH, *flags])) == which
-
-
-@pytest.mark.parametrize(
     ("flags", "method"),
     [
         (["--kfac"], "ekfac"),
@@ -151,10 +137,6 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         (
             {"max_train_tokens": Tokens("20B"), "tokens_per_parameter": 20.0},
             ["--max_train_tokens and --tokens_per_parameter exclude each other; give one length."],
-        ),
-        (
-            {"gradient_checkpointing": True, "activation_checkpointing": "selective"},
-            ["--gradient_checkpointing is --activation_checkpointing full", "asks for selective"],
         ),
         ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
         (

@@ -54,7 +54,7 @@ def test_out_of_memory_names_no_option_that_is_set_already():
     config = GPTConfig(
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
-        gradient_checkpointing=True,
+        activation_checkpointing="full",
         data_parallel="gossip",
     )
     with (

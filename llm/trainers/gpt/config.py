@@ -96,11 +96,6 @@ class RunOptions:
         at_least=0,
         at_most=604_800,
     )
-    fast_malloc: bool = option(
-        True,
-        "On a CPU under Linux, let the C library keep freed memory, in huge pages; the process "
-        "restarts itself for that, unless GLIBC_TUNABLES or a preloaded allocator is set.",
-    )
     sample_prompt: str | None = option(
         None, "Text that the trained model continues at the end of the run."
     )

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse_args(words)
-        if config.fast_malloc and argv is None:
+        if argv is None:
             restart_with_kept_memory()
         return run(config, world, config_file=config_file_of(words))
     except PeerLostError:

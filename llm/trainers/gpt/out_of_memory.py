@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from llm.data.options import device_batch_size
 from llm.errors import DeviceMemoryError
 from llm.metrics.hardware import GIB, device_memory
-from llm.models.options import recomputation
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 
@@ -61,7 +60,7 @@ def _remedies(config: CoreConfig) -> str:
             f"lower --per_device_eval_batch_size {config.per_device_eval_batch_size}"
             + ("" if config.eval_only else " if it happens in an evaluation")
         )
-    if recomputation(config) != "full" and not config.eval_only:
+    if config.activation_checkpointing != "full" and not config.eval_only:
         remedies.append("recompute activations by --activation_checkpointing full")
     sizes = "--data_parallel_shard_size, --tensor_parallel_size or --pipeline_parallel_size"
     remedies.append(f"shard the model over more ranks by {sizes}")

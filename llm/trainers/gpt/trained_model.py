@@ -251,8 +251,7 @@ def build_untrained(
         dataclasses.replace(
             config,
             attention_implementation=None,
-            activation_checkpointing=None,
-            gradient_checkpointing=False,
+            activation_checkpointing="none",
         ),
         load_config(config),
         weights_from=None,
