@@ -39,7 +39,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             return 2
         except OSError as error:
             place = f"{error.filename} cannot be used: " if error.filename else ""
-            sys.stderr.write(f"error: {place}{error.strerror or one_line(error)}.\n")
+            sys.stderr.write(f"error: {place}{one_line(error)}.\n")
             return 2
         except KeyboardInterrupt:
             sys.stderr.write("Interrupted.\n")

@@ -19,7 +19,7 @@ from llm.errors import ConfigError
             "error: text.txt cannot be used: No such file or directory.\n",
         ),
         (OSError(28, "No space left on device"), 2, "error: No space left on device.\n"),
-        (OSError("gpt2 is no model.\nSee the hub."), 2, "error: gpt2 is no model.\n"),
+        (OSError("gpt2 is no model.\nSee the hub."), 2, "error: gpt2 is no model. See the hub.\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
     ],
 )
