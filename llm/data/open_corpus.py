@@ -8,24 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm.data.cache import TokenCache
 from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.formats.flat import FlatTokenFile, open_token_file
-from llm.data.formats.megatron import TokenFile, token_dtype
+from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, read_sidecar
 from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
 from llm.data.order import DocumentEnds
-from llm.data.preparation.cache import TokenCache
-from llm.data.preparation.encoder import Encoding, end_token
-from llm.data.preparation.output_files import read_row_bytes
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
-from llm.data.text.hub import dataset_sources
-from llm.data.text.sources import Source, file_source
+from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
 from llm.runtime.world import launch_id
-from llm.tokenizers.fast import from_transformers
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,12 +62,7 @@ def open_corpus(
         return opener.open_split()
     if options.train_data_path or options.valid_data_path:
         return opener.open_whole(options.train_data_path, options.valid_data_path)
-    cache = _token_cache(options, tokenizer, vocab_size)
-    prepared = {
-        split: cache.token_files(source, optional=split == "validation")
-        for split, source in _text_sources(options, trust_remote_code).items()
-    }
-    train, validation = prepared.get("train"), prepared.get("validation")
+    train, validation = _prepared(options, tokenizer, vocab_size, trust_remote_code)
     if train is not None and validation is None and options.validation_split_percentage > 0:
         corpus = opener.open_split_rows(train)
     else:
@@ -83,34 +74,53 @@ def open_corpus(
     return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
 
 
-def _token_cache(
-    options: DataOptions, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
-) -> TokenCache:
-    text_tokenizer = from_transformers(tokenizer, tokenizer.name_or_path)
+def _prepared(
+    options: DataOptions,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    trust_remote_code: bool,
+) -> tuple[Path | None, Path | None]:
+    """Return the token files of the texts to train and to evaluate on, from the cache."""
     folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
-    return TokenCache(
-        folder=Path(folder).expanduser(),
-        encoding=Encoding(
-            tokenizer=text_tokenizer,
-            end_token=end_token(text_tokenizer, options.append_eos),
-            dtype=token_dtype(max(vocab_size, text_tokenizer.size)),
-        ),
-        workers=bounded_workers(options.preprocessing_num_workers),
-        overwrite=options.overwrite_cache,
-        launch=launch_id(),
+    cache = TokenCache(
+        folder=Path(folder).expanduser(), overwrite=options.overwrite_cache, launch=launch_id()
     )
+    size = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
+    encoding = TextEncoding(
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(tokenizer),
+        size=size,
+        end_token=end_token(tokenizer.eos_token_id, options.append_eos),
+        dtype=token_dtype(max(vocab_size, size)).name,
+    )
+    workers = bounded_workers(options.preprocessing_num_workers)
+    texts = _texts(options, trust_remote_code)
+    keys = {split: encoding.key(text) for split, text in texts.items()}  # all are checked first
+    train, validation = (
+        cache.token_files(keys[split], encoding.prepare(texts[split], workers=workers))
+        if split in texts
+        else None
+        for split in ("train", "validation")
+    )
+    return train, validation
 
 
-def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, Source]:
+def _texts(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
     """Return the texts to train and to evaluate on, by the name of their split."""
-    sources: dict[str, Source] = {}
+    texts: dict[str, Text] = {}
     if options.dataset_name is not None:
-        sources = dataset_sources(
-            options.dataset_name,
-            options.dataset_config_name,
-            text_column=options.text_column,
-            trust_remote_code=trust_remote_code,
-        )
+        texts = {
+            split: Text(
+                name=options.dataset_name,
+                option="--dataset_name",
+                split=split,
+                config_name=options.dataset_config_name,
+                text_column=options.text_column,
+                keep_linebreaks=True,
+                trust_remote_code=trust_remote_code,
+            )
+            for split in ("train", "validation")
+        }
     for split, name in (("train", options.train_file), ("validation", options.validation_file)):
         if name is None:
             continue
@@ -119,13 +129,14 @@ def _text_sources(options: DataOptions, trust_remote_code: bool) -> dict[str, So
                 f"--text_column {options.text_column} has no effect on {name}: "
                 "a text has no columns"
             )
-        sources[split] = file_source(
-            Path(name),
+        texts[split] = Text(
+            name=name,
+            option=f"--{split}_file",
             text_column=options.text_column,
             keep_linebreaks=not options.no_keep_linebreaks,
-            option=f"--{split}_file",
+            trust_remote_code=trust_remote_code,
         )
-    return sources
+    return texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class DataOptions:
         None, "Tokens per sample; by default the model's positions, 1024 at most.", at_least=1
     )
     preprocessing_num_workers: int | None = option(
-        None, "Threads that tokenize; by default all cores.", at_least=1, resume="free"
+        None, "Cores that tokenize text. Default: all.", at_least=1, resume="free"
     )
     overwrite_cache: bool = option(
         False, "Tokenize again even if the result is cached.", one_shot=True, resume="free"

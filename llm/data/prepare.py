@@ -166,11 +166,12 @@ def prepare(config: PrepareConfig) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here, so that --help and a wrong option load no library.
     from llm.data.formats.megatron import token_dtype
-    from llm.data.preparation.encoder import Encoding, end_token
+    from llm.data.preparation.encoder import Encoding
     from llm.data.preparation.output_files import check_replaceable
     from llm.data.preparation.prepare_files import prepare_files
     from llm.data.workers import bounded_workers
     from llm.tokenizers.fast import load_text_tokenizer
+    from llm.tokenizers.load_tokenizer import end_token
     from llm.tokenizers.options import TokenizerOptions
 
     outputs = _outputs(config)
@@ -195,7 +196,7 @@ def prepare(config: PrepareConfig) -> None:
         )
     encoding = Encoding(
         tokenizer=tokenizer,
-        end_token=end_token(tokenizer, config.append_eos),
+        end_token=end_token(tokenizer.eos_token_id, config.append_eos),
         dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
         allow_special_tokens=config.allow_special_tokens,
         on_error=config.on_error,

@@ -18,6 +18,7 @@ from llm.tokenizers.load_tokenizer import (
     fingerprint,
     load_tokenizer,
     locate_tokenizer,
+    num_ids,
 )
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
@@ -111,14 +112,9 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
         encode_slow=encode_slow if backend is None else None,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        size=_size(backend, len(tokenizer)),
+        size=num_ids(backend, len(tokenizer)),
         fingerprint=fingerprint(tokenizer),
     )
-
-
-def _size(backend: "Tokenizer | None", num_tokens: int) -> int:
-    ids = {} if backend is None else backend.get_vocab()
-    return max(num_tokens, 1 + max(ids.values(), default=-1))
 
 
 def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
@@ -143,7 +139,7 @@ def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | N
         name=name,
         backend=backend,
         encode_slow=None,
-        size=_size(backend, 0),
+        size=num_ids(backend, 0),
         fingerprint=backend_fingerprint(backend, **ends),
         **ends,
     )

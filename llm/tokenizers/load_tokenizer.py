@@ -212,6 +212,26 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return _digest([json.dumps(state, sort_keys=True).encode()])
 
 
+def num_ids(backend: "Tokenizer | None", num_tokens: int) -> int:
+    """Return the number of tokens; where ids have gaps, one more than the largest id."""
+    ids = {} if backend is None else backend.get_vocab()
+    return max(num_tokens, 1 + max(ids.values(), default=-1))
+
+
+def end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
+    """Return the token that ends each document, or None without `append_eos`.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if append_eos and eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-text token to put between documents; pass "
+            "--no_append_eos, or use a tokenizer that has one."
+        )
+    return eos_token_id if append_eos else None
+
+
 def backend_fingerprint(
     backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
 ) -> str:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.data.text import blocks
-from llm.data.text.blocks import FileChunk, is_compressed, kind_of
+from llm.data.text.blocks import FileChunk
+from llm.data.text_identity import is_compressed, kind_of
 from llm.errors import DataError
 
 TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line feed"

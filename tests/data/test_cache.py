@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.formats.megatron import TokenFile
+from llm.data.formats.megatron import TokenFile, read_row_bytes
 from llm.data.formats.sidecar import verify
-from llm.data.preparation.output_files import read_row_bytes
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import (
@@ -258,16 +257,16 @@ def test_another_launch_tries_again(tmp_path, launch):
 def test_the_error_of_an_earlier_launch_of_the_same_name_is_ignored(tmp_path, monkeypatch):
     with pytest.raises(DataError):
         cache_bytes(tmp_path, FailingSource([]), launch="none")
-    monkeypatch.setattr("llm.data.preparation.cache._STARTED", time.time())
+    monkeypatch.setattr("llm.data.cache._STARTED", time.time())
 
     assert num_tokens(tmp_path, ListSource(OTHER), launch="none") == 6
 
-    monkeypatch.setattr("llm.data.preparation.cache._STARTED", time.time())
+    monkeypatch.setattr("llm.data.cache._STARTED", time.time())
     assert num_tokens(tmp_path, ListSource(["new"]), launch="none", overwrite=True) == 4
 
 
 def test_the_start_time_of_a_process_is_known(tmp_path):
-    code = "from llm.data.preparation import cache; print(cache._STARTED)"
+    code = "from llm.data import cache; print(cache._STARTED)"
     before = time.time()
     started = float(subprocess.check_output([sys.executable, "-c", code], text=True))
 

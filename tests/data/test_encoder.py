@@ -1,5 +1,4 @@
 import logging
-import multiprocessing
 import sys
 
 import gigatoken
@@ -23,7 +22,6 @@ from llm.tokenizers.fast import TextTokenizer, from_transformers
 from tests.support.corpora import byte_tokenizer
 from tests.support.tokenizers import tiny_tokenizer
 
-FORK = multiprocessing.get_context("fork")
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",
     "",
@@ -73,24 +71,6 @@ def test_long_and_short_texts_take_different_paths_to_the_same_ids(monkeypatch, 
     monkeypatch.setattr(encoder, "_FEW_TEXTS", 0 if many else 10**9)
 
     check(make().encode(TEXTS), expected(TEXTS))
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_forked_process_encodes_after_its_parent_used_threads(fast):
-    """Those of the first do not survive the fork; to wait for them is to wait for ever."""
-    texts = TEXTS * (3000 if fast else 300)  # of less, the fast library makes one thread's work
-    made = make(fast=fast, threads=2)
-    first = made.encode(texts)[0]
-
-    def encode_again():
-        assert np.array_equal(made.encode(texts)[0], first)
-
-    process = FORK.Process(target=encode_again, daemon=True)
-
-    process.start()
-    process.join(30)
-
-    assert process.exitcode == 0
 
 
 ENCODERS = {}

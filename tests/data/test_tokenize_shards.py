@@ -4,10 +4,10 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from llm.data.preparation.encoder import Encoding, OtherIds, end_token, make_encoder
+from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
 from llm.data.preparation.shards import read_array
 from llm.data.preparation.tokenize_shards import tokenize_shards
-from llm.errors import ConfigError, DataError
+from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 
 UINT16 = np.dtype("<u2")
@@ -50,8 +50,7 @@ def tokens_of(sources, folder, *, workers=1, **options):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("fork", [True, False])
-def test_each_source_becomes_a_shard_in_order(tmp_path, workers, fork):
+def test_each_source_becomes_a_shard_in_order(tmp_path, workers):
     sources = [
         ListSource(["a", "b"]),
         ListSource([""]),
@@ -59,7 +58,7 @@ def test_each_source_becomes_a_shard_in_order(tmp_path, workers, fork):
         ListSource(["e"]),
     ]
 
-    found = tokens_of(sources, tmp_path / "parts", workers=workers, fork=fork)
+    found = tokens_of(sources, tmp_path / "parts", workers=workers)
 
     assert found == [[*ids("a"), 0, *ids("b"), 0], [], [*ids("cd"), 0], [*ids("e"), 0]]
 
@@ -191,11 +190,3 @@ def test_the_log_describes_the_encoder_only_if_it_is_slow(tmp_path, caplog):
 
     assert len(caplog.messages) == 1
     assert "slow one, in Python" in caplog.text
-
-
-def test_an_end_token_that_the_tokenizer_lacks_is_refused():
-    tokenizer = byte_tokenizer(eos_token_id=None)
-
-    assert end_token(tokenizer, append_eos=False) is None
-    with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
-        end_token(tokenizer, append_eos=True)

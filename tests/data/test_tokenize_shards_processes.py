@@ -124,7 +124,9 @@ def test_a_killed_worker_is_reported_in_one_sentence_and_stops_the_others(tmp_pa
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    with pytest.raises(DataError, match=r"A worker was killed, .*with fewer --workers\.$"):
+    with pytest.raises(
+        DataError, match=r"A worker was killed, .*with fewer --workers \(of a run: "
+    ):
         run([0, 1, 2, 3], work, 2)
 
     assert not any(map(is_alive, pids_in(tmp_path).values()))

@@ -25,7 +25,7 @@ OPTIONS = {
 }
 BEFORE_TRAINING = {
     "start-up": ("llm.trainers.gpt.train:make_strategy", 1),
-    "tokenising": ("llm.data.preparation.output_files:assemble", 1),
+    "tokenising": ("llm.data.text_to_tokens:_log_lines", 1),
 }
 IN_TRAINING = {
     "step": ("llm.parallel.base:AcceleratedStrategy.forward_backward", 6),

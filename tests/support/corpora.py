@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from llm.data.preparation.cache import TokenCache
+from llm.data.cache import TokenCache
 from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import Output
+from llm.data.preparation.prepare_files import prepare_files
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
+from llm.data.text_identity import recipe, recipe_digest
 from llm.errors import DataError
 from llm.tokenizers.fast import TextTokenizer
 
@@ -92,15 +95,31 @@ def cache_bytes(cache_dir: Path, source: Source | None = None, **changes: Any) -
         source: The text.
         changes: To the settings of the cache, the encoding, or `optional`.
     """
-    encoding = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": np.dtype("<u2")}
-    settings = {"workers": 1, "overwrite": False, "launch": None}
-    optional = changes.pop("optional", False)
-    cache = TokenCache(
-        folder=cache_dir,
-        encoding=Encoding(**{name: changes.pop(name, encoding[name]) for name in encoding}),
-        **{**settings, **changes},
+    settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": np.dtype("<u2")}
+    encoding = Encoding(**{name: changes.pop(name, value) for name, value in settings.items()})
+    text = source or ListSource(["ab", "c"])
+    workers, optional = changes.pop("workers", 1), changes.pop("optional", False)
+
+    def prepare(folder: Path) -> None:
+        """What the process of a run does, in this one."""
+        if optional and not text.exists():
+            (folder / "absent").touch()
+            return
+        output = Output(
+            prefix=folder / "tokens", overwrite=True, row_bytes=True, option="--data_cache_dir"
+        )
+        prepare_files([([text], output)], encoding=encoding, workers=workers)
+
+    key = recipe_digest(
+        recipe(
+            [text.identity()],
+            tokenizer_fingerprint=encoding.tokenizer.fingerprint,
+            end_token=encoding.end_token,
+            dtype=encoding.dtype.name,
+        )
     )
-    return cache.token_files(source or ListSource(["ab", "c"]), optional=optional)
+    cache = TokenCache(**{"folder": cache_dir, "overwrite": False, "launch": None, **changes})
+    return cache.token_files(key, prepare)
 
 
 def cache_watched(cache_dir: Path, reads: Path, seconds: float, launch: str | None) -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
-from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+from llm.tokenizers.load_tokenizer import end_token, fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.ranks import run_ranks, values
 from tests.support.tokenizers import tiny_tokenizer
@@ -211,3 +211,10 @@ def test_a_lone_file_takes_its_end_of_text_from_its_special_tokens(tmp_path: Pat
     backend.save(str(tmp_path / "tokenizer.json"))
 
     assert load(tmp_path).eos_token == "<|endoftext|>"
+
+
+def test_an_end_token_that_the_tokenizer_lacks_is_refused() -> None:
+    assert end_token(5, append_eos=True) == 5
+    assert end_token(None, append_eos=False) is None
+    with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
+        end_token(None, append_eos=True)

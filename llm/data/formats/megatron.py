@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 from llm.errors import DataError
 from llm.runtime.files import sync
 
+ROW_BYTES = "<u4"
+"""Dtype of `PREFIX.bytes`: the UTF-8 bytes of each text, by which a run splits them."""
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # "<": no padding between the fields
@@ -56,6 +59,11 @@ def beside(prefix: Path, suffix: str) -> Path:
     """Return the path PREFIX + suffix."""
     # Path.with_suffix would cut ".2" off "text-v1.2".
     return Path(f"{prefix}{suffix}")
+
+
+def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
+    """Map the UTF-8 bytes of each text [num_sequences] of token files in the cache of a run."""
+    return np.memmap(beside(prefix, ".bytes"), ROW_BYTES, mode="r")
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

@@ -167,6 +167,35 @@ def checksums(path: Path) -> list[str]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
+    """Return what is wrong with finished files, as far as their sizes and headers show it.
+
+    Args:
+        prefix: Their path without suffix.
+        nanogpt: Whether it is a flat file.
+        row_bytes: Whether `PREFIX.bytes` is one of them.
+
+    Returns:
+        A sentence; none where they are whole.
+    """
+    try:
+        file = FlatTokenFile(beside(prefix, ".bin")) if nanogpt else TokenFile(prefix)
+        sidecar = read_sidecar(prefix)
+        sizes = beside(prefix, ".bytes").stat().st_size if row_bytes else None
+    except (DataError, FileNotFoundError) as error:
+        return [str(error)]
+    if sidecar is None:
+        return [f"{prefix}.json is missing."]
+    if isinstance(file, TokenFile) and sizes not in (None, 4 * file.num_sequences):
+        return [f"{prefix}.bytes does not have a number for each of {file.num_sequences:,} texts."]
+    if file.num_tokens != sidecar.tokens:
+        return [
+            f"{prefix}.bin holds {file.num_tokens:,} tokens, not {sidecar.tokens:,} as "
+            f"{prefix}.json says."
+        ]
+    return []
+
+
 def verify(path: Path) -> list[str]:
     """Read token files whole and list everything that is wrong with them.
 

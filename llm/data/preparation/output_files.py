@@ -12,8 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, beside, write_index
+from llm.data.formats.megatron import ROW_BYTES, TokenFile, beside, write_index
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, verify, write_sidecar
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
@@ -21,7 +20,6 @@ from llm.data.preparation.shards import ShardStats, each_row, read_array
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
-_ROW_BYTES = "<u4"
 _BLOCK = 1 << 20  # numbers of an index that are computed at once
 _SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
 _COPY = 1 << 26
@@ -130,7 +128,7 @@ def assemble_output(
     write_sidecar(whole, sidecar)
     if output.row_bytes:
         with open(beside(whole, ".bytes"), "wb") as file:
-            for block in each_row(stems, ".bytes", _ROW_BYTES, _BLOCK):
+            for block in each_row(stems, ".bytes", ROW_BYTES, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
 
@@ -239,7 +237,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     whole = TokenFile(folder / "out")
     count = whole.num_documents
     num_validation = output.num_validation(count)
-    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", _ROW_BYTES, _BLOCK)])
+    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", ROW_BYTES, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
         if first == stop:
@@ -352,36 +350,3 @@ def publish(output: Output) -> None:
         for suffix in output.suffixes:
             beside(made, suffix).replace(beside(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
-
-
-def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
-    """Map the UTF-8 bytes of each text [num_sequences] of an output with `row_bytes`."""
-    return np.memmap(beside(prefix, ".bytes"), _ROW_BYTES, mode="r")
-
-
-def damage(prefix: Path, output: Output) -> list[str]:
-    """Return what is wrong with finished files, as far as their sizes and headers show it.
-
-    Args:
-        prefix: One of `output.names`.
-        output: What was made.
-
-    Returns:
-        A sentence; empty if they are complete.
-    """
-    try:
-        file = FlatTokenFile(beside(prefix, ".bin")) if output.nanogpt else TokenFile(prefix)
-        sidecar = read_sidecar(prefix)
-        sizes = beside(prefix, ".bytes").stat().st_size if output.row_bytes else None
-    except (DataError, FileNotFoundError) as error:
-        return [str(error)]
-    if sidecar is None:
-        return [f"{prefix}.json is missing."]
-    if isinstance(file, TokenFile) and sizes not in (None, 4 * file.num_sequences):
-        return [f"{prefix}.bytes does not have a number for each of {file.num_sequences:,} texts."]
-    if file.num_tokens != sidecar.tokens:
-        return [
-            f"{prefix}.bin holds {file.num_tokens:,} tokens, not {sidecar.tokens:,} as "
-            f"{prefix}.json says."
-        ]
-    return []

@@ -15,17 +15,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import xxhash
 
 from llm.data.formats.megatron import beside
-from llm.data.formats.sidecar import read_sidecar
+from llm.data.formats.sidecar import damage, read_sidecar
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import (
     Output,
     assemble_output,
-    damage,
     former_validation,
     publish,
 )
@@ -33,18 +29,12 @@ from llm.data.preparation.shards import ShardStats
 from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
+from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
 from llm.errors import ConfigError, DataError, LLMError
 from llm.runtime.files import try_lock, write_whole
 
-SHARD_BYTES = 1 << 26
-"""Bytes on disk that one worker takes at once; a killed run repeats this much for each worker."""
-
-_FORMAT = 1  # of the shards
 _OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
-
-Recipe = dict[str, Any]
-"""Input and options, as JSON: equal recipes make equal bytes."""
 
 log = logging.getLogger("llm.data")
 
@@ -55,7 +45,6 @@ def prepare_files(
     encoding: Encoding,
     workers: int,
     log_seconds: float = 10.0,
-    fork: bool = True,
 ) -> None:
     """Make the token files of several outputs, resuming a stopped run.
 
@@ -64,7 +53,6 @@ def prepare_files(
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Seconds between two lines on the progress.
-        fork: As for `tokenize_shards`.
 
     Raises:
         DataError: A text is broken or empty or changes while it is read, or an output exists or
@@ -73,14 +61,16 @@ def prepare_files(
     todo = []
     for texts, output in jobs:
         sources = [chunk for text in texts for chunk in text.split(SHARD_BYTES)]
-        if not output.overwrite and _is_done(output, recipe_digest(sources, output, encoding)):
+        if not output.overwrite and _is_done(
+            output, recipe_digest(_recipe(sources, output, encoding))
+        ):
             log.info(f"{output.names[0]}.bin is there already, made by the same options")
         else:
             former_validation(output)  # refused now, rather than after the work
             todo.append((sources, output))
     for sources, output in todo:
         try:
-            _prepare_file(sources, output, encoding, workers, log_seconds, fork=fork)
+            _prepare_file(sources, output, encoding, workers, log_seconds)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             remedy = (
@@ -100,16 +90,14 @@ def _prepare_file(
     encoding: Encoding,
     workers: int,
     log_seconds: float,
-    *,
-    fork: bool,
 ) -> None:
     began = time.monotonic()
     folder = output.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    recipe = _recipe(sources, output, encoding)
+    made_of = _recipe(sources, output, encoding)
     names = list(dict.fromkeys(source.name for source in sources))
     with _locked(output):
-        done = _begin(output, recipe, len(sources))
+        done = _begin(output, made_of, len(sources))
         try:
             stems, stats = tokenize_shards(
                 sources,
@@ -117,7 +105,6 @@ def _prepare_file(
                 encoding=encoding,
                 workers=workers,
                 report=progress_log(log_seconds),
-                fork=fork,
             )
             try:
                 check_unchanged(sources)
@@ -126,7 +113,12 @@ def _prepare_file(
                 shutil.rmtree(folder)
                 raise
             assemble_output(
-                stems, stats, output, encoding=encoding, sources=names, digest=_digest(recipe)
+                stems,
+                stats,
+                output,
+                encoding=encoding,
+                sources=names,
+                digest=recipe_digest(made_of),
             )
             publish(output)
         except BaseException:
@@ -169,28 +161,17 @@ def _check_shards(
 
 
 def _recipe(sources: list[Source], output: Output, encoding: Encoding) -> Recipe:
-    # Any other key or value gives other digests, which no existing cache or token file has.
-    return {
-        "format": _FORMAT,
-        "part_bytes": SHARD_BYTES,
-        "sources": [source.identity() for source in sources],
-        "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
-        "end_token": encoding.end_token,
-        "dtype": encoding.dtype.name,
-        "allow_special_tokens": encoding.allow_special_tokens,
-        "on_error": encoding.on_error,
-        "shuffle_seed": output.shuffle_seed,
-        "validation_percentage": output.validation_percentage,
-    }
-
-
-def _digest(recipe: Recipe) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode())
-
-
-def recipe_digest(sources: list[Source], output: Output, encoding: Encoding) -> str:
-    """Return a digest of input and options: equal digests, equal bytes."""
-    return _digest(_recipe(sources, output, encoding))
+    return recipe(
+        [source.identity() for source in sources],
+        tokenizer_fingerprint=encoding.tokenizer.fingerprint,
+        end_token=encoding.end_token,
+        dtype=encoding.dtype.name,
+        allow_special_tokens=encoding.allow_special_tokens,
+        on_error=encoding.on_error,
+        shuffle_seed=output.shuffle_seed,
+        validation_percentage=output.validation_percentage,
+        part_bytes=SHARD_BYTES,
+    )
 
 
 def _is_done(output: Output, digest: str) -> bool:
@@ -203,7 +184,7 @@ def _is_done(output: Output, digest: str) -> bool:
             sidecar = None
         if sidecar is not None and sidecar.plan == digest:
             made += 1
-            faults += damage(prefix, output)
+            faults += damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
         for suffix in output.suffixes:
@@ -252,7 +233,7 @@ def _locked(output: Output) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
+def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
     """Make the folder ready for a recipe; return how many shards are done."""
     folder = output.folder
     has_plan = (folder / "plan.json").exists()
@@ -266,7 +247,7 @@ def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
         earlier = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         earlier = None
-    if earlier == recipe:
+    if earlier == made_of:
         done = len(list(folder.glob("[0-9]*.json")))
         log.info(f"going on in {folder}: {done:,} of {num_shards:,} shards are done")
         return done
@@ -275,7 +256,7 @@ def _begin(output: Output, recipe: Recipe, num_shards: int) -> int:
     # The plan last: a folder without one is not known to be of this program.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
-    write_whole(folder / "plan.json", json.dumps(recipe))
+    write_whole(folder / "plan.json", json.dumps(made_of))
     return 0
 
 

@@ -58,7 +58,6 @@ def tokenize_shards(
     encoding: Encoding,
     workers: int,
     report: Callable[[Totals], None] = lambda _: None,
-    fork: bool = True,
 ) -> tuple[list[Path], list[ShardStats]]:
     """Encode each source as a shard, unless the folder has it already.
 
@@ -70,8 +69,6 @@ def tokenize_shards(
         encoding: How texts become ids.
         workers: Cores to use: as processes, and as threads of these where sources are few.
         report: Called with the progress, once a second or more often.
-        fork: Whether several workers may be processes, forked from this one. Otherwise they are
-            its threads, and it must not fork afterwards: threads do not survive a fork.
 
     Returns:
         The paths of the shards without their suffix, and what they hold.
@@ -84,7 +81,7 @@ def tokenize_shards(
     shards = list(zip(sources, stems, strict=True))
     mark = folder / _NO_FAST_ENCODER
     try:
-        _encode(shards, encoding, workers, report, fork=fork, fast=not mark.exists())
+        _encode(shards, encoding, workers, report, fast=not mark.exists())
     except OtherIds as error:
         log.warning(
             f"{error}; encoding everything anew with the tokenizers library, which is slower"
@@ -93,7 +90,7 @@ def tokenize_shards(
         for stem in stems:
             remove_shard(stem)
         mark.touch()
-        _encode(shards, encoding, workers, report, fork=fork, fast=False)
+        _encode(shards, encoding, workers, report, fast=False)
     stats: list[ShardStats] = []
     for stem in stems:
         shard = read_shard(stem, verify=False)
@@ -109,14 +106,13 @@ def _encode(
     workers: int,
     report: Callable[[Totals], None],
     *,
-    fork: bool,
     fast: bool,
 ) -> None:
-    """Write the shards that are missing, on forked processes or on threads of this one."""
+    """Write the shards that are missing, on forked processes unless there is one worker."""
     missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
     if not missing:
         return
-    processes = min(workers, len(missing)) if fork and workers > 1 else 0
+    processes = min(workers, len(missing)) if workers > 1 else 0
     threads = workers // max(1, processes)
     # Made before the fork, so that all processes use one copy in memory.
     encoder = make_encoder(encoding, threads=threads, fast=fast)
@@ -212,7 +208,7 @@ def run_in_processes(
     except BrokenProcessPool as error:
         raise DataError(
             "A worker was killed, perhaps because the memory ran out; start again with fewer "
-            "--workers."
+            "--workers (of a run: --preprocessing_num_workers)."
         ) from error
     except BaseException:
         # The pool itself would wait for the tasks that are running.

@@ -9,24 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from llm.data.text_identity import is_compressed
 from llm.errors import DataError
 
-COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 _BLOCK = 1 << 22
 _PACKED_READ = 1 << 17  # of compressed bytes; a block can unpack to many times its size
 _BOM = b"\xef\xbb\xbf"
 
 log = logging.getLogger("llm.data")
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether the name ends with the suffix of a supported compression."""
-    return path.suffix.lower() in COMPRESSIONS
-
-
-def kind_of(path: Path) -> str:
-    """Return the suffix that tells the format of a file: `.jsonl` for `wiki.jsonl.zst`."""
-    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
 class BadRecordPolicy:

@@ -12,7 +12,8 @@ from typing import Any
 
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.readers import choose_column, record_batches
-from llm.data.text.sources import Json, Source, refuse_broken_links, stamp
+from llm.data.text.sources import Source
+from llm.data.text_identity import Json, Stamps, dataset_files, dataset_identity
 from llm.errors import DataError, one_line
 
 _BATCH_ROWS = 1000
@@ -51,14 +52,8 @@ def dataset_sources(
         DataError: `dataset_name` is empty, a file, a path that does not exist, or a folder with
             a broken link.
     """
-    if not dataset_name:  # which pathlib takes for the working directory
-        raise DataError("--dataset_name is empty; name a data set or a folder.")
-    path = Path(dataset_name)
-    if path.is_file():
-        raise DataError(f"--dataset_name {dataset_name} is a file; name it with {file_option}.")
-    if not path.is_dir() and (path.is_absolute() or dataset_name.startswith(("./", "../", "~"))):
-        raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
-    loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code, streaming)
+    files = dataset_files(dataset_name, file_option)
+    loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
     return {split: _DatasetSplit(loader, split, text_column) for split in splits}
 
 
@@ -90,7 +85,7 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
     """
     import datasets
 
-    loader = _DatasetLoader(dataset_name, dataset_config_name, False, False)
+    loader = _DatasetLoader(dataset_name, dataset_config_name, {}, False, False)
     with loader.errors_explained():
         builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
@@ -110,16 +105,19 @@ class _DatasetLoader:
     """A data set that is loaded at most once, when its first split is needed."""
 
     def __init__(
-        self, name: str, config: str | None, trust_remote_code: bool, streaming: bool
+        self,
+        name: str,
+        config: str | None,
+        files: Stamps,
+        trust_remote_code: bool,
+        streaming: bool,
     ) -> None:
         self.name = name
         self.config = config
         # Absolute, since `datasets` takes a relative `text` or `json` for the name of a builder of
         # its own, which reads the whole working directory.
         self.folder = Path(os.path.abspath(name)) if Path(name).is_dir() else None
-        inside = sorted(self.folder.rglob("*")) if self.folder else []
-        refuse_broken_links(inside, f"--dataset_name {name}:")
-        self.files = {path: stamp(path) for path in inside if path.is_file()}
+        self.files = files
         # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
         self._options = {"trust_remote_code": True} if trust_remote_code else {}
         if streaming:
@@ -223,20 +221,13 @@ class _DatasetSplit:
         self._range: tuple[int, int] | None = None  # (first row, stop), or (shard, shards)
 
     def identity(self) -> dict[str, Json]:
-        identity: dict[str, Json] = {
-            "dataset": self._loader.name,
-            "config": self._loader.config,
-            "split": self._split,
-            "text_column": self._text_column,
-        }
-        folder = self._loader.folder
-        if folder is not None:
-            identity["dataset"] = str(folder.resolve())
-            identity["files"] = [
-                [str(file.relative_to(folder)), *stamped.values()]
-                for file, stamped in self.files.items()
-            ]
-        return identity
+        return dataset_identity(
+            self._loader.name,
+            self._loader.config,
+            split=self._split,
+            text_column=self._text_column,
+            files=self.files,
+        )
 
     def exists(self) -> bool:
         return self._split in self._loader.splits()

@@ -8,15 +8,9 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from llm.data.text.blocks import (
-    COMPRESSIONS,
-    BadRecordPolicy,
-    FileChunk,
-    is_compressed,
-    kind_of,
-)
+from llm.data.text.blocks import BadRecordPolicy, FileChunk
 from llm.data.text.json_reader import json_lines, json_records
 from llm.data.text.readers import (
     Reader,
@@ -27,10 +21,21 @@ from llm.data.text.readers import (
     parquet_records,
     text_lines,
 )
+from llm.data.text_identity import (
+    COMPRESSIONS,
+    KINDS,
+    Json,
+    Stamps,
+    TextUnit,
+    check_file,
+    file_identity,
+    file_options,
+    is_compressed,
+    kind_of,
+    refuse_broken_links,
+    stamp,
+)
 from llm.errors import DataError
-
-Json = str | int | bool | None | list[list[str | int]]
-TextUnit = Literal["line", "paragraph", "file"]
 
 _READERS: dict[str, Reader] = {
     ".csv": csv_records,
@@ -39,7 +44,6 @@ _READERS: dict[str, Reader] = {
     ".ndjson": json_lines,
     ".parquet": parquet_records,
 }
-KINDS = (".txt", *_READERS)
 
 log = logging.getLogger("llm.data")
 
@@ -59,7 +63,7 @@ class Source(Protocol):
     name: str
     num_bytes: int | None
     one_document: bool
-    files: dict[Path, dict[str, int]]
+    files: Stamps
 
     @property
     def consumed(self) -> int:
@@ -107,32 +111,19 @@ def file_source(
         DataError: The file is missing, a folder, empty or of another kind.
     """
     path = Path(path)
+    check_file(path, option)
     kind = kind_of(path)
-    if not os.path.exists(path):
-        raise DataError(
-            f"{option} {path} does not exist, or its folder may not be read; check the path."
-        )
-    if path.is_dir():
-        raise DataError(f"{option} {path} is a folder; name it with --dataset_name.")
-    if not path.is_file():
-        raise DataError(f"{option} {path} is not a regular file; write its text to a file first.")
-    if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
-        raise DataError(
-            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, all but the "
-            f"last also packed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"{option} {path} is empty; give a file with text.")
+    options = file_options(
+        path, text_column=text_column, keep_linebreaks=keep_linebreaks, text_unit=text_unit
+    )
     if kind != ".txt":
-        options: dict[str, Json] = {"text_column": text_column}
         return _File(path, _READERS[kind], text_column=text_column, options=options)
-    keep = keep_linebreaks and text_unit == "file"
-    lines = text_lines if keep else bare_lines
+    lines = text_lines if options["keep_linebreaks"] else bare_lines
     return _File(
         path,
         paragraphs if text_unit == "paragraph" else lines,
         one_document=text_unit == "file",
-        options={"keep_linebreaks": keep, "text_unit": text_unit},
+        options=options,
     )
 
 
@@ -217,15 +208,6 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(paths)
 
 
-def refuse_broken_links(paths: list[Path], where: str) -> None:
-    """Raise a DataError that begins with `where` if a path is a broken link."""
-    for path in paths:
-        if os.path.islink(path) and not os.path.exists(path):
-            raise DataError(
-                f"{where} {path} is a broken link; remove it, or name what is to be read."
-            )
-
-
 def _is_text(path: Path, folder: Path) -> bool:
     relative = path.relative_to(folder)
     hidden = any(name.startswith(".") for name in relative.parts)
@@ -276,8 +258,7 @@ class _File:
         return True
 
     def identity(self) -> dict[str, Json]:
-        stamped = self.files[self._path]
-        return {"path": os.path.abspath(self._path), **stamped, **self._options}
+        return file_identity(self._path, self.files[self._path], self._options)
 
     def split(self, num_bytes: int) -> list[Source]:
         size = self.files[self._path]["size"]
@@ -303,12 +284,6 @@ class _File:
             self._chunk, on_bad_record=faults or BadRecordPolicy(), consumed=0
         )
         return self._reader(self._chunk)
-
-
-def stamp(path: Path) -> dict[str, int]:
-    """Return size and modification time, which show that a file has changed."""
-    stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:

@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,7 @@ from typing import Any
 
 from llm import errors
 from llm.data.formats.megatron import beside
-from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.output_files import Output, damage
-from llm.data.preparation.prepare_files import prepare_files, recipe_digest
-from llm.data.text.sources import Source
+from llm.data.formats.sidecar import damage
 from llm.errors import DataError, LLMError
 from llm.runtime.files import sync_folder, try_lock, write_whole
 
@@ -53,46 +50,43 @@ _STARTED = _process_start()
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCache:
-    """A folder of token files. One process prepares each of them while all others wait.
+    """A folder of token files; one process prepares a text while all others wait.
 
     Attributes:
         folder: The folder.
-        encoding: How texts become ids.
-        workers: Cores to prepare on.
         overwrite: Prepare existing token files again, once a launch.
         launch: Equal on all ranks of one launch; None for a single process. A rank that waited
             while another one failed raises the same error, marked as reported.
     """
 
     folder: Path
-    encoding: Encoding
-    workers: int
     overwrite: bool
     launch: str | None
 
-    def token_files(self, source: Source, *, optional: bool = False) -> Path | None:
+    def token_files(self, key: str, prepare: Callable[[Path], None]) -> Path | None:
         """Return the token files of a text, after preparing them if need be.
 
         Args:
-            source: The text.
-            optional: Whether there may be no such text.
+            key: The digest of the recipe.
+            prepare: Makes the token files `tokens.*` in a folder, or `absent` if the text does not
+                exist; called by one process at a time.
 
         Returns:
-            Their path without suffix, or None if the text does not exist.
+            Their path without suffix; None if the text does not exist.
 
         Raises:
             DataError: The text is missing, broken or empty, it changes while it is read, or the
                 cache cannot be written.
             LLMError: The error of another rank that has tried to prepare them.
         """
-        folder = self.folder / recipe_digest([source], _output(self.folder), self.encoding)
+        folder = self.folder / key
         try:
             if not self._is_done(folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _lock(beside(folder, ".lock")) as locked:
                     # Again: another process may have prepared it while this one waited.
                     if not self._is_done(folder):
-                        self._prepare_once(source, folder, locked=locked, optional=optional)
+                        self._prepare_once(folder, prepare, locked=locked)
         except OSError as error:
             raise DataError(
                 f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
@@ -104,64 +98,54 @@ class TokenCache:
 
     def _is_done(self, folder: Path) -> bool:
         """Return whether a folder holds what this launch may use."""
-        output = _output(folder)
+        prefix = folder / "tokens"
         if self.overwrite and self._note(folder) is None:
             return False
         if (folder / "absent").exists():
             return True
-        if not beside(output.prefix, ".bin").exists():
+        if not beside(prefix, ".bin").exists():
             return False
-        faults = damage(output.prefix, output)
+        faults = damage(prefix, row_bytes=True)
         if faults:
             log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
             return False
         log.info(f"using the cached tokens in {folder}")
         return True
 
-    def _prepare_once(self, source: Source, folder: Path, *, locked: bool, optional: bool) -> None:
+    def _prepare_once(self, folder: Path, prepare: Callable[[Path], None], *, locked: bool) -> None:
         """Prepare a text and leave a note, or raise the error that another rank has noted."""
         failed = (self._note(folder) or {}).get("error")
         if failed is not None:
             raise getattr(errors, failed[0], DataError)(failed[1], reported=True)
         try:
             if locked:
-                self._prepare(source, folder, optional=optional)
+                self._prepare(folder, prepare)
             else:
-                self._prepare_without_locks(source, folder, optional=optional)
+                self._prepare_without_locks(folder, prepare)
         except LLMError as error:
             self._write_note(folder, error)
             error.found_here = True  # the other ranks raise it as reported, so this one prints it
             raise
         self._write_note(folder, None)
 
-    def _prepare(self, source: Source, folder: Path, *, optional: bool) -> None:
+    def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         if self.overwrite:
             # Processes that have the files mapped keep them: the kernel frees them after that.
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        if optional and not source.exists():
-            (folder / "absent").touch()
-            return
-        size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
-        log.info(f"tokenising {source.name}{size}")
         try:
-            prepare_files(
-                [([source], _output(folder))],
-                encoding=self.encoding,
-                workers=self.workers,
-                fork=False,  # a trainer has started threads, which a fork would lose
-            )
+            prepare(folder)
         except BaseException:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # fails if there is something to resume
+                folder.rmdir()  # fails if unfinished work is kept
             raise
         sync_folder(self.folder)  # the name of the folder survives a power cut
 
-    def _prepare_without_locks(self, source: Source, folder: Path, *, optional: bool) -> None:
+    def _prepare_without_locks(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         """Prepare in a folder of this process; others may do the same work, which is harmless."""
         own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
-            self._prepare(source, own, optional=optional)
+            self._prepare(own, prepare)
             if not self._is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was faster: equal files
@@ -189,10 +173,6 @@ class TokenCache:
         note = {"launch": self.launch, "time": time.time(), "error": failed}
         with contextlib.suppress(OSError):  # without the note, the other ranks try for themselves
             write_whole(beside(folder, ".launch"), json.dumps(note))
-
-
-def _output(folder: Path) -> Output:
-    return Output(prefix=folder / "tokens", overwrite=True, row_bytes=True, option=_OPTION)
 
 
 @contextmanager

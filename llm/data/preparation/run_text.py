@@ -1,0 +1,156 @@
+"""Text to token files for a run, which starts this program and passes on what it logs.
+
+It reads a `TextJob` from its standard input, and writes each line of the log as a line of JSON with
+level and message. Errors are sentences and exit codes as of `llm.data.prepare`.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm.config.program import program
+from llm.data.text.sources import Source
+from llm.data.text_to_tokens import TextJob, TokenizerCopy
+from llm.errors import ConfigError
+from llm.tokenizers.fast import TextTokenizer
+
+_END_SECONDS = 5.0  # to say what is kept, and to end
+
+log = logging.getLogger("llm.data")
+
+
+class _JsonHandler(logging.Handler):
+    """Writes each line of the log for `text_to_tokens`, which reads them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stdout.write(json.dumps([record.levelno, record.getMessage()]) + "\n")
+        sys.stdout.flush()
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    logger = logging.getLogger("llm")
+    logger.handlers = [_JsonHandler()]
+    logger.setLevel(logging.INFO)
+    # numpy would start a thread on each core for linear algebra, which is not needed here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    job = TextJob.from_json(_read_line(0))
+    threading.Thread(target=_end_with_run, daemon=True).start()
+    make_token_files(job)
+    return 0
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Read a line without a buffer: a fork could copy its lock while a thread holds it."""
+    parts = [b""]
+    while not parts[-1].endswith(b"\n"):
+        parts.append(os.read(descriptor, 1 << 20))
+        if not parts[-1]:
+            raise EOFError("the run has ended")
+    return b"".join(parts)
+
+
+def _end_with_run() -> None:
+    """Wait until the run closes the pipe, as its death does, however it dies; then end."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_END_SECONDS)
+    os._exit(1)  # the workers end with this process
+
+
+def make_token_files(job: TextJob) -> None:
+    """Make the token files of a job, resuming the work of an earlier run.
+
+    Raises:
+        LLMError: The text is missing, broken or empty, or the token files cannot be written.
+    """
+    import numpy as np
+
+    from llm.data.preparation.encoder import Encoding
+    from llm.data.preparation.output_files import Output
+    from llm.data.preparation.prepare_files import prepare_files
+
+    prefix = Path(job.prefix)
+    source = _source(job)
+    if job.text.split == "validation" and not source.exists():
+        (prefix.parent / "absent").touch()
+        return
+    size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
+    log.info(f"tokenising {source.name}{size}")
+    prepare_files(
+        [
+            (
+                [source],
+                Output(prefix=prefix, overwrite=True, row_bytes=True, option="--data_cache_dir"),
+            )
+        ],
+        encoding=Encoding(
+            tokenizer=_tokenizer(job.tokenizer, job.text.trust_remote_code),
+            end_token=job.end_token,
+            dtype=np.dtype(job.dtype),
+        ),
+        workers=job.workers,
+    )
+
+
+def _source(job: TextJob) -> Source:
+    text = job.text
+    if text.split is not None:
+        from llm.data.text.hub import dataset_sources
+
+        return dataset_sources(
+            text.name,
+            text.config_name,
+            text_column=text.text_column,
+            trust_remote_code=text.trust_remote_code,
+            splits=[text.split],
+        )[text.split]
+    from llm.data.text.sources import file_source
+
+    return file_source(
+        Path(text.name),
+        text_column=text.text_column,
+        keep_linebreaks=text.keep_linebreaks,
+        option=text.option,
+    )
+
+
+def _tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
+    if copy.backend is not None:
+        from tokenizers import Tokenizer
+
+        return TextTokenizer(
+            name=copy.name,
+            backend=Tokenizer.from_str(copy.backend),
+            encode_slow=None,
+            eos_token_id=copy.eos_token_id,
+            bos_token_id=copy.bos_token_id,
+            size=copy.size,
+            fingerprint=copy.fingerprint,
+        )
+    from llm.tokenizers.fast import from_transformers
+    from llm.tokenizers.load_tokenizer import load_tokenizer
+    from llm.tokenizers.options import TokenizerOptions
+
+    options = TokenizerOptions(tokenizer_name=copy.folder, use_slow_tokenizer=True)
+    tokenizer = from_transformers(
+        load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name
+    )
+    if tokenizer.fingerprint != copy.fingerprint:
+        raise ConfigError(
+            f"The tokenizer {copy.name} gives other ids once it is saved and loaded, so the text "
+            "cannot be prepared in a run; prepare it ahead with llm.data.prepare."
+        )
+    return tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

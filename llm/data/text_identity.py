@@ -1,0 +1,174 @@
+"""Which text it is, and which token files it makes, told without reading it."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llm.errors import DataError
+
+COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
+KINDS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+SHARD_BYTES = 1 << 26
+"""Bytes on disk that one worker takes at once; a killed run repeats this much for each worker."""
+
+_FORMAT = 1  # of the shards
+
+Json = str | int | bool | None | list[list[str | int]]
+Stamps = dict[Path, dict[str, int]]
+"""Size and modification time of files."""
+TextUnit = Literal["line", "paragraph", "file"]
+Recipe = dict[str, Any]
+"""Input and options, as JSON: equal recipes make equal bytes."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name ends with `.gz`, `.xz`, `.bz2` or `.zst`."""
+    return path.suffix.lower() in COMPRESSIONS
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that tells the format of a file: `.jsonl` for `wiki.jsonl.zst`."""
+    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
+
+
+def stamp(path: Path) -> dict[str, int]:
+    """Return size and modification time: if one differs, the file has changed."""
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def check_file(path: Path, option: str) -> None:
+    """Refuse a file that cannot be read as text.
+
+    Args:
+        path: The file.
+        option: The option that named it, for messages.
+
+    Raises:
+        DataError: The file is missing, a folder, empty or of another kind.
+    """
+    kind = kind_of(path)
+    if not os.path.exists(path):
+        raise DataError(
+            f"{option} {path} does not exist, or its folder may not be read; check the path."
+        )
+    if path.is_dir():
+        raise DataError(f"{option} {path} is a folder; name it with --dataset_name.")
+    if not path.is_file():
+        raise DataError(f"{option} {path} is not a regular file; write its text to a file first.")
+    if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
+        raise DataError(
+            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, all but the "
+            f"last also packed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"{option} {path} is empty; give a file with text.")
+
+
+def file_options(
+    path: Path, *, text_column: str | None, keep_linebreaks: bool, text_unit: TextUnit
+) -> dict[str, Json]:
+    """Return the options that the texts of a file depend on."""
+    if kind_of(path) != ".txt":
+        return {"text_column": text_column}
+    return {"keep_linebreaks": keep_linebreaks and text_unit == "file", "text_unit": text_unit}
+
+
+def file_identity(path: Path, stamped: dict[str, int], options: dict[str, Json]) -> dict[str, Json]:
+    """Return what distinguishes the text of a file from any other."""
+    return {"path": os.path.abspath(path), **stamped, **options}
+
+
+def dataset_files(dataset_name: str, file_option: str) -> Stamps:
+    """Return the files of a data set in a folder; none of one on the Hub.
+
+    Args:
+        dataset_name: A Hub name, or a folder.
+        file_option: The option for a file, for messages.
+
+    Raises:
+        DataError: The name is empty, a file, a path that does not exist, or a folder with a
+            broken link.
+    """
+    if not dataset_name:  # which pathlib takes for the working directory
+        raise DataError("--dataset_name is empty; name a data set or a folder.")
+    path = Path(dataset_name)
+    if path.is_file():
+        raise DataError(f"--dataset_name {dataset_name} is a file; name it with {file_option}.")
+    if path.is_dir():
+        inside = sorted(Path(os.path.abspath(path)).rglob("*"))
+        refuse_broken_links(inside, f"--dataset_name {dataset_name}:")
+        return {file: stamp(file) for file in inside if file.is_file()}
+    if path.is_absolute() or dataset_name.startswith(("./", "../", "~")):
+        raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
+    return {}
+
+
+def dataset_identity(
+    dataset_name: str,
+    dataset_config_name: str | None,
+    *,
+    split: str,
+    text_column: str | None,
+    files: Stamps,
+) -> dict[str, Json]:
+    """Return what distinguishes a split from any other text; of the Hub's, only the name."""
+    identity: dict[str, Json] = {
+        "dataset": dataset_name,
+        "config": dataset_config_name,
+        "split": split,
+        "text_column": text_column,
+    }
+    if Path(dataset_name).is_dir():
+        folder = os.path.abspath(dataset_name)
+        identity["dataset"] = os.path.realpath(dataset_name)
+        identity["files"] = [
+            [str(file.relative_to(folder)), *stamped.values()] for file, stamped in files.items()
+        ]
+    return identity
+
+
+def refuse_broken_links(paths: list[Path], where: str) -> None:
+    """Raise a DataError that begins with `where` if a path is a broken link."""
+    for path in paths:
+        if os.path.islink(path) and not os.path.exists(path):
+            raise DataError(
+                f"{where} {path} is a broken link; remove it, or name what is to be read."
+            )
+
+
+def recipe(
+    identities: Sequence[dict[str, Json]],
+    *,
+    tokenizer_fingerprint: str,
+    end_token: int | None,
+    dtype: str,
+    allow_special_tokens: bool = False,
+    on_error: Literal["stop", "skip"] = "stop",
+    shuffle_seed: int | None = None,
+    validation_percentage: float = 0.0,
+    part_bytes: int = SHARD_BYTES,
+) -> Recipe:
+    """Return the recipe of token files."""
+    # Any other key or value gives other digests, which no existing cache or token file has.
+    return {
+        "format": _FORMAT,
+        "part_bytes": part_bytes,
+        "sources": list(identities),
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "end_token": end_token,
+        "dtype": dtype,
+        "allow_special_tokens": allow_special_tokens,
+        "on_error": on_error,
+        "shuffle_seed": shuffle_seed,
+        "validation_percentage": validation_percentage,
+    }
+
+
+def recipe_digest(made_of: Recipe) -> str:
+    """Return a digest of a recipe: equal digests, equal bytes."""
+    import xxhash  # here, since --help runs without packages
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())

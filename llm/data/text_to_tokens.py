@@ -1,0 +1,260 @@
+"""Text to token files by a process of `llm.data.preparation.run_text`, which a run starts.
+
+A run itself has started threads, which do not survive the forks of the workers; and it needs
+neither the readers of text nor the encoders once the token files are there.
+"""
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from llm.data.text_identity import (
+    Json,
+    check_file,
+    dataset_files,
+    dataset_identity,
+    file_identity,
+    file_options,
+    recipe,
+    recipe_digest,
+    stamp,
+)
+from llm.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROGRAM = "llm.data.preparation.run_text"
+_ERROR = "error: "
+_END_SECONDS = 10.0  # for the process to end by itself
+
+log = logging.getLogger("llm.data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The text of one split of a run.
+
+    Attributes:
+        name: The path of a file, or the name of a data set.
+        option: The option that names it, such as `--train_file`.
+        split: The split of a data set; None for a file.
+        config_name: The configuration of a data set.
+        text_column: The field with the text; None takes `text`, else the only field of strings.
+        keep_linebreaks: Whether a line of a text file keeps its line break.
+        trust_remote_code: Whether to run code that comes with a data set.
+    """
+
+    name: str
+    option: str
+    split: str | None = None
+    config_name: str | None = None
+    text_column: str | None
+    keep_linebreaks: bool
+    trust_remote_code: bool
+
+    def identity(self) -> dict[str, Json]:
+        """Return what distinguishes it from any other text.
+
+        Raises:
+            DataError: The file or folder does not exist, or is of another kind.
+        """
+        if self.split is not None:
+            return dataset_identity(
+                self.name,
+                self.config_name,
+                split=self.split,
+                text_column=self.text_column,
+                files=dataset_files(self.name, "--train_file"),
+            )
+        path = Path(self.name)
+        check_file(path, self.option)
+        options = file_options(
+            path,
+            text_column=self.text_column,
+            keep_linebreaks=self.keep_linebreaks,
+            text_unit="file",
+        )
+        return file_identity(path, stamp(path), options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerCopy:
+    """A tokenizer for another process.
+
+    Attributes:
+        name: Its name, for the sidecar.
+        backend: The tokenizer as JSON of the `tokenizers` library; None for one in Python.
+        folder: Where a tokenizer in Python is saved; else None.
+        bos_token_id: Id of the token that begins a text, or None.
+        eos_token_id: Id of the token that ends a text, or None.
+        size: Number of tokens; where ids have gaps, one more than the largest.
+        fingerprint: Equal for tokenizers that give equal ids.
+    """
+
+    name: str
+    backend: str | None
+    folder: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    size: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextJob:
+    """What token files to make of a text.
+
+    Attributes:
+        text: The text.
+        tokenizer: What makes tokens of it.
+        end_token: Id that ends each document; None for nothing.
+        dtype: Dtype of the ids on the disk.
+        workers: Cores to use.
+        prefix: Path of the token files without suffix.
+    """
+
+    text: Text
+    tokenizer: TokenizerCopy
+    end_token: int | None
+    dtype: str
+    workers: int
+    prefix: str
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "TextJob":
+        """Return the job that `run_job` has written."""
+        values = json.loads(line)
+        text, tokenizer = Text(**values.pop("text")), TokenizerCopy(**values.pop("tokenizer"))
+        return cls(text=text, tokenizer=tokenizer, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding:
+    """How the texts of a run become ids; attributes as for `TextJob`."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    fingerprint: str
+    size: int
+    end_token: int | None
+    dtype: str
+
+    def key(self, text: Text) -> str:
+        """Return the digest of the token files that a text becomes: equal digests, equal bytes."""
+        return recipe_digest(
+            recipe(
+                [text.identity()],
+                tokenizer_fingerprint=self.fingerprint,
+                end_token=self.end_token,
+                dtype=self.dtype,
+            )
+        )
+
+    def prepare(self, text: Text, *, workers: int) -> Callable[[Path], None]:
+        """Return a function that makes the token files `tokens.*` of a text in a folder.
+
+        It leaves the file `absent` instead where a data set has no validation split.
+
+        Args:
+            text: The text.
+            workers: Cores to use.
+        """
+
+        def prepare(folder: Path) -> None:
+            with contextlib.ExitStack() as stack:
+                backend = getattr(self.tokenizer, "backend_tokenizer", None)
+                saved = None
+                if backend is None:
+                    saved = stack.enter_context(tempfile.TemporaryDirectory())
+                    self.tokenizer.save_pretrained(saved)
+                tokenizer = TokenizerCopy(
+                    name=self.tokenizer.name_or_path,
+                    backend=None if backend is None else backend.to_str(),
+                    folder=saved,
+                    bos_token_id=self.tokenizer.bos_token_id,
+                    eos_token_id=self.tokenizer.eos_token_id,
+                    size=self.size,
+                    fingerprint=self.fingerprint,
+                )
+                run_job(
+                    TextJob(
+                        text=text,
+                        tokenizer=tokenizer,
+                        end_token=self.end_token,
+                        dtype=self.dtype,
+                        workers=workers,
+                        prefix=str(folder / "tokens"),
+                    )
+                )
+
+        return prepare
+
+
+def run_job(job: TextJob) -> None:
+    """Make token files in another process, log what it logs, and end it with this process.
+
+    Raises:
+        DataError: With the sentence of the process.
+        RuntimeError: The process has failed in a way that nobody has foreseen.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", PROGRAM],
+        stdin=subprocess.PIPE,  # it ends when this process does, and closes the pipe
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is for this process, which passes it on
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said: list[str] = []
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it has failed already, and says why
+            process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+            process.stdin.flush()
+        _log_lines(process.stdout, said)
+        code = process.wait()
+    except BaseException:
+        process.stdin.close()  # as if this process had died: it ends, and says what is kept
+        timer = threading.Timer(_END_SECONDS, process.kill)
+        timer.start()
+        _log_lines(process.stdout, said)
+        timer.cancel()
+        raise
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    begins = (number for number, line in enumerate(said) if line.startswith(_ERROR))
+    sentence = next(begins, len(said))
+    for line in said[:sentence]:  # of a library, or a traceback
+        log.warning(line)
+    if code == 2:
+        raise DataError("\n".join(said[sentence:]).removeprefix(_ERROR))
+    if code < 0:
+        raise DataError(
+            f"The process that made token files of {job.text.name} was killed "
+            f"({signal.Signals(-code).name}), perhaps because the memory ran out; start again "
+            "with fewer --preprocessing_num_workers."
+        )
+    if code != 0:
+        raise RuntimeError(f"{PROGRAM} has failed with the exit code {code}")
+
+
+def _log_lines(lines: IO[bytes], said: list[str]) -> None:
+    """Log what the process logs, and collect what else it says."""
+    for line in lines:
+        try:
+            level, message = json.loads(line)
+            log.log(level, message)
+        except (ValueError, TypeError):
+            said.append(line.decode(errors="replace").rstrip())

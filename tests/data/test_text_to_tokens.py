@@ -1,0 +1,177 @@
+"""A run makes token files of its text in another process, and is told what that says."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from transformers import ByT5Tokenizer
+
+from llm.data import text_to_tokens
+from llm.data.formats.megatron import TokenFile
+from llm.data.formats.sidecar import read_sidecar
+from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
+from llm.errors import DataError
+from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
+from tests.support.corpora import write
+from tests.support.tokenizers import tiny_tokenizer
+
+
+def encoding(tokenizer=None):
+    tokenizer = tokenizer or tiny_tokenizer()
+    return TextEncoding(
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(tokenizer),
+        size=num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer)),
+        end_token=end_token(tokenizer.eos_token_id, append_eos=True),
+        dtype="uint16",
+    )
+
+
+def text(path, **changes):
+    settings = {"text_column": None, "keep_linebreaks": True, "trust_remote_code": False}
+    return Text(name=str(path), option="--train_file", **{**settings, **changes})
+
+
+def prepared(folder, source, tokenizer=None):
+    """The token files that the process makes of a text."""
+    folder.mkdir()
+    encoding(tokenizer).prepare(source, workers=2)(folder)
+    return TokenFile(folder / "tokens")
+
+
+def test_the_log_of_the_process_becomes_part_of_the_log_of_the_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    file = write(tmp_path / "a.jsonl", '{"text": "the fox"}\n{"text": ""}\n')
+
+    tokens = prepared(tmp_path / "made", text(file)).tokens
+
+    assert tiny_tokenizer().decode(tokens.tolist()) == "the fox<|endoftext|>"
+    assert caplog.messages[0] == f"tokenising {file} (0.0 MB)"
+    assert caplog.messages[-1] == f"wrote {tmp_path / 'made' / 'tokens'}.bin"
+
+
+def test_the_sentence_of_the_process_is_the_error_of_the_run(tmp_path):
+    file = write(tmp_path / "a.jsonl", '{"text": "the fox"}\n{"text": \n')
+
+    with pytest.raises(DataError, match=r"^\S+a\.jsonl, line 2\b"):
+        prepared(tmp_path / "made", text(file))
+
+
+def test_a_tokenizer_in_python_gives_the_same_ids_in_the_process(tmp_path):
+    file = write(tmp_path / "a.txt", "the fox\n")
+
+    made = prepared(tmp_path / "made", text(file), ByT5Tokenizer())
+
+    assert made.tokens.tolist() == ByT5Tokenizer().encode("the fox\n")
+    assert read_sidecar(made.prefix).tokenizer_fingerprint == fingerprint(ByT5Tokenizer())
+
+
+def job_of(file):
+    tokenizer = tiny_tokenizer()
+    copy = TokenizerCopy(
+        name="tiny",
+        backend=tokenizer.backend_tokenizer.to_str(),
+        folder=None,
+        bos_token_id=None,
+        eos_token_id=0,
+        size=len(tokenizer),
+        fingerprint=fingerprint(tokenizer),
+    )
+    return TextJob(
+        text=text(file),
+        tokenizer=copy,
+        end_token=0,
+        dtype="uint16",
+        workers=2,
+        prefix=str(file.parent / "tokens"),
+    )
+
+
+def run_instead(monkeypatch, folder, code):
+    """Starts a program of this code in place of the real one."""
+    write(folder / "stand_in.py", code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(text_to_tokens, "PROGRAM", "stand_in")
+
+
+def test_a_killed_process_leads_to_a_sentence_with_a_remedy(tmp_path, monkeypatch):
+    run_instead(monkeypatch, tmp_path, "import os; os.kill(os.getpid(), 9)")
+
+    with pytest.raises(DataError, match=r"killed \(SIGKILL\).*--preprocessing_num_workers"):
+        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+
+
+def test_a_defect_of_the_process_fails_with_its_traceback_in_the_log(tmp_path, monkeypatch, caplog):
+    run_instead(monkeypatch, tmp_path, "raise ValueError('a defect')")
+
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+
+    assert "ValueError: a defect" in caplog.messages
+
+
+def test_warnings_of_libraries_are_no_part_of_the_sentence(tmp_path, monkeypatch, caplog):
+    code = "import sys; print('a warning'); print('error: one\\nand two'); sys.exit(2)"
+    run_instead(monkeypatch, tmp_path, code)
+
+    with pytest.raises(DataError) as raised:
+        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+
+    assert str(raised.value) == "one\nand two"
+    assert caplog.messages == ["a warning"]
+
+
+# The work on each part takes long, and leaves a line in a file.
+SLOW = """
+import os, sys, time
+from llm.data.preparation import prepare_files, run_text, tokenize_shards
+prepare_files.SHARD_BYTES = 20
+write_shard = tokenize_shards.write_shard
+def slow(source, stem, *how, **options):
+    with open("begun", "a") as file:
+        print(os.getpid(), file=file)
+    time.sleep(60 if stem.name > "000000" else 0)
+    write_shard(source, stem, *how, **options)
+tokenize_shards.write_shard = slow
+sys.exit(run_text.main([]))
+"""
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_process_and_its_workers_end_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = job_of(write(tmp_path / "a.jsonl", '{"text": "the fox"}\n' * 8))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    process.stdin.write(json.dumps(asdict(job)) + "\n")
+    process.stdin.flush()
+    wait_until(lambda: Path("begun").exists() and Path("begun").read_text().count("\n") >= 3)
+    workers = set(map(int, Path("begun").read_text().split()))
+
+    process.stdin.close()  # as the system does when the run has been killed
+
+    assert process.wait(30) == 130
+    assert json.loads(process.stdout.read().splitlines()[-1])[1].startswith("1 of ")
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert not list(tmp_path.glob("tokens.bin"))
