@@ -1,9 +1,9 @@
 """Saves checkpoints while training goes on; a kill at any moment leaves the older ones valid.
 
-Training waits only while the state is copied into host memory. A thread then writes it to a
-temporary folder, as safetensors through `torch.distributed.checkpoint`, and syncs each file; a
-manifest with sizes and checksums comes last. Then the folder is renamed and its parent synced.
-Only after that are old checkpoints removed.
+Training waits only while the state is copied into host memory; a GPU makes the copies during the
+gradient of the next step. A thread then writes them to a temporary folder, as safetensors through
+`torch.distributed.checkpoint`, and syncs each file; a manifest with sizes and checksums comes last.
+Then the folder is renamed and its parent synced. Only after that are old checkpoints removed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from llm.checkpoint.format import (
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune
 from llm.checkpoint.snapshot import (
+    HostCopies,
     OwnerRanks,
     Snapshot,
     assign_writers,
@@ -59,6 +60,7 @@ class Saver:
         world_size: Number of ranks.
         owner_ranks: Which ranks hold a tensor; all of them unless given.
         copies: Files to put into every checkpoint, by their path in it; rank 0 writes them.
+        copied_first: Paths of tensors that are copied before the next step begins on the device.
 
     Attributes:
         held_up: Seconds for which the last save kept training waiting.
@@ -75,6 +77,7 @@ class Saver:
         world_size: int,
         owner_ranks: OwnerRanks | None = None,
         copies: Mapping[str, bytes] | None = None,
+        copied_first: Container[str] = (),
     ) -> None:
         self.held_up = 0.0
         self._options = options
@@ -85,16 +88,18 @@ class Saver:
         self._world_size = world_size
         self._owner_ranks = owner_ranks or (lambda path: range(world_size))
         self._copies = copies or {}
+        self._copied_first = copied_first
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._under_way: HostCopies | None = None
         # A group of its own: the thread communicates while training steps use the default one.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def save(self, *, step: int, eval_loss: float | None) -> None:
-        """Save the current state.
+        """Save the current state; call `before_update` before it changes.
 
         Args:
             step: Optimizer steps done.
@@ -109,9 +114,10 @@ class Saver:
         own, file_of = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
         )
+        self._under_way = copy_to_host(own, self._buffers, first=self._copied_first)
         snapshot = Snapshot(
             step=step,
-            tensors=copy_to_host(own, self._buffers),
+            copies=self._under_way,
             file_of=file_of,
             plain=json.dumps(plain),
             metadata={**self._metadata, "eval_loss": eval_loss},
@@ -125,6 +131,15 @@ class Saver:
         self._thread.daemon = True  # a crash need not wait: a half-written folder does not count
         self._thread.start()
 
+    def before_update(self) -> None:
+        """Let the device finish the copies of the last save before later operations.
+
+        Call it in each step, between the gradient and the update. The host does not wait.
+        """
+        if self._under_way is not None:
+            self._under_way.wait_on_device()
+            self._under_way = None
+
     def finish(self, *, last: bool = False) -> None:
         """Wait for the save in the background, if there is one.
 
@@ -137,6 +152,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._under_way = None
         error, self._error = self._error, None
         if error is None:
             return
@@ -149,6 +165,7 @@ class Saver:
         """Write a snapshot and retry if the file system fails; all ranks retry together."""
         began = time.perf_counter()
         try:
+            snapshot.copies.wait_on_host()
             problem = self._write(snapshot)
             for pause in _PAUSES:
                 if problem is None:
@@ -197,7 +214,7 @@ class Saver:
         )
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        tensors = snapshot.tensors.items()
+        tensors = snapshot.copies.tensors.items()
         own = next((name for name, tensor in tensors if not is_finite(tensor)), None)
         bad = [name for name in self._all_gather(own) if name is not None]
         if bad:
@@ -220,7 +237,7 @@ class Saver:
 
         # One rank plans for all of them, but knows the files of its own tensors only.
         file_of, written = {}, set()
-        for files, names in self._all_gather((snapshot.file_of, [*snapshot.tensors])):
+        for files, names in self._all_gather((snapshot.file_of, [*snapshot.copies.tensors])):
             file_of.update(files)
             written.update(names)
         if unwritten := file_of.keys() - written:
@@ -232,7 +249,10 @@ class Saver:
         writer.per_thread_copy_ahead = 0
         alone = self._group is None
         save(
-            dict(snapshot.tensors), storage_writer=writer, process_group=self._group, no_dist=alone
+            dict(snapshot.copies.tensors),
+            storage_writer=writer,
+            process_group=self._group,
+            no_dist=alone,
         )
         own = temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
         return {path.name: sync_file(path) for path in own}

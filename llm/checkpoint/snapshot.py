@@ -4,8 +4,9 @@ A tensor that several ranks hold is written by one of them; a sharded tensor is 
 shard, each shard once.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,50 @@ from torch.distributed.tensor import DTensor
 _FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
 _SLAB_BYTES = 1 << 30
 _ALIGNMENT = 64
+_WITH_STREAMS = {"cuda"}  # types of devices that copy while they compute
 
 OwnerRanks = Callable[[str], Sequence[int]]
 """Maps the path of a tensor to the ranks that hold it, in order."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which a GPU may still be making.
+
+    Call `wait_on_device` before you change the tensors, and `wait_on_host` before you read the
+    copies.
+
+    Attributes:
+        tensors: The copies, by path.
+
+    Args:
+        tensors: As above.
+        sources: What the GPU copies, kept until `wait_on_device`. Otherwise the allocator could
+            reuse the memory of a tensor that training replaces during the copy.
+        done: The event at the end of the copies; None if they are complete.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        *,
+        sources: Sequence[torch.Tensor] = (),
+        done: Any = None,
+    ) -> None:
+        self.tensors = tensors
+        self._sources, self._done = sources, done
+
+    def wait_on_device(self) -> None:
+        """Let the device finish the copies before later operations; the host does not wait."""
+        if self._sources:
+            self._done.wait()  # in the stream of the caller
+            self._sources = ()
+
+    def wait_on_host(self) -> None:
+        """Wait until the copies are complete."""
+        if self._done is not None:
+            # A new thread uses the first GPU, and CUDA would create a context there.
+            torch.get_device_module(self._done.device).set_device(self._done.device)
+            self._done.synchronize()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +68,14 @@ class Snapshot:
 
     Attributes:
         step: Optimizer steps done.
-        tensors: The tensors that this rank writes, by path.
+        copies: The tensors that this rank writes.
         file_of: For each tensor of any rank, the number of the file among those of its writer.
         plain: The rest, as JSON.
         metadata: Plain values for the manifest.
     """
 
     step: int
-    tensors: dict[str, torch.Tensor]
+    copies: HostCopies
     file_of: dict[str, int]
     plain: str
     metadata: dict[str, Any]
@@ -106,44 +148,78 @@ def _writes_shard(tensor: DTensor, number: int) -> bool:
 
 
 def copy_to_host(
-    tensors: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Copy tensors, or this rank's shards of them, into host memory, and wait for the copies.
+    tensors: Mapping[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+    *,
+    first: Container[str] = (),
+) -> HostCopies:
+    """Copy tensors, or this rank's shards of them, into host memory.
+
+    A GPU copies on a separate stream, and computes at the same time.
 
     Args:
         tensors: What to copy, by path.
         buffers: Memory of the last copies, which is used again; updated.
+        first: Paths of tensors that the device copies before any later operation, so that they can
+            change at once, or be freed.
     """
     local = {
         path: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         for path, tensor in tensors.items()
     }
+    device = next((t.device for t in local.values() if t.device.type in _WITH_STREAMS), None)
     if any(not _fits(buffers.get(path), tensor) for path, tensor in local.items()):
         buffers.clear()  # before the new memory is allocated
-        buffers.update(_allocate(local))
+        buffers.update(_allocate(local, pinned=device is not None))
     copies: dict[str, torch.Tensor] = {}
     for path, tensor in tensors.items():
-        copies[path] = buffers[path].copy_(local[path], non_blocking=local[path].is_cuda)
+        copies[path] = buffers[path]
         if isinstance(tensor, DTensor):
             # from_local would move the copy back to the mesh's device.
             copies[path] = DTensor(buffers[path], tensor._spec, requires_grad=False)
-    if any(tensor.is_cuda for tensor in local.values()):
-        # Training changes the tensors as soon as this returns.
-        torch.cuda.current_stream().synchronize()
-    return copies
+    if device is None:
+        for path, source in local.items():
+            buffers[path].copy_(source)
+        return HostCopies(copies)
+    at_once = {path: source for path, source in local.items() if path in first}
+    later = {path: source for path, source in local.items() if path not in first}
+    if at_once:
+        done = _copy_aside(at_once, buffers, device)
+        HostCopies({}, sources=[*at_once.values()], done=done).wait_on_device()
+    return HostCopies(copies, sources=[*later.values()], done=_copy_aside(later, buffers, device))
+
+
+def _copy_aside(
+    sources: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], device: torch.device
+) -> Any:
+    """Begin the copies once the device has computed the sources; return the event at their end."""
+    streams = torch.get_device_module(device)
+    aside = _stream_of_copies(device)
+    aside.wait_stream(streams.current_stream(device))
+    with streams.stream(aside):
+        for path, source in sources.items():
+            buffers[path].copy_(source, non_blocking=True)
+    done = streams.Event(blocking=True)  # a thread that waits for it sleeps
+    done.record(aside)
+    return done
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> Any:
+    """Return one stream for all saves, since the allocator keeps memory for each stream."""
+    return torch.get_device_module(device).Stream(device)
 
 
 def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
-def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return host memory for a copy of each tensor, pinned for those of a GPU.
+def _allocate(tensors: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
+    """Return host memory for a copy of each tensor, pinned if a GPU copies into it.
 
     torch rounds each pinned block up to a power of two, so tensors share slabs of such sizes. The
     largest are placed first, each in the first slab that has room.
     """
-    pinned = any(tensor.is_cuda for tensor in tensors.values())
     slabs: list[_Slab] = []
     for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         room = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

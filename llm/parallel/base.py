@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llm.checkpoint.format import check_same_parameters, model_tensors
+from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
 from llm.models.weight_casts import cast_weights_once
 from llm.optim.kfac.ekfac import EKFAC
@@ -336,6 +336,13 @@ class AcceleratedStrategy:
         elif kind == "strategy/optimizer" and isinstance(self.optimizer, EKFAC):
             owner = self.optimizer.owner_of(self.model.get_parameter(name))
         return range(self.world_size) if owner is None else [owner]
+
+    def copied_first(self) -> set[str]:
+        """Return the paths in a checkpoint of what a save copies before the next step begins.
+
+        Only the optimizer changes the rest; a forward pass may change the model's buffers.
+        """
+        return {MODEL_TENSORS + name for name, _ in self.model.named_buffers()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on the host, for export.

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llm.checkpoint.save import Saver
+from llm.checkpoint.snapshot import HostCopies
 from llm.models import build, loss
 from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.gossip.averaging import GossipAverager
-from tests.support.made_up_device import NAME
+from llm.parallel.gossip.decentralized import DecentralizedStrategy
+from tests.support.made_up_device import NAME, SideStream
 from tests.support.made_up_run import Case, run
 from tests.support.ranks import Outcome, run_ranks, values
 from tests.support.strict_mode import Notes
@@ -152,3 +155,40 @@ def test_an_answer_that_the_host_reads_before_it_is_there_is_noticed():
     uses = notes_with(read_the_answer_without_a_wait, Case(4))["update"].in_flight
     assert uses[0].startswith("tolist at parallel/base.py")
     assert uses[-1].startswith("free at parallel/base.py")
+
+
+def update_without_a_wait() -> None:
+    Saver.before_update = lambda self: None
+
+
+def test_an_update_that_does_not_wait_for_the_copies_of_a_save_is_noticed():
+    notes = notes_with(update_without_a_wait, Case(1))
+    assert notes["save"].in_flight == []
+    uses = notes["next step"].in_flight
+    assert {use.partition(" at ")[2].partition(":")[0] for use in uses} == {"parallel/base.py"}
+    assert any(use.startswith("aten::_fused_adamw_") for use in uses)
+
+
+def copy_what_is_still_computed() -> None:
+    SideStream.wait_stream = lambda self, other: None
+
+
+def test_copies_that_do_not_wait_for_the_step_are_noticed():
+    uses = notes_with(copy_what_is_still_computed, Case(1))["save"].in_flight
+    assert uses[0].startswith("aten::copy_ of what is computed at checkpoint/snapshot.py")
+
+
+def drop_what_is_copied() -> None:
+    DecentralizedStrategy.copied_first = AcceleratedStrategy.copied_first
+    make = HostCopies.__init__
+
+    def make_without_sources(self: HostCopies, tensors: Any, *, sources: Any, done: Any) -> None:
+        make(self, tensors, sources=[None] * len(sources), done=done)
+
+    HostCopies.__init__ = make_without_sources
+
+
+def test_memory_that_is_given_up_while_it_is_copied_is_noticed():
+    # The mean of the replicas, which is made to be saved.
+    uses = notes_with(drop_what_is_copied, GOSSIP)["save"].in_flight
+    assert {use.partition(" at ")[0] for use in uses} == {"free"}

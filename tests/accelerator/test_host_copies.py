@@ -1,60 +1,111 @@
-"""Copies of a GPU's tensors to the host, which end when the program waits for their stream.
+"""The copies of a save, which a GPU makes beside the next step."""
 
-A tensor of the host stands in for one of the GPU.
-"""
-
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Container
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from llm.checkpoint.snapshot import copy_to_host
-
-begun: list[Callable[[], None]] = []  # copies that have not ended
-
-
-class OnGPU(torch.Tensor):
-    """A tensor whose copies to the host without a wait are only begun."""
-
-    is_cuda = True
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is not torch.Tensor.copy_ or not (kwargs or {}).get("non_blocking"):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        target, source = args
-        begun.append(lambda: target.copy_(source.as_subclass(torch.Tensor)))
-        return target
-
-
-def wait_for_copies() -> None:
-    for copy in begun:
-        copy()
-    begun.clear()
+from llm.checkpoint.format import name_of
+from llm.checkpoint.save import Saver
+from llm.checkpoint.snapshot import HostCopies
+from tests.support.checkpoints import Part, saver_of
+from tests.support.late_copies import LateCopies
+from tests.support.ranks import run_ranks, values
+from tests.support.training import Bench
 
 
 @pytest.fixture
-def stream(monkeypatch):
-    stream = SimpleNamespace(synchronize=wait_for_copies)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    yield stream
-    begun.clear()
+def late(monkeypatch):
+    LateCopies(monkeypatch.setattr)
 
 
-def copy_and_train() -> list[float]:
-    weights = torch.tensor([1.0, 2.0]).as_subclass(OnGPU)
-    buffers = {"weights": torch.zeros(2)}  # pinned memory exists on a GPU only
-    copies = copy_to_host({"weights": weights}, buffers)
-    weights.add_(10.0)  # the next step
-    wait_for_copies()
-    return copies["weights"].tolist()
+def save_twice(folder: Path, *, copied_first: Container[str] = ()) -> list[dict[str, int]]:
+    """Save two states, each of which the next step changes; what the checkpoints hold."""
+    part = Part({"weight": torch.ones(3), "buffer": torch.ones(3)})
+    saver = saver_of(folder, part, async_checkpoint=True, copied_first=copied_first)
+    for step in (1, 2):
+        saver.save(step=step, eval_loss=None)
+        part.state["buffer"] += 1  # in the forward pass
+        saver.before_update()
+        part.state["weight"] += 1
+    saver.finish(last=True)
+    return [held_by(folder, step=step) for step in (1, 2)]
 
 
-def test_a_snapshot_has_the_values_from_before_the_next_step(stream):
-    assert copy_and_train() == [1.0, 2.0]
+def held_by(folder: Path, *, step: int) -> dict[str, int]:
+    tensors = tensors_of(folder, step=step)
+    return {path.removeprefix("part/"): int(tensor[0]) for path, tensor in tensors.items()}
 
 
-def test_a_snapshot_that_is_not_waited_for_has_those_of_the_next_step(stream):
-    stream.synchronize = lambda: None
-    assert copy_and_train() == [11.0, 12.0]
+def tensors_of(folder: Path, *, step: int) -> dict[str, torch.Tensor]:
+    [file] = (folder / name_of(step)).glob("*.safetensors")
+    return load_file(file)
+
+
+def test_a_checkpoint_has_the_values_from_before_the_next_step(late, tmp_path):
+    assert save_twice(tmp_path, copied_first={"part/buffer"}) == [
+        {"weight": 1, "buffer": 1},
+        {"weight": 2, "buffer": 2},
+    ]
+
+
+def test_what_the_gradient_changes_must_be_copied_first(late, tmp_path):
+    assert save_twice(tmp_path) == [
+        {"weight": 1, "buffer": 2},
+        {"weight": 2, "buffer": 3},
+    ]
+
+
+def test_without_a_wait_on_the_device_it_has_those_of_the_next_step(late, tmp_path, monkeypatch):
+    monkeypatch.setattr(HostCopies, "wait_on_device", lambda self: None)
+    assert save_twice(tmp_path) == [
+        {"weight": 2, "buffer": 2},
+        {"weight": 3, "buffer": 3},
+    ]
+
+
+def test_without_a_wait_on_the_host_it_has_those_of_the_last_save(late, tmp_path, monkeypatch):
+    part = Part({"weight": torch.ones(3)})
+    saver = saver_of(tmp_path, part, async_checkpoint=True)
+    saver.save(step=1, eval_loss=None)
+    saver.finish()
+    part.state["weight"] += 1
+    monkeypatch.setattr(HostCopies, "wait_on_host", lambda self: None)
+    saver.save(step=2, eval_loss=None)
+    saver.finish(last=True)
+    assert held_by(tmp_path, step=2) == {"weight": 1}
+
+
+def train(argv: list[str], how: str) -> int:
+    from llm.trainers.gpt.main import main
+
+    if how != "at once":
+        LateCopies(setattr)
+    if how == "too late":
+        Saver.before_update = lambda self: None
+    return main(argv)
+
+
+def saved_tensors(run: Path) -> list[dict[str, torch.Tensor]]:
+    """The tensors in the checkpoints of steps 2, 4 and 6."""
+    return [tensors_of(run / "checkpoints", step=step) for step in (2, 4, 6)]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_trainers_checkpoints_are_those_of_copies_at_once(tmp_path):
+    bench = Bench(tmp_path)
+    options = {"max_train_steps": 6, "checkpointing_steps": 2, "keep_checkpoints": 3}
+    saved = []
+    for how in ("at once", "late", "too late"):
+        command = bench.command(how, **options)
+        assert values(run_ranks(train, 1, command, how)) == [0]
+        saved.append(saved_tensors(tmp_path / how))
+    at_once, late, too_late = saved
+    assert list(map(same, late, at_once)) == [True, True, True]
+    # The step after a save is in it; there is none after the last one.
+    assert list(map(same, too_late, at_once)) == [False, False, True]

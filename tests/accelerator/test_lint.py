@@ -7,7 +7,6 @@ from pathlib import Path
 from tests.support.package import MODULES, PACKAGE, name_of
 
 ONLY_ON_CUDA = {
-    "checkpoint.snapshot": "waits for copies into pinned memory, which it has on CUDA only",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",
     "preflight": "names the GPU and the version of NCCL",
 }

@@ -76,3 +76,11 @@ def test_evaluating_and_saving_take_no_more_memory_than_a_step(name):
     notes = run_case(name)
     assert notes["evaluation"].peak < planned(name)
     assert notes["save"].peak < planned(name)
+
+
+def test_a_step_after_a_save_takes_no_more_memory_than_one_before_it():
+    # Gossip makes the mean of the weights to save it.
+    case = Case(4, {**MODEL, "data_parallel": "gossip"}, family=None, shape=(SAMPLES, LENGTH))
+    [(notes, _)] = values(run_ranks(run, 1, case))
+    before = max(notes["gradient"].peak, notes["update"].peak)
+    assert notes["next step"].peak < 1.01 * before

@@ -250,7 +250,7 @@ def test_copies_share_few_blocks_of_host_memory(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", pinned_block)
     buffers: dict[str, torch.Tensor] = {}
-    copies = snapshot.copy_to_host(state, buffers)
+    copies = snapshot.copy_to_host(state, buffers).tensors
     snapshot.copy_to_host(state, buffers)
 
     one_each = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in state.values())

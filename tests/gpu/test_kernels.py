@@ -99,10 +99,13 @@ def test_copies_to_the_host_are_whole_and_pinned():
     buffers: dict[str, torch.Tensor] = {}
     for _ in range(2):  # the second save reuses the buffers of the first
         expected = {name: tensor.clone().cpu() for name, tensor in tensors.items()}
-        copies = copy_to_host(tensors, buffers)
+        copies = copy_to_host(tensors, buffers, first={"bf16"})
+        tensors["bf16"].zero_()  # as a forward pass may
+        copies.wait_on_device()
         for tensor in tensors.values():
-            tensor.zero_()  # as training does, which does not wait
-        for name, copy in copies.items():
+            tensor.zero_()  # as training does; the host has not waited
+        copies.wait_on_host()
+        for name, copy in copies.tensors.items():
             assert torch.equal(copy, expected[name])
             assert copy.is_pinned() == (DEVICE.type == "cuda")
         for tensor in tensors.values():

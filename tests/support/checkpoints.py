@@ -1,5 +1,6 @@
 """Small training states, and checkpoints of them."""
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def saver_of(
     *,
     metadata: Any = None,
     copies: dict[str, bytes] | None = None,
+    copied_first: Container[str] = (),
     **options: Any,
 ) -> Saver:
     """A saver on one rank that writes before it returns, unless asked otherwise."""
@@ -67,6 +69,7 @@ def saver_of(
         rank=0,
         world_size=1,
         copies=copies,
+        copied_first=copied_first,
     )
 
 

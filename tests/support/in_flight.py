@@ -1,13 +1,15 @@
-"""Buffers of asynchronous messages, which nothing may use before the wait for their message.
+"""Buffers of asynchronous messages and copies, which nothing may use before the wait for them.
 
-NCCL sends on a stream of its own. Its `wait` does not wait on the host: it orders what the program
-launches later behind the message. What is launched before races with it, mostly unnoticed.
+NCCL sends on a stream of its own, and a save copies on another. Such a `wait` does not wait on the
+host: it orders what the program launches later behind the message. What is launched before races
+with it, mostly unnoticed.
 """
 
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,19 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.support.package import PACKAGE
+
+
+@dataclass
+class Flight:
+    """An operation on another stream.
+
+    Attributes:
+        land_on_device: Called when the device waits for it: its tensors of the device are free.
+        land_on_host: Called when the host waits for it.
+    """
+
+    land_on_device: Callable[[], None]
+    land_on_host: Callable[[], None]
 
 
 class InFlight:
@@ -38,7 +53,7 @@ class InFlight:
 
         def batch(operations: list[Any]) -> list[Any]:
             works = send_batch(operations)
-            if not _is_ours(sys._getframe(1)):
+            if not is_ours(sys._getframe(1)):
                 return works
             buffers = [(operation.tensor, functions[operation.op]) for operation in operations]
             # The first wait ends all of them: NCCL has one `Work` for a batch.
@@ -55,15 +70,16 @@ class InFlight:
 
     def check_operation(self, operation: Any, args: Any, kwargs: Any) -> None:
         """Note the buffers in flight that an operation uses; a view of one is no use."""
-        if not self._buffers or operation.is_view:
-            return
-        arguments = operation._schema.arguments
-        given = [*zip(arguments, args, strict=False)]
-        given += [(argument, kwargs.get(argument.name)) for argument in arguments[len(args) :]]
-        for argument, value in given:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            self.check(operation.name(), [(tensor, writes) for tensor in tensors])
+        if self._buffers and not operation.is_view:
+            self.check(operation.name(), _uses(operation, args, kwargs))
+
+    def launch(self, operation: Any, args: Any, kwargs: Any) -> Flight:
+        """Take what an operation on another stream uses as in flight."""
+        uses = _uses(operation, args, kwargs)
+        return Flight(
+            self._fly([use for use in uses if use[0].device.type != "cpu"]),
+            self._fly([use for use in uses if use[0].device.type == "cpu"]),
+        )
 
     def check(self, name: str, uses: Iterable[tuple[torch.Tensor, bool]]) -> None:
         """Note the buffers in flight among tensors that are read or, if True, written."""
@@ -76,7 +92,7 @@ class InFlight:
         @functools.wraps(function)
         def followed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             work = function(tensor, *args, **kwargs)
-            if work is None or not _is_ours(sys._getframe(1)):
+            if work is None or not is_ours(sys._getframe(1)):
                 return work
             return _Work(work, self._fly([(tensor, received)]))
 
@@ -112,5 +128,19 @@ class _Work:
         return self._work.wait(*args)
 
 
-def _is_ours(frame: Any) -> bool:
+def _uses(operation: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+    """Return the tensors of an operation, and whether it writes them."""
+    arguments = operation._schema.arguments
+    given = [*zip(arguments, args, strict=False)]
+    given += [(argument, kwargs.get(argument.name)) for argument in arguments[len(args) :]]
+    return [
+        (leaf, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument, value in given
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def is_ours(frame: Any) -> bool:
+    """Whether a frame is one of the package."""
     return frame.f_code.co_filename.startswith(str(PACKAGE))

@@ -5,7 +5,8 @@ since PyTorch can neither rename nor remove a device.
 """
 
 import functools
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
+
+from tests.support.in_flight import Flight, is_ours
 
 NAME = "gpux"
 
@@ -29,7 +32,10 @@ _libraries: list[torch.library.Library] = []  # their kernels are registered whi
 
 
 class _Stream:
-    """A stream or an event: nothing runs asynchronously."""
+    """The stream of all that is computed, or an event on it: nothing runs asynchronously.
+
+    So are the streams that FSDP makes.
+    """
 
     device_index = 0
 
@@ -49,11 +55,65 @@ class _Stream:
         pass
 
 
+class SideStream(_Stream):
+    """A stream that the package has made: it may run what it is given at any time until a wait.
+
+    Attributes:
+        current: The one that is given operations; None while they are computed as usual.
+        computed: Number of operations that are computed as usual.
+        waits_for: How many of them it waits for.
+        flights: What it has been given.
+    """
+
+    current: ClassVar["SideStream | None"] = None
+    computed: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_for = 0
+        self.flights: list[Flight] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waits_for = SideStream.computed
+
+    def __enter__(self) -> "SideStream":
+        SideStream.current = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        SideStream.current = None
+
+
+class _Event(_Stream):
+    """An event that the package has made."""
+
+    def record(self, stream: SideStream) -> None:
+        self._flights = list(stream.flights)
+
+    def wait(self) -> None:
+        for flight in self._flights:
+            flight.land_on_device()
+
+    def synchronize(self) -> None:
+        for flight in self._flights:
+            flight.land_on_device()
+            flight.land_on_host()
+
+
 class _Backend(_DummyBackendModule):
     """The module `torch.gpux`."""
 
-    Stream = Event = stream = device = _Stream
+    device = _Stream
     default_generators = (torch.default_generator,)
+
+    def Stream(self, *args: Any, **kwargs: Any) -> _Stream:
+        return SideStream() if is_ours(sys._getframe(1)) else _Stream()
+
+    def Event(self, *args: Any, **kwargs: Any) -> _Stream:
+        return _Event() if is_ours(sys._getframe(1)) else _Stream()
+
+    def stream(self, stream: _Stream | None) -> _Stream:
+        return stream or _Stream()
 
     def current_stream(self, *args: Any) -> _Stream:
         return _Stream()

@@ -1,4 +1,4 @@
-"""Steps, an evaluation and the plan of a save by the trainer's own strategies, on a made-up device.
+"""Steps, an evaluation and a save's copies by the trainer's own strategies, on a made-up device.
 
 Only one of the ranks exists. Call `run` in a process of its own.
 """
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from llm.checkpoint.format import split_state
-from llm.checkpoint.snapshot import assign_writers
+from llm.checkpoint import snapshot
+from llm.checkpoint.options import CheckpointOptions
+from llm.checkpoint.save import Saver
 from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
 from llm.models.configuration import load_config
@@ -60,8 +62,8 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
 
     Returns:
         The notes by phase: "preparation", the two "first steps", in which some things are set up,
-        "gradient" and "update" of the third one, "log", "evaluation" and "save". Then the
-        time-outs of all process groups that the package has made.
+        "gradient" and "update" of the third one, "log", "evaluation" and "save", and the "next
+        step". Then the time-outs of all process groups that the package has made.
     """
     # With a rank, Accelerate would join groups that this device does not have.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -94,6 +96,9 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
 
     setup.device_of, setup.make_accelerator = lambda _: device, join
     setup._check_use = lambda *_: None  # it compares values
+    snapshot._WITH_STREAMS = {made_up_device.NAME}
+    snapshot._allocate = _allocate
+    Saver._save = lambda *_: None  # its messages are lost
     context.causal_lower_right = _outside_modes(context.causal_lower_right)
     # PyTorch 2.10 computes the shapes of a DTensor with tensors of the host, which are real here.
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -131,30 +136,52 @@ def _train(
     batch = MicroBatch(tokens, tokens)
     num_tokens = MICRO_BATCHES * tokens.numel() * strategy.data_ranks
     meter = Meter(strategy.device, rank=strategy.rank)
-    for step in range(3):
+    parts = {"strategy": strategy, "kfac": strategy.second_order}
+    saver = Saver(
+        CheckpointOptions(),
+        Path("checkpoints"),
+        parts={name: part for name, part in parts.items() if part is not None},
+        metadata={},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        owner_ranks=strategy.owner_ranks,
+        copied_first=strategy.copied_first(),
+    )
+
+    def take_step(step: int) -> Notes:
         strategy.set_learning_rate(1e-3)
         loss_sum = strategy.forward_backward([batch] * MICRO_BATCHES, num_tokens=num_tokens)
-        if step == 2:
-            notes["gradient"] = strict.take_notes()
+        gradient = strict.take_notes() if step == 2 else Notes()
+        saver.before_update()
         if strategy.second_order is not None:
             strategy.second_order.precondition(learning_rate=1e-3)
         norm, skipped = strategy.optimizer_step(config.max_grad_norm)
         meter.add(step, loss_sum, num_tokens, grad_norm=norm, skipped=skipped)
         strategy.any_rank([False, False])
-        if step > 0:
-            notes["update" if step == 2 else "first steps"] = strict.take_notes()
+        return gradient
+
+    for step in range(2):
+        take_step(step)
+    notes["first steps"] = strict.take_notes()
+    notes["gradient"] = take_step(2)
+    notes["update"] = strict.take_notes()
     meter.all_reduce(strategy.reduce_sum)
     notes["log"] = strict.take_notes()
     with strategy.averaged():
         loss_sum, counted = strategy.evaluate(batch)
         strategy.reduce_sum(torch.stack([loss_sum, counted.float()]))
     notes["evaluation"] = strict.take_notes()
-    parts = {"strategy": strategy, "kfac": strategy.second_order}
-    state, _ = split_state({name: part.state_dict() for name, part in parts.items() if part})
-    world = {"rank": strategy.rank, "world_size": strategy.world_size}
-    assign_writers(state, **world, owner_ranks=strategy.owner_ranks)
+    saver.save(step=3, eval_loss=None)
     notes["save"] = strict.take_notes()
+    take_step(3)
+    notes["next step"] = strict.take_notes()
     return notes
+
+
+def _allocate(tensors: dict[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
+    """Return memory of the host for a copy of each tensor: this device cannot pin any."""
+    assert pinned
+    return {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in tensors.items()}
 
 
 def _note_timeouts() -> set[timedelta]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tests.support.in_flight import InFlight
-from tests.support.made_up_device import NAME
+from tests.support.made_up_device import NAME, SideStream
 from tests.support.package import PACKAGE
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "convolution"}
@@ -36,7 +36,8 @@ class Notes:
         wide_products: Where matrices in float32 are multiplied.
         collectives: How often each collective was called for tensors of the device.
         peak: Most bytes that tensors of the device took at once.
-        in_flight: Where a buffer of an asynchronous message is used before the wait for it.
+        in_flight: Where a buffer of an asynchronous message is used before the wait for it, or a
+            tensor that another stream uses; and where that stream does not wait for the device.
     """
 
     reads: list[str] = field(default_factory=list)
@@ -82,14 +83,18 @@ class Strict(TorchDispatchMode):
         if not all(issubclass(kind, FakeTensor | torch.nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor, which calls the operations of its local tensor
         kwargs = kwargs or {}
-        self._in_flight.check_operation(func, args, kwargs)
+        aside = SideStream.current
+        if aside is None:
+            self._in_flight.check_operation(func, args, kwargs)
         leaves = [*_leaves(args), *_leaves(kwargs.values())]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(name.strip("_"), tensors, leaves)
         if any(tensor.device.type == NAME for tensor in tensors):
-            if name in _READS or _copies_to_host(name, args, kwargs):
+            if aside is not None:
+                self._launch(aside, func, args, kwargs)
+            elif name in _READS or _copies_to_host(name, args, kwargs):
                 self._notes.reads.append(f"{name} at {_where()}")
             if name in _PRODUCTS and any(_is_wide_matrix(tensor) for tensor in tensors):
                 self._notes.wide_products.append(f"{name} at {_where()}")
@@ -103,7 +108,14 @@ class Strict(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         result = func(*args, **kwargs)
         self._count(result)
+        if aside is None:
+            SideStream.computed += 1
         return result
+
+    def _launch(self, aside: SideStream, func: Any, args: Any, kwargs: Any) -> None:
+        if aside.waits_for != SideStream.computed:
+            self._notes.in_flight.append(f"{func.name()} of what is computed at {_where()}")
+        aside.flights.append(self._in_flight.launch(func, args, kwargs))
 
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llm.checkpoint.format import check_same_parameters, model_tensors
+from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_tensors
 from llm.errors import ParallelError
 from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
@@ -246,6 +246,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
             return range(self.world_size)
         first = self.replica * self._ranks_per_replica
         return range(first, first + self._ranks_per_replica)
+
+    def copied_first(self) -> set[str]:
+        """Return the paths of buffers and mean weights: the next step needs the means' memory."""
+        return {MODEL_TENSORS + name for name in model_tensors(self.model)}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the mean model's parameters and buffers on rank 0's host; every rank calls it."""

@@ -89,6 +89,7 @@ class Trainer:
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
             copies=copies,
+            copied_first=strategy.copied_first(),
         )
         self.interruption = Interruption(
             after=None if config.exit_after is None else 60 * config.exit_after
@@ -175,6 +176,7 @@ class Trainer:
         # The loss is the sum over tokens divided by the tokens of the whole step, on all ranks:
         # neither micro-batches nor ranks nor a short last window change the mean.
         loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        self.saver.before_update()
         if strategy.second_order is not None:
             # K-FAC, before clipping: the norm is that of the preconditioned gradient.
             strategy.second_order.precondition(learning_rate=learning_rate)
