@@ -155,7 +155,7 @@ def _check(options: CheckpointsOptions, *, averages: bool) -> None:
 def _places(path: Path) -> tuple[Path, Path]:
     """Return the run folder and its checkpoints folder, which need not exist."""
     if not path.is_dir():
-        raise ConfigError(f"--run {path} is no folder; name that of a run.")
+        raise ConfigError(f"--run {path} is not a folder; name the folder of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
         return path, path / "checkpoints"
     if path.resolve().name == "checkpoints" or checkpoint_folders(path):

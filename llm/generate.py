@@ -192,7 +192,7 @@ def _open(options: GenerateOptions) -> "Model":
         )
     path = Path(options.run)
     if not path.is_dir():
-        raise ConfigError(f"--run {path} is no folder; name that of a run or of a model.")
+        raise ConfigError(f"--run {path} is not a folder; name the folder of a run or of a model.")
     limit_spin_wait()
     if (path / MANIFEST).is_file():
         if options.checkpoint is not None:

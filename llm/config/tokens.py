@@ -19,10 +19,10 @@ class Tokens(int):
         if isinstance(value, str):
             match = re.fullmatch(r"([\d_]+(?:\.\d+)?)([KMBT]?)", value, re.IGNORECASE)
             if match is None:
-                raise ValueError(f"{value!r} is no number of tokens")
+                raise ValueError(f"{value!r} is not a number of tokens")
             # As a fraction: in floating point, 0.3B would not be a whole number.
             exact = Fraction(match[1]) * 1000 ** _SUFFIXES.index(match[2].upper())
             if exact.denominator != 1:
-                raise ValueError(f"{value!r} is no whole number of tokens")
+                raise ValueError(f"{value!r} is not a whole number of tokens")
             value = int(exact)
         return super().__new__(cls, value)

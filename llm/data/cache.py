@@ -185,7 +185,7 @@ def _lock(path: Path) -> Iterator[bool]:
         try:
             locked = try_lock(descriptor)
         except BlockingIOError:
-            log.info("waiting for another process that tokenises the same text")
+            log.info("waiting for another process that tokenizes the same text")
             locked = try_lock(descriptor, wait=True)
         yield locked
     finally:

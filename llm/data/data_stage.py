@@ -28,13 +28,13 @@ def stage_problems(stages: Sequence[DataStage]) -> list[str]:
             problems.append(f"{name} has no data_path; name its token files.")
         if stage.until is None and not is_last:
             problems.append(
-                f"{name} has no until, which only the last stage leaves out; give the tokens at "
-                "which it ends."
+                f"{name} has no until, which only the last stage leaves out; give the tokens "
+                "after which it ends."
             )
         elif stage.until is not None and is_last:
             problems.append(
-                f"{name} is the last stage and goes on to the end of the run; leave out its until "
-                f"= {stage.until}."
+                f"{name} is the last stage and lasts to the end of the run; leave out its until = "
+                f"{stage.until}."
             )
         elif stage.until is not None and stage.until <= begins:
             problems.append(

@@ -61,7 +61,7 @@ def _limits(words: Sequence[float | str], sources: Sequence[CorpusSource]) -> di
         file = locate(Path(path))[0].resolve()
         if file not in files:
             raise ConfigError(
-                f"--max_epochs names {path}, which is no source of the training data; they are "
+                f"--max_epochs names {path}, which is not a source of the training data; they are "
                 f"{', '.join(str(source.stream.file.prefix) for source in sources)}."
             )
         limits |= {number: most for number, other in enumerate(files) if other == file}

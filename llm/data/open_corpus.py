@@ -227,7 +227,7 @@ class _Opener:
         )
 
     def _open(self, words: Words, option: str) -> list[CorpusSource]:
-        """Open and check the token files of one option, whole, and normalise their weights."""
+        """Open and check the token files of one option, whole, and normalize their weights."""
         if not words:
             return []
         paths, weights = parse_blend(words, option=option)

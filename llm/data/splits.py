@@ -82,8 +82,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     good = all(number >= 0 for number in numbers) and math.isfinite(sum(numbers))
     if not 1 <= len(numbers) <= 3 or not good or sum(numbers) == 0:
         raise ConfigError(
-            f"--split {text} is no split; give up to three numbers for training, validation and "
-            "testing, none negative and not all 0, such as 980,10,10."
+            f"--split {text} is not a split; give up to three numbers for training, validation "
+            "and testing, none negative and not all 0, such as 980,10,10."
         )
     train, validation, test = [*numbers, 0.0, 0.0][:3]
     total = sum(numbers)

@@ -132,7 +132,7 @@ def read_minutes(time: str) -> int:
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
     if match is None:
-        raise ConfigError(f"--time {time} is no time limit; write it as 6:00:00 or 1-12:00:00.")
+        raise ConfigError(f"--time {time} is not a time limit; write it as 6:00:00 or 1-12:00:00.")
     days, hours, minutes, plain = (int(number or 0) for number in match.groups())
     total = plain + 1440 * days + 60 * hours + minutes
     if total == 0:
@@ -158,7 +158,7 @@ def _check(job: JobOptions) -> None:
         )
     for name in ("requeue", "sweep", "container"):
         if job.scheduler == "pbs" and getattr(job, name):
-            instead = "; --chain goes on in a next job" if name == "requeue" else ""
+            instead = "; --chain continues in the next job" if name == "requeue" else ""
             raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
     if job.scheduler == "slurm" and job.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")

@@ -78,8 +78,8 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     measured = measured_flops(device, dtype)
     logger.info(
-        f"peak: at least {measured / 1e12:.3g} TFLOP/s a device, which matrix products in {dtype} "
-        "reach; MFU is the share of that"
+        f"peak: at least {measured / 1e12:.3g} TFLOP/s per device, which matrix products in "
+        f"{dtype} reach; MFU is the share of that"
     )
     return measured
 

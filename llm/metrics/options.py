@@ -22,7 +22,7 @@ class LoggingOptions:
     )
     device_peak_tflops: float | None = option(
         None,
-        "Peak of one device, in TFLOP/s, for the utilisation (MFU) in the log; by default the "
+        "Peak of one device, in TFLOP/s, for the utilization (MFU) in the log; by default the "
         "maker's figure for half precision, or the rate of matrix products that is measured at "
         "the start.",
         above=0,

@@ -54,7 +54,7 @@ def build_model(
     Args:
         options: How to build it: the attention kernel, the padding, the patches.
         config: The model's configuration; not changed.
-        weights_from: A Hub name or folder to load weights from; None initialises them.
+        weights_from: A Hub name or folder to load weights from; None initializes them.
         seed: Keys the initial weights, together with each parameter's name.
         device: Where the model will live; initial weights are never anywhere else. On the meta
             device it has no weights, initial or loaded, until `fill_model`.

@@ -1,6 +1,6 @@
 """Weights for a model on the meta device: initial ones keyed by name, or dummy ones for checks.
 
-Every module is initialised by its own Hugging Face code, in the library's order. Only the source
+Every module is initialized by its own Hugging Face code, in the library's order. Only the source
 of the random numbers changes: the generator is seeded from (seed, name) before each write to a
 named parameter. The initial value of a parameter therefore does not depend on the layers, ranks or
 stages before it, and any rank can draw it alone.
@@ -47,7 +47,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
 
 
 def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Allocate the memory of a model that was built on the meta device, and initialise it.
+    """Allocate the memory of a model that was built on the meta device, and initialize it.
 
     Nothing is drawn or copied on the host when `device` is an accelerator.
 
@@ -72,10 +72,10 @@ class KeyedDraws(TorchFunctionMode):
     """Seeds the generator from the name of a parameter before anything writes to the parameter.
 
     For draws that fill no parameter directly (Mamba computes a bias from `torch.rand`), the name
-    of each module seeds the generator before the module is initialised.
+    of each module seeds the generator before the module is initialized.
 
     Args:
-        model: The model to initialise.
+        model: The model to initialize.
         seed: The run's seed.
 
     Attributes:
@@ -94,7 +94,7 @@ class KeyedDraws(TorchFunctionMode):
         self.written: set[str] = set()
 
     def run(self, device: torch.device) -> None:
-        """Run the model's own initialisation.
+        """Run the model's own initialization.
 
         Args:
             device: Where the draws happen.

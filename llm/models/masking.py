@@ -1,7 +1,7 @@
 """Causal masks of windows: over the whole window, or within each document only.
 
 transformers detects several documents in one row by jumps in the position ids. `run_model` tells it
-the documents instead: this needs no synchronisation with the device, and keeps positions and
+the documents instead: this needs no synchronization with the device, and keeps positions and
 attention independent of each other.
 """
 
@@ -34,7 +34,7 @@ def disable_packing_detection() -> None:
     """Let transformers take the documents of a window from `run_model`, and none without them.
 
     Without an attention mask it looks for jumps in the position ids and reads the result back
-    from the device: a synchronisation for each micro-batch and, under torch.compile, a mask in
+    from the device: a synchronization for each micro-batch and, under torch.compile, a mask in
     place of the causal kernel.
     """
     if hasattr(masking_utils, "find_packed_sequence_indices"):
@@ -109,8 +109,9 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         logits = _logits_function(model)
         if attention and not _keeps_attention_apart(logits):
             raise ConfigError(
-                f"--reset_attention_mask cannot keep documents apart in {name}: what one document "
-                "says would reach the next one; leave it out, or choose another architecture."
+                f"--reset_attention_mask cannot keep documents apart in {name}: the text of one "
+                "document would reach the next one; leave it out, or choose another "
+                "architecture."
             )
         if positions and not _uses_positions(logits, together=attention):
             raise ConfigError(

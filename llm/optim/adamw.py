@@ -16,7 +16,7 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
     """Make AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) in its fused form.
 
     The fused kernel also skips a step by a flag on the device (`found_inf`), so
-    that a non-finite gradient needs no synchronisation.
+    that a non-finite gradient needs no synchronization.
 
     Its state is created here, where torch creates it in the first step: a checkpoint can be loaded
     into it, and the moments do not fragment the memory that the activations of the first step leave

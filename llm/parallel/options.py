@@ -75,7 +75,7 @@ class ParallelOptions:
     )
 
 
-@option_group("Decentralised training", resume="fixed")
+@option_group("Decentralized training", resume="fixed")
 class DecentralizedOptions:
     """Replicas that average their weights, by gossip or DiLoCo."""
 

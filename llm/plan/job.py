@@ -64,7 +64,7 @@ DEVICES = {
     "a100-40gb": Device(39.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 25),
     "a100-80gb": Device(79.1, PEAK_TFLOPS["A100"], 19.5, 2039, 300, 25),
     # One of the two dies of an AMD MI250X (data sheet: 383 TFLOP/s, 3.2 TB/s and 128 GB in
-    # all); in Frontier and LUMI a die reaches its neighbours over 50 GB/s links, four of
+    # all); in Frontier and LUMI a die reaches its neighbors over 50 GB/s links, four of
     # which are counted, and one 200 Gbit/s adapter serves two dies.
     "mi250x": Device(64.0, PEAK_TFLOPS["MI250X"], 47.9, 1638, 100, 12.5),
     # One of the two stacks (tiles) of an Intel Data Center GPU Max 1550 (data sheet: 839

@@ -20,7 +20,7 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from llm.report.panels import COLOURS, Panel, unit_of_time, x_ends
+from llm.report.panels import COLORS, Panel, unit_of_time, x_ends
 from llm.report.runs import X_KEYS, Run, X
 
 MARKS = {
@@ -53,7 +53,7 @@ return new Intl.NumberFormat("en", short).format(tick).replace("K", "k");
 
 
 class Charts:
-    """Draws the panels of a page. page.js sets the colours, which differ on a dark page.
+    """Draws the panels of a page. page.js sets the colors, which differ on a dark page.
 
     Args:
         runs: The runs to show.
@@ -148,7 +148,7 @@ class Charts:
             validation = curve.key.startswith("eval_")
             line = chart.line(self._x, "y", source=source)
             line.glyph.line_width = 1.7
-            line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLOURS) % 3]
+            line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLORS) % 3]
             if validation:
                 line.glyph.line_width = 1.3
                 line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from llm.errors import ConfigError
-from llm.report.panels import COLOURS, make_panels, unit_of_time, x_ends
+from llm.report.panels import COLORS, make_panels, unit_of_time, x_ends
 from llm.report.runs import Run, X
 
 _DASHES = ("-", "-.", ":")
@@ -38,10 +38,10 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
         for curve in panel.curves:
             evaluation = curve.key.startswith("eval_")
             kind = "moving average" if curve.is_average else "validation"
-            style = _DASHES[curve.run // len(COLOURS) % 3]
+            style = _DASHES[curve.run // len(COLORS) % 3]
             if evaluation:
                 style = ":" if curve.is_average else "--"
-            look: dict[str, Any] = {"color": COLOURS[curve.run % len(COLOURS)][0]}
+            look: dict[str, Any] = {"color": COLORS[curve.run % len(COLORS)][0]}
             places = curve.points[x] / divisor
             plot.plot(
                 places,

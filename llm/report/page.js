@@ -1,6 +1,6 @@
 // Bokeh calls this when the charts stand, with what page.py has named: chooses the x axis and the
 // runs that are shown, and shows values where the pointer is.
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const curves = (chart) => chart.renderers.filter((r) => r.tags.includes("curve") && r.visible);
 
 function chooseAxis(x) {
@@ -14,17 +14,17 @@ function chooseAxis(x) {
 }
 
 function paint() {
-  const text = {major_label_text_color: colour("--faint"), axis_label_text_color: colour("--faint"),
-    axis_line_color: colour("--faint"), major_label_text_font_size: "12px", axis_label_text_font_size: "12px"};
+  const text = {major_label_text_color: color("--faint"), axis_label_text_color: color("--faint"),
+    axis_line_color: color("--faint"), major_label_text_font_size: "12px", axis_label_text_font_size: "12px"};
   for (const chart of charts) {
     for (const axis of [...chart.below, ...chart.left]) {
       axis.setv(chart.left.includes(axis) ? {...text, axis_line_color: null} : text);
     }
-    for (const grid of chart.center) grid.grid_line_color = colour("--rule");
+    for (const grid of chart.center) grid.grid_line_color = color("--rule");
   }
   drawn.forEach((renderers, run) => {
     for (const {glyph, tags} of renderers) {
-      const own = tags.includes("skip") ? colour("--alarm") : colour(`--run-${run % 8}`);
+      const own = tags.includes("skip") ? color("--alarm") : color(`--run-${run % 8}`);
       for (const name of ["line_color", "fill_color", "text_color"]) if (name in glyph) glyph[name] = own;
     }
   });

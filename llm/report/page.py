@@ -11,7 +11,7 @@ from markupsafe import Markup
 from llm import __version__
 from llm.report.charts import MARKS, Charts
 from llm.report.events import Event
-from llm.report.panels import COLOURS, MAX_POINTS, make_panels
+from llm.report.panels import COLORS, MAX_POINTS, make_panels
 from llm.report.runs import Run, X, best_evaluation
 
 _SILENT_SECONDS = 3600.0
@@ -49,7 +49,7 @@ def make_page(runs: list[Run], *, x: X) -> str:
             max_points=MAX_POINTS,
             thinned=any("low" in curve.points for panel in panels for curve in panel.curves),
             runs=runs,
-            colours=COLOURS,
+            colors=COLORS,
             x=x,
             marks=[(mark, name) for kind, (mark, _, name) in MARKS.items() if kind in kinds],
             summary=summary_rows(runs),

@@ -11,7 +11,7 @@ from llm.report.runs import X_KEYS, Run, X
 MAX_POINTS = 2000
 """Maximum points of a curve; with more reports, a point is the mean of several."""
 
-COLOURS = (
+COLORS = (
     ("#2463c9", "#73a7ff"),
     ("#cf4a12", "#ff9161"),
     ("#12805c", "#45cf9b"),
@@ -21,7 +21,7 @@ COLOURS = (
     ("#7a3fd1", "#bd9bff"),
     ("#5d5a55", "#bdb7ae"),
 )
-"""Colours of the runs in their order, each for a light and for a dark page."""
+"""Colors of the runs in their order, each for a light and for a dark page."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ _KNOWN = [
           section="Optimization", from_zero=True),
     Panel(name="throughput", title="Throughput", keys=("tokens_per_second",),
           unit="tokens/s, all devices", section="System", from_zero=True),
-    Panel(name="mfu", title="Model FLOP utilisation", keys=("mfu",), unit="%", section="System",
+    Panel(name="mfu", title="Model FLOP utilization", keys=("mfu",), unit="%", section="System",
           from_zero=True, factor=100.0),
     Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
           section="System", from_zero=True, factor=100.0),
@@ -170,7 +170,7 @@ def _curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
     rows = [row for row in run.rows if key in row]
     is_branch = run.origin is not None and not run.origin.is_mean
     if is_branch and panel.section != "System":  # which is of its own devices
-        rows = [*[row for row in run.before if key in row][-1:], *rows]  # goes on from its parent
+        rows = [*[row for row in run.before if key in row][-1:], *rows]  # continues its parent
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS
     }

@@ -109,7 +109,7 @@ def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
 
 def _read_run(path: Path, name: str) -> Run:
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; name that of a run (its --output_dir).")
+        raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
     if not any((path / file).is_file() for file in _OWN_FILES):
         record = _parsed(path / MEAN_FILE, json.loads)
         if {"run", "steps"} <= record.keys():

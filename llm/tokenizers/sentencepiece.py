@@ -85,7 +85,7 @@ def convert_sentencepiece(
     except Exception as error:
         # Llama 3 and others give other files this name.
         raise ConfigError(
-            f"{subject} is no SentencePiece model; name one, or a folder with a tokenizer.json."
+            f"{subject} is not a SentencePiece model; name one, or a folder with a tokenizer.json."
         ) from error
     spec = proto.trainer_spec
     if spec.model_type not in (_UNIGRAM, _BPE):
@@ -194,7 +194,7 @@ def _backend(proto: Any) -> "Tokenizer":
 def _merges(proto: Any) -> list[tuple[str, str]]:
     """Return every pair of pieces that joins to a piece, the best-scored piece first.
 
-    SentencePiece joins the neighbours that make the best-scored piece, whatever its halves; the
+    SentencePiece joins the neighbors that make the best-scored piece, whatever its halves; the
     library joins by the order of this list.
     """
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}

@@ -33,7 +33,7 @@ def test_stages_in_their_order_are_no_problem():
         ),
         (
             [stage("1K"), stage("2K")],
-            "data_stage 2 is the last stage and goes on to the end of the run; leave out its until "
+            "data_stage 2 is the last stage and lasts to the end of the run; leave out its until "
             "= 2000.",
         ),
         (

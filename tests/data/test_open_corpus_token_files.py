@@ -112,7 +112,7 @@ def test_files_of_another_tokenizer_are_refused_unless_forced(wiki, caplog):
     ):
         opened(data_path=(str(wiki),))
     assert opened(data_path=(str(wiki),), ignore_tokenizer_mismatch=True).train
-    assert "going on because of --ignore_tokenizer_mismatch" in caplog.text
+    assert "continuing because of --ignore_tokenizer_mismatch" in caplog.text
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):

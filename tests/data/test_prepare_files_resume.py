@@ -121,8 +121,8 @@ def test_the_same_command_resumes_and_says_so(tmp_path, caplog):
     finish(tmp_path / "wiki")
 
     assert ReadSource.reads == ["a", "b"]
-    assert f"going on in {tmp_path}/wiki.parts: 1 of 2 shards are done" in caplog.messages
-    assert caplog.messages[-2].endswith("since it went on")
+    assert f"resuming in {tmp_path}/wiki.parts: 1 of 2 shards are done" in caplog.messages
+    assert caplog.messages[-2].endswith("since it resumed")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monk
     finish(tmp_path / "wiki", **(change if isinstance(change, dict) else {}))
 
     assert ReadSource.reads == ["a", "a", "b"]
-    said = f"{tmp_path}/wiki.parts is of another command, or its input has changed: beginning anew"
+    said = f"{tmp_path}/wiki.parts is of another command, or its input has changed: starting again"
     assert (said in caplog.messages) == (change != "plan")
     assert names(tmp_path) == THREE
     assert verify(tmp_path / "wiki") == []

@@ -101,7 +101,7 @@ def check_killed(tmp_path, kills, workers):
     output, _ = process.communicate(timeout=60)
 
     assert process.returncode == 0
-    assert f"going on in out_text_document.parts: {len(done)} of " in output
+    assert f"resuming in out_text_document.parts: {len(done)} of " in output
     assert done.isdisjoint(part for _, part in begun())
     assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)
     assert not Path("out_text_document.parts").exists()

@@ -94,11 +94,11 @@ def test_a_failed_write_leaves_the_old_sidecar_and_nothing_else(prefix, monkeypa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "it is no JSON"),
-        (b"\xff\xfe\x00", "it is no JSON"),
-        (b"[" * 100_000, "it is no JSON"),
-        (b'{"format": ' + b"9" * 5000 + b"}", "it is no JSON"),
-        (b"[1]", "it is no JSON object"),
+        (b"", "it is not JSON"),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "it is not JSON"),
+        (b"[1]", "it is not a JSON object"),
         (b'{"text": "a document"}', "it lacks the key 'tokenizer'"),
         (b'{"format": 2}', "has the format 2, of a newer version of this package"),
     ],
@@ -177,7 +177,8 @@ def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
             start = bit // 8 // 16 * 16
             stop = min(start + 16, len(sound)) - 1
             assert verify(prefix)[0] == (
-                f"{path}: somewhere in the bytes {start} to {stop} it is not as it was written."
+                f"{path}: somewhere in the bytes {start} to {stop} it has changed since it was "
+                "written."
             )
         path.write_bytes(sound)
 
@@ -185,9 +186,9 @@ def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
-        (lambda data: data[:-2], "in the bytes 0 to 7 it is not as it was written"),
+        (lambda data: data[:-2], "in the bytes 0 to 7 it has changed since it was written"),
         (lambda data: b"", "text.bin ends after 0 bytes; it was written longer"),
-        (lambda data: data + b"12", "in the bytes 0 to 11 it is not as it was written"),
+        (lambda data: data + b"12", "in the bytes 0 to 11 it has changed since it was written"),
     ],
 )
 def test_a_wrong_length_is_reported_even_if_the_file_cannot_be_opened(prefix, damage, fault):

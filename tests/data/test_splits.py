@@ -61,7 +61,7 @@ def test_a_split_is_normalised_and_padded_with_zeros():
     "text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "9;1", "1e308,1e308"]
 )
 def test_an_invalid_split_is_refused(text):
-    with pytest.raises(ConfigError, match=r"is no split; give up to three numbers.*980,10,10"):
+    with pytest.raises(ConfigError, match=r"is not a split; give up to three numbers.*980,10,10"):
         parse_split(text)
 
 

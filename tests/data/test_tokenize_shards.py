@@ -127,7 +127,7 @@ def test_a_wrong_encoder_is_replaced_and_finished_shards_are_rewritten(
     found = tokens_of(sources, tmp_path / "parts", workers=workers)
 
     assert found == [[*ids(name), 0] for name in "abcd"]
-    assert "gives other ids for 'c'; encoding everything anew with the tokenizers" in caplog.text
+    assert "gives other ids for 'c'; encoding everything again with the tokenizers" in caplog.text
     assert wrong_encoder == [True, False]
 
 

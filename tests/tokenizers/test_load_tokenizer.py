@@ -128,7 +128,7 @@ def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path: Path) -
     pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_text("IQ== 0\n")
 
-    with pytest.raises(ConfigError, match=r"tokenizer\.model is no SentencePiece model"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is not a SentencePiece model"):
         load(tmp_path)
 
 

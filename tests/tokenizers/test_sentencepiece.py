@@ -223,7 +223,7 @@ def test_other_types_of_model_are_refused_by_name(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("data", [b"", b"IQ== 0\nIg== 1\n", b"\0" * 100, b"{}"])
 def test_other_files_are_refused(data: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"x\.model is no SentencePiece model"):
+    with pytest.raises(ConfigError, match=r"x\.model is not a SentencePiece model"):
         convert(tmp_path, data)
 
 
@@ -231,7 +231,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     data = model_bytes("bpe as Llama's")
 
     for size in (1, 10, 1000, len(data) - 1):
-        with pytest.raises(ConfigError, match="is no SentencePiece model"):
+        with pytest.raises(ConfigError, match="is not a SentencePiece model"):
             convert(tmp_path, data[:size])
 
 

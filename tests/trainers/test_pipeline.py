@@ -69,7 +69,10 @@ def test_the_trainer_keeps_no_reference_to_layers_of_other_stages(bench):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gradient_accumulation_steps": 1}, "needs at least 2 micro-batches a step for 2 stages"),
+        (
+            {"gradient_accumulation_steps": 1},
+            "needs at least 2 micro-batches per step for 2 stages",
+        ),
         (
             {"pipeline_schedule": "interleaved-1f1b", "virtual_stages": 3},
             "is 6 stages, and the model has 4 layers",

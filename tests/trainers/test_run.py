@@ -214,7 +214,7 @@ def test_a_second_start_reads_no_text(bench, tmp_path):
     text.write_bytes(b"\xff" * state.st_size)  # would be refused if it were read
     os.utime(text, ns=(state.st_atime_ns, state.st_mtime_ns))
     second = bench.train_well("warm", train_file=text, max_train_steps=1)
-    assert "tokenising" in first.output
+    assert "tokenizing" in first.output
     assert "using the cached tokens" in second.output
     assert second.losses == first.losses
 

@@ -211,7 +211,7 @@ def test_bad_weights_missing_files_and_empty_splits_are_refused(bench):
     assert_refused(bench, "every source the weight 0", data_path=["0", wiki, "0", code])
     assert_refused(bench, f"{code} without a weight before it", data_path=["1", wiki, code])
     assert_refused(bench, "no token file nowhere", data_path=["nowhere"])
-    assert_refused(bench, "--split 1,2,x is no split", data_path=[wiki], split="1,2,x")
+    assert_refused(bench, "--split 1,2,x is not a split", data_path=[wiki], split="1,2,x")
     assert_refused(
         bench, "no documents for validation of", "60 doc", data_path=[code], split="999,1,0"
     )

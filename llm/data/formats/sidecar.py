@@ -98,24 +98,24 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 
     def no_sidecar(fault: str) -> DataError:
         return DataError(
-            f"{path} does not describe the token file beside it: {fault}; restore it, or move it "
-            "away to use the token file without what it says."
+            f"{path} does not describe its token file: {fault}; restore it, or move it away to "
+            "use the token file without what it says."
         )
 
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST_SIDECAR:
-            raise no_sidecar("it is no file of this kind")
+            raise no_sidecar("it is not a file of this kind")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise no_sidecar(f"it is no JSON: {error}") from error
+        raise no_sidecar(f"it is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise no_sidecar("it is no JSON object")
+        raise no_sidecar("it is not a JSON object")
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(
             f"{path} has the format {content['format']}, of a newer version of this package; "
-            f"update it, or make the token file anew (this version reads the format {FORMAT})."
+            f"update it, or make the token file again (this version reads the format {FORMAT})."
         )
     hints = typing.get_type_hints(Sidecar)
     for name, hint in hints.items():
@@ -252,8 +252,8 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
             if expected[number : number + 1] != [digest]:
                 start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
                 faults.append(
-                    f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it is not as it "
-                    "was written."
+                    f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it has changed "
+                    "since it was written."
                 )
         if len(actual) < len(expected):
             faults.append(f"{path} ends after {size:,} bytes; it was written longer.")
@@ -325,4 +325,4 @@ def check_tokenizer(
             f"{fault}; train with that one, or pass --ignore_tokenizer_mismatch to train all the "
             "same."
         )
-    log.warning(f"{fault}; going on because of --ignore_tokenizer_mismatch.")
+    log.warning(f"{fault}; continuing because of --ignore_tokenizer_mismatch.")

@@ -249,10 +249,10 @@ def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
         earlier = None
     if earlier == made_of:
         done = len(list(folder.glob("[0-9]*.json")))
-        log.info(f"going on in {folder}: {done:,} of {num_shards:,} shards are done")
+        log.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
         return done
     if earlier is not None:
-        log.info(f"{folder} is of another command, or its input has changed: beginning anew")
+        log.info(f"{folder} is of another command, or its input has changed: starting again")
     # The plan last: a folder without one is not known to be of this program.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
@@ -293,7 +293,7 @@ def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> N
     """Log what the shards hold, and how fast they were made unless an earlier run made some."""
     tokens = sum(shard.tokens for shard in stats)
     text_bytes = sum(shard.text_bytes for shard in stats)
-    speed = "since it went on" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
+    speed = "since it resumed" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     log.info(
         f"{sum(shard.documents for shard in stats):,} documents, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "

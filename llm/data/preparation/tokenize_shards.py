@@ -84,7 +84,7 @@ def tokenize_shards(
         _encode(shards, encoding, workers, report, fast=not mark.exists())
     except OtherIds as error:
         log.warning(
-            f"{error}; encoding everything anew with the tokenizers library, which is slower"
+            f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
         # Shards before the mark: a kill in between must not leave wrong shards that count.
         for stem in stems:

@@ -114,7 +114,7 @@ class FileChunk:
                 stream = None if stream.eof else stream
         if stream is not None:
             raise DataError(
-                f"{self.path} is cut short: its compressed data end too early; copy it anew."
+                f"{self.path} is cut short: its compressed data end too early; copy it again."
             )
         if size:
             yield b"".join(unpacked)

@@ -190,7 +190,7 @@ def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
 
 
 def _csv_texts(chunk: FileChunk) -> Iterator[str]:
-    # Skipping a line that is not UTF-8 could break the quotes of its neighbours.
+    # Skipping a line that is not UTF-8 could break the quotes of its neighbors.
     lines = (row for rows in text_lines(chunk, skippable=False) for row in rows)
     reader = csv.reader(lines, strict=True)
     try:

@@ -49,7 +49,7 @@ log = logging.getLogger("llm.data")
 
 
 class Source(Protocol):
-    """Text that can be tokenised.
+    """Text that can be tokenized.
 
     Attributes:
         name: Its name in messages and logs.

@@ -1,4 +1,4 @@
-"""Decentralised data parallelism: replicas with weights of their own, in place of one all-reduce.
+"""Decentralized data parallelism: replicas with weights of their own, in place of one all-reduce.
 
 The weights are averaged by gossip (`llm.parallel.gossip.averaging`) or DiLoCo
 (`llm.parallel.gossip.diloco`). Each replica clips by the norm of its own gradient, and skips its

@@ -32,7 +32,7 @@ def check_micro_batches(schedule: str, *, ranks: int, micro_batches: int) -> Non
     remedy = "change --gradient_accumulation_steps (or --global_batch_size), or choose gpipe."
     if ranks > 1 and schedule == "1f1b" and micro_batches < ranks:
         raise ConfigError(
-            f"--pipeline_schedule 1f1b needs at least {ranks} micro-batches a step for {ranks} "
+            f"--pipeline_schedule 1f1b needs at least {ranks} micro-batches per step for {ranks} "
             f"stages, and this run has {micro_batches}; {remedy}"
         )
     rounds = max(1, micro_batches // ranks)

@@ -143,7 +143,7 @@ def _read(
     branch_from: Checkpoint | None,
     verifiers: Verifiers,
 ) -> RunSetup:
-    # In the order of what they cost: wrong options are refused before text is tokenised.
+    # In the order of what they cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
     replicas = plan_replicas(config, world.world_size, start)
     device = device_of(world)

@@ -32,7 +32,12 @@ def test_enough_micro_batches_are_taken(schedule, ranks, micro_batches):
 @pytest.mark.parametrize(
     ("schedule", "ranks", "micro_batches", "sentence"),
     [
-        ("1f1b", 4, 3, "1f1b needs at least 4 micro-batches a step for 4 stages, and this run has"),
+        (
+            "1f1b",
+            4,
+            3,
+            "1f1b needs at least 4 micro-batches per step for 4 stages, and this run has",
+        ),
         ("interleaved-1f1b", 2, 5, "send 5 micro-batches through 2 ranks in 2 equal rounds"),
     ],
 )
