@@ -38,8 +38,8 @@ def test_stages_in_their_order_are_no_problem():
         ),
         (
             [stage(), LAST],
-            "data_stage 1 has no until, which only the last stage leaves out; give the tokens at "
-            "which it ends.",
+            "data_stage 1 has no until, which only the last stage leaves out; give the tokens "
+            "after which it ends.",
         ),
         (
             [stage("1K"), DataStage()],
