@@ -153,7 +153,7 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
     ("words", "said"),
     [
         ([], "No run is named: give its folder first"),
-        (["{}/missing"], "--run {}/missing is no folder"),
+        (["{}/missing"], "--run {}/missing is not a folder"),
         (["{}"], "--run {} holds no run"),
         (["{}/run", "--export", "30"], "--export expects a step and a folder"),
         (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),

@@ -169,8 +169,8 @@ def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, cap
     ("words", "said"),
     [
         ([], "No model is named"),
-        (["{}/nowhere"], "is no folder"),
-        (["{}/tensorboard"], "is no folder"),
+        (["{}/nowhere"], "is not a folder"),
+        (["{}/tensorboard"], "is not a folder"),
         (["{}/checkpoints"], "holds neither a run"),
         (["{}", "--checkpoint", "5"], "--checkpoint 5 names no checkpoint of"),
         (["{}/checkpoints/step_00000002", "--checkpoint", "4"], "is a checkpoint already"),

@@ -552,7 +552,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
     ("words", "said"),
     [
         ([], "No run is named"),
-        (["{}/nowhere"], "is no folder"),
+        (["{}/nowhere"], "is not a folder"),
         (["{}/.."], "holds no run: none of config.toml, status.json, metrics.jsonl is in it."),
         (["{}", "{}/../first"], "is named twice"),
         (["{}", "--output", "{}"], "is a folder; name an HTML file."),
