@@ -311,7 +311,7 @@ def _read_mean(
     from llm.trainers.gpt.model_copies import check_same_model
 
     check_same_model(config, chosen)
-    # Without weights of its own, which would double the memory.
+    # Without its own weights, which would double the memory.
     model, tokenizer = build_untrained(config, chosen[-1], device="meta")
     return chosen, model, tokenizer, mean_state(chosen, model)
 

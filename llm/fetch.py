@@ -23,7 +23,7 @@ from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.trainers.gpt.extensions import GPTConfig
 
-# Files at the top of a model's repository. Weights are read as safetensors where there are some.
+# Files at the top of a model's repository. Weights are read as safetensors if possible.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")

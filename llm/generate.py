@@ -295,7 +295,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
             if is_prompt:  # printed with the first token, if there is one
                 return
             text = tokenizer.decode(self._ids, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):  # a character whose other tokens follow
+            if not text.endswith("\ufffd"):  # a character with further tokens to follow
                 self._write(text)
 
         def end(self) -> None:

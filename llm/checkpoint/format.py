@@ -1,10 +1,10 @@
 """The format of a checkpoint: its files, its manifest, and the training state that they hold.
 
 A checkpoint is a folder with a manifest, which lists the size and checksum of every file and ends
-with a checksum of its own. A folder without a valid manifest does not count. Tensors are
-safetensors, read through `torch.distributed.checkpoint`, so any layout of ranks can read them;
-everything else is JSON. Nothing is a pickle. Two folders in it hold the model's configuration and
-the tokenizer, so nothing outside it is needed. torch is imported only where tensors are read.
+with its own checksum. A folder without a valid manifest does not count. Tensors are safetensors,
+read through `torch.distributed.checkpoint`, so any layout of ranks can read them; everything else
+is JSON. Nothing is a pickle. Two folders in it hold the model's configuration and the tokenizer, so
+nothing outside it is needed. torch is imported only where tensors are read.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _END = "\n}"
 
 
 class Stateful(Protocol):
-    """An object whose state can be saved and loaded."""
+    """An object with a state that can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dicts of tensors and plain values."""
@@ -107,7 +107,7 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
 def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if a saved state has other names than this run's.
 
-    A name without anything is that of a state which another rank keeps.
+    A name without content belongs to a state that another rank keeps.
     """
 
     def kept(state: Mapping[str, Any]) -> set[str]:
@@ -137,7 +137,7 @@ def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dic
 def merge_state(
     plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
 ) -> dict[str, Any]:
-    """Put the tensors whose path starts with the prefix back into the rest, which is changed."""
+    """Put the tensors under the prefix back into the rest, which is changed."""
     for path, tensor in tensors.items():
         first, *keys = path.split("/")
         if first == prefix:
@@ -172,7 +172,7 @@ class Checkpoint:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            read: The files whose checksums are compared too, not only names and sizes.
+            read: The files to compare by checksums too, not only by names and sizes.
         """
         # torch.distributed.checkpoint reads every file of tensors in the folder.
         foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
@@ -215,7 +215,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def write_manifest(checkpoint: Checkpoint) -> None:
-    """Write the manifest of a checkpoint, whose other files are on the disk already."""
+    """Write the manifest of a checkpoint, after all its other files."""
     manifest = {
         "format": FORMAT_VERSION,
         "step": checkpoint.step,
@@ -233,7 +233,7 @@ def read_manifest(path: Path) -> Checkpoint:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: There is no manifest, or it is damaged or of another format.
+        CheckpointError: The manifest is missing, damaged, or of another format.
     """
     try:
         content = (path / MANIFEST).read_bytes().decode()

@@ -1,4 +1,4 @@
-"""What the programs have in common: an error becomes a sentence and an exit code."""
+"""Common parts of the programs: an error becomes a sentence and an exit code."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ COMMAND = "llm-trainers"
 
 
 class Main(Protocol):
-    """A program as a function of its command line, by default that of the process."""
+    """A program as a function of its command line, by default the process's."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
 

@@ -161,7 +161,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         try:
             _train(options, texts, num_threads, unfinished)
         except Exception:
-            if texts.error is not None:  # the libraries replace it by one of their own
+            if texts.error is not None:  # the libraries raise another error in its place
                 raise texts.error from None
             raise
         report = _report(unfinished, texts)

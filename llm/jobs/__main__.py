@@ -110,7 +110,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
 
 
 def _template(name: str) -> jinja2.Template:
-    """Load the template of a job script, which lies beside this file."""
+    """Load the template of a job script from the folder of this file."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,

@@ -51,7 +51,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
         options: The model's name, type or size, and changes to it.
 
     Raises:
-        ConfigError: No model is named, the name cannot be read, the model is no causal language
+        ConfigError: No model is named, the name cannot be read, the model is not a causal language
             model, an override names no field or has a value of another type, or a size is
             impossible.
     """

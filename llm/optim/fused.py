@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """How the outputs of a weight divide into those of its matrices.
+    """Division of the outputs of a weight among its matrices.
 
     Attributes:
         sizes: Outputs of each matrix in a group, by the matrix's name. A weight that is a single
             matrix, or a stack of them, has one, without a name.
-        groups: Number of groups, one after the other; each has a share of every matrix. 1 where
-            each matrix is in one piece, the number of heads where heads have theirs side by side.
+        groups: Number of consecutive groups; each has a share of every matrix. 1 where each matrix
+            is in one piece, the number of heads where heads have theirs side by side.
         dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D.
     """
 
@@ -25,7 +25,7 @@ class Fusion:
     dim: int = 0
 
     def split(self, tensor: Tensor, dim: int | None = None) -> dict[str, Tensor]:
-        """Return the matrices in a tensor with the outputs; views where there is one group.
+        """Return the matrices in a tensor with the outputs; views if there is only one group.
 
         Args:
             tensor: The weight or a tensor of its shape, or one with the outputs elsewhere.
@@ -60,7 +60,7 @@ def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> F
 
 
 def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return an optimizer's state of a weight: that of its matrices, their names before the keys.
+    """Return a weight's optimizer state: its matrices' states, with their names before the keys.
 
     Args:
         states: By the name of the matrix.
@@ -73,7 +73,7 @@ def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the state of a matrix out of that of its weight; undoes `joint_state`."""
+    """Return the state of a matrix from the state of its weight; undoes `joint_state`."""
     prefix = f"{name}." if name else ""
     own = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
     return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
@@ -82,7 +82,7 @@ def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     """Return the fused weights of a model, which optimizers divide into matrices.
 
-    Known are those of the architectures of transformers in `_KINDS`.
+    The architectures of transformers in `_KINDS` are known.
     """
     config = getattr(model, "config", None)
     if config is None:

@@ -126,7 +126,7 @@ def planned_model_types() -> list[str]:
 
 
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
-    """Return the plan of a model, by the names of its own modules.
+    """Return the plan of a model, by the names of its modules.
 
     Args:
         model: A causal language model that `check_tensor_parallel` accepts.

@@ -87,7 +87,7 @@ def assemble_output(
 
     Args:
         stems: The paths of the shards without their suffix, in their order.
-        stats: What they hold.
+        stats: Counts of their content.
         output: What to make of them.
         encoding: How their texts became ids.
         sources: The names of the inputs.
@@ -140,7 +140,7 @@ def assemble(
 
     Args:
         stems: The paths of the shards without their suffix, in their order.
-        stats: What they hold.
+        stats: Counts of their content.
         prefix: The path of both files without their suffix.
         dtype: Dtype of the ids.
     """

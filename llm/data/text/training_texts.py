@@ -46,7 +46,7 @@ class TrainingTexts:
         """Yield the texts; one pass only.
 
         Raises:
-            DataError: A source cannot be read, or there is no text at all.
+            DataError: A source cannot be read, or has no text at all.
         """
         try:
             texts = _short_lines(self._read()) if self.lines else self._read()

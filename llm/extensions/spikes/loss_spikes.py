@@ -49,7 +49,7 @@ class LossSpikes(LoopExtension):
         spikes = []
         for step, skipped, loss in steps:
             if self._corpus.stages and _enters_stage(loader, step):
-                self.losses = []  # those of another mixture tell nothing about this one
+                self.losses = []  # losses of another mixture tell nothing about this one
             if skipped:
                 continue
             spike = find_spike(loss, self.losses)
@@ -112,7 +112,7 @@ class LossSpikes(LoopExtension):
         )
 
     def begin(self) -> None:
-        """Forget the losses; the number of rewinds stays that of this start."""
+        """Forget the losses; the number of rewinds of this start stays."""
         self.losses = []
 
     def state_dict(self) -> dict[str, Any]:

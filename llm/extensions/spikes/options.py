@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @option_group("Loss spikes", extension=True)
 class SpikeOptions(Extension):
-    """What a run does about loss spikes."""
+    """How a run reacts to loss spikes."""
 
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
         "warn",

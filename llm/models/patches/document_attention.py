@@ -39,8 +39,8 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
     A model that does not train so keeps its attention.
 
     Args:
-        model: A causal language model with weights, on an accelerator; its weights and its mode
-            stay as they are, and so does its forward without documents.
+        model: A causal language model with weights, on an accelerator; its weights, its mode, and
+            its forward without documents do not change.
         flex: Whether to try FlexAttention first.
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
@@ -84,7 +84,7 @@ def _mask(
 ) -> BlockMask | Tensor | None:
     """Return the mask of a forward pass, which transformers asks for once and gives to all layers.
 
-    Its arguments are those of transformers' `sdpa_mask`.
+    It takes the arguments of transformers' `sdpa_mask`.
     """
     if documents_of_forward() is not None and kind == "blocks":
         lengths = batch_size, None, q_length, kv_length

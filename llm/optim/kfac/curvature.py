@@ -43,7 +43,7 @@ class Curvature:
 
     Args:
         coverage: The covered layers.
-        method: What is computed of a factor: for ekfac an eigenbasis that follows the factor by
+        method: The decomposition of a factor: for ekfac an eigenbasis that follows the factor by
             power iterations, for eigen all eigenvectors and eigenvalues.
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions of a factor.
@@ -287,7 +287,7 @@ class Curvature:
         return sum(t.nbytes for factor in self.factors for t in factor.tensors().values())
 
     def describe(self) -> str:
-        """Return a few lines for the log: what is covered, and the memory on this rank."""
+        """Return a few lines for the log: the coverage, and the memory on this rank."""
         divided = sum(len(factor.widths) > 1 for factor in self.factors)
         blocks = f", {divided} of {len(self.factors)} factors in diagonal blocks" if divided else ""
         return (

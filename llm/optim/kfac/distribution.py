@@ -44,7 +44,7 @@ def assign(
         groups: Factors that are needed together, by group: the cost of each by its name.
         world_size: Number of ranks.
         together: Whether one rank owns all factors of a group.
-        everywhere: The groups of the whole model, if `groups` are those of a pipeline stage.
+        everywhere: The groups of the whole model, if `groups` belong to a pipeline stage.
     """
     loads = [0.0] * world_size
     owner_of: dict[str, int] = {}
@@ -143,7 +143,7 @@ class Exchange:
 
 
 def _pack(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:
-    """Return the count and each symmetric block's upper triangle, which is half of what to send."""
+    """Return the count and each symmetric block's upper triangle, which halves the message."""
     packed = [count.reshape(1)]
     for block in sums:
         rows, columns = torch.triu_indices(len(block), len(block), device=block.device)

@@ -107,7 +107,7 @@ class ExternalPreconditioner:
         """Surround one step's forward and backward passes, all micro-batches of it.
 
         Args:
-            token_weight: Not used: the library's G is that of the objective.
+            token_weight: Not used: the library's G belongs to the objective.
             loss_scale: Factor on the objective before `backward`.
         """
         self._kfac.reset_batch()  # Statistics of a step that was interrupted.
@@ -140,7 +140,7 @@ class ExternalPreconditioner:
         return int(self._kfac.memory_usage()["total"])
 
     def describe(self) -> str:
-        """Return a few lines for the log: what is covered, and the memory on this rank."""
+        """Return a few lines for the log: the coverage, and the memory on this rank."""
         return (
             f"{self._coverage.describe()}\nkfac-pytorch keeps {self.num_bytes() / 2**20:,.1f} MiB "
             "of factors and decompositions on this rank."

@@ -18,7 +18,7 @@ class Factor:
 
     It is kept as a sum and a count that decay alike, so the average is not biased towards its
     start, and tokens have equal weight in a step of any size. A step's sum is linear in its tokens:
-    the sums of several ranks add up to that of one rank with all tokens.
+    the sums of several ranks add up to the sum of one rank with all tokens.
 
     Args:
         name: Name of the layer, and A or G.
@@ -106,7 +106,7 @@ class Factor:
             step_count: Number of tokens.
             decay: Weight of the past.
             scale: Factor on x x^T.
-            keep: 1, or 0 to leave the average as it is; a tensor is read on the device.
+            keep: 1, or 0 to leave the average unchanged; a tensor is read on the device.
         """
         # Without tokens, such as for experts that the router did not choose, the past stays.
         keep = keep * (step_count > 0)
@@ -155,7 +155,7 @@ def gram(rows: Tensor) -> Tensor:
 def block_widths(size: int, max_dim: int) -> list[int]:
     """Return the widths, equal up to one, of the fewest diagonal blocks of at most `max_dim`.
 
-    One more is allowed: the column of ones beside the inputs of a layer with a bias does not make
+    One more is allowed: the column of ones next to the inputs of a layer with a bias does not make
     another block.
     """
     num_blocks = max(1, -(-(size - 1) // max_dim))
@@ -166,8 +166,8 @@ class UpdateTimes:
     """Host time of the updates since the last report.
 
     Nothing waits for the device to measure. On a CPU this is the time that updates take. On a GPU
-    it is the time to launch them, and to wait for the decompositions whose results the host reads.
-    It is not saved: a resumed run measures anew.
+    it is the time to launch them, and to wait for the decompositions that the host reads. It is not
+    saved: a resumed run measures again.
     """
 
     def __init__(self) -> None:
@@ -208,14 +208,14 @@ def record_layers(
 ) -> Iterator[None]:
     """Record the tokens of all forward passes in the context; their backward belongs there too.
 
-    All leading dimensions are flattened: each position of each sequence is a token of its own
+    All leading dimensions are flattened: each position of each sequence is a separate token
     ("expand" of Eschenhagen et al. 2023, arXiv:2311.00636). Positions with an ignored label count
     too: they add their input to A, but little to G, since they have no loss. Sums and counts do not
     depend on how a step's tokens are split into micro-batches or over ranks.
 
     Args:
-        layers: Each layer with the factor A of its inputs and the factor G of its output
-            gradients, or None for what is not recorded.
+        layers: Each layer with the factor A of its inputs and the factor G of its output gradients,
+            or None if not recorded.
         times: Measures the hooks.
     """
     stacks: dict[nn.Module, dict[str, Any]] = {}
@@ -241,7 +241,7 @@ def _make_hook(
 
     @torch.no_grad()
     def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
-        # Autocast would multiply in bf16 or fp16, whose sums over tokens are too coarse.
+        # Autocast would multiply in bf16 or fp16, which is too coarse for sums over tokens.
         off = torch.autocast(values.device.type, enabled=False)
         with times.measure("factor", ends=False), off:
             rows = values.detach().flatten(0, -2).float()

@@ -116,12 +116,12 @@ def make_kfac(
     """Make K-FAC and its optimizer; process groups must exist.
 
     Args:
-        options: K-FAC's, and those of AdamW.
+        options: K-FAC's and AdamW's.
         model: The model to train.
         torch_compile: Whether the model is compiled; all factors are then due at the same steps.
-        coverage: That of the model before it was divided over ranks; None where it is whole.
-        whole: Who updates which matrix where weights are sharded; None where they are whole.
-        order: For SOAP beside ekfac, as for `make_soap`.
+        coverage: The coverage of the model before it was divided over ranks; None if it is whole.
+        whole: Who updates which matrix if weights are sharded; None if they are whole.
+        order: For SOAP with ekfac, as for `make_soap`.
 
     Raises:
         ConfigError: No layer is covered, a pattern matches none, or a library is missing.

@@ -1,4 +1,4 @@
-"""Gossip between nodes, each of which holds one replica, sharded over its ranks.
+"""Gossip between nodes; each holds one replica, sharded over its ranks.
 
 Inside a node weights, gradients and optimizer state are sharded by `llm.parallel.fsdp`. Each rank
 averages its shard with the ranks of other nodes that hold the same shard: no weights are gathered
@@ -24,7 +24,7 @@ from llm.parallel.options import DecentralizedOptions
 
 
 class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
-    """Every node trains a replica of its own, of which each of its ranks holds a shard.
+    """Every node trains one replica; each of its ranks holds a shard.
 
     Args:
         options: How replicas are averaged.
@@ -49,7 +49,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
         self._init_replicas(options, rounds, dims.shard)
         self._whole_mesh = self.mesh["replicate", "shard"]
         if self.scaler is not None:
-            # Each replica has a loss scale of its own.
+            # Each replica has its own loss scale.
             group = self.mesh.get_group("shard")
             self.scaler = ShardedGradScaler(self.device.type, process_group=group)
 

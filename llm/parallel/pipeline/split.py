@@ -64,8 +64,8 @@ def assign_layers(
 
     Args:
         costs: Cost of each layer.
-        first: What the first stage computes besides.
-        last: What the last stage computes besides.
+        first: Further computation of the first stage.
+        last: Further computation of the last stage.
         num_stages: No more than layers.
     """
     total = [0.0, *itertools.accumulate(costs, initial=first)]
@@ -89,7 +89,7 @@ def assign_layers(
 
 @torch.no_grad()
 def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
-    """Find the order in which a model uses its parameters, by a forward of a few tokens.
+    """Find the order of a model's parameters in use, by a forward of a few tokens.
 
     Args:
         model: A causal language model on any device, also the meta device.

@@ -1,6 +1,6 @@
 """The stages of a model for pipeline parallelism, without a change to its code or its names.
 
-A stage is the whole Hugging Face model in which placeholders replace the modules of other stages.
+A stage is the whole Hugging Face model, with placeholders for the modules of other stages.
 Placeholders before the stage's own layers return the hidden states that were received; the one
 right after them keeps the hidden states to send. So the model computes masks and positions by
 itself on every stage, and a parameter has the name that it has in the whole model.
@@ -75,12 +75,12 @@ class PipelineStage(nn.Module):
 
     Args:
         loss: The whole model's loss, with placeholders in the model.
-        io: What the placeholders read and write.
+        io: Inputs and outputs of the placeholders.
         is_last: Whether it has the output head.
 
     Attributes:
         autocast: Returns the context of the run's precision; none by default.
-        sent_dtype: Type in which hidden states and their gradients travel between stages.
+        sent_dtype: Type of hidden states and their gradients between stages.
     """
 
     def __init__(self, loss: nn.Module, io: _StageIO, *, is_last: bool) -> None:
@@ -180,9 +180,9 @@ def cut_model(
     """Cut a model into stages of about the same cost.
 
     Args:
-        modules: Those of the model; found before tensor parallelism was applied.
-        loss: A model that `check_cut` accepts, inside its loss. Both stay as they are, and share
-            their modules with the stages.
+        modules: The model's modules, found before tensor parallelism was applied.
+        loss: A model that `check_cut` accepts, inside its loss. Both do not change, and share their
+            modules with the stages.
         num_stages: Stages of the whole pipeline.
         own: The numbers of this rank's stages.
     """
@@ -204,7 +204,7 @@ def cut_model(
 @torch.no_grad()
 @full_float32()
 def check_cut(model: PreTrainedModel, num_stages: int) -> None:
-    """Refuse a model whose stages, each by itself, do not compute what the whole model does.
+    """Refuse a model if its stages together do not compute the same as the whole model.
 
     The test runs the stages on a few tokens, from the last to the first, after a forward of other
     tokens: the result is wrong if layers pass anything to one another besides their outputs.
@@ -293,7 +293,7 @@ def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:
 
 
 def _replace(module: nn.Module, by: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module in which some submodules are replaced; the others are shared, not copied."""
+    """Return a module with some submodules replaced; the others are shared, not copied."""
     if module in by:
         return by[module]
     children = {name: _replace(child, by) for name, child in module.named_children()}

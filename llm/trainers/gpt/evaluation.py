@@ -16,7 +16,7 @@ from llm.runtime.labels import IGNORED
 
 
 class NextTokenAccuracy:
-    """Share of positions whose most likely next token is the right one.
+    """Share of positions with the right token as the most likely next one.
 
     It has the two methods of a metric of the evaluate library that an evaluation calls.
     """
@@ -42,7 +42,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
     """Load metrics of the evaluate library by name; `accuracy` is `NextTokenAccuracy`.
 
     Raises:
-        ConfigError: There is no such metric, or it cannot be reached.
+        ConfigError: The metric does not exist, or cannot be reached.
     """
     metrics: dict[str, Any] = {}
     for name in names:
@@ -99,8 +99,8 @@ def evaluate_sources(
 
     Returns:
         The results of `evaluate_source`, averaged over the sources by weight; perplexity and bits
-        per byte are computed from the mean loss. Several sources have also `loss/NAME` each. Where
-        ranks have weights of their own, their mean is evaluated, and `consensus_distance` is the
+        per byte are computed from the mean loss. Several sources have also `loss/NAME` each. If
+        ranks have separate weights, their mean is evaluated, and `consensus_distance` is the
         distance of the ranks from it.
     """
     with strategy.averaged() as distance:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the exported model, its card, its results, and their upload."""
+"""Output of a run: the exported model, its card, its results, and their upload."""
 
 import json
 import logging
@@ -99,7 +99,7 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
 
     Args:
         config: Says whether to push, and where to.
-        folder: The run's folder, whose name the repository has unless the options name it.
+        folder: The run's folder; the repository has its name unless the options name it.
 
     Returns:
         The repository's full name; None without `push_to_hub`.

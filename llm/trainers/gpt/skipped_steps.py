@@ -25,8 +25,8 @@ def report_skipped(
     Args:
         steps: The result of `Meter.pop_steps`.
         state: Counters of the run, which count the skipped steps in a row.
-        loader: What the steps were trained on.
-        most: Skipped steps in a row at which training stops.
+        loader: The samples of the steps.
+        most: Training stops after this many skipped steps in a row.
         run: Folder of the run, for the command that shows a step's text.
 
     Raises:

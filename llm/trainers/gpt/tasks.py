@@ -38,7 +38,7 @@ Generate = Callable[[Sequence[Prompt]], list[str]]
 
 
 class Tasks:
-    """Tasks whose data and requests have been checked; every rank makes one.
+    """Tasks with checked data and requests; every rank makes one.
 
     Args:
         files: YAML files of lm-eval.
@@ -47,7 +47,7 @@ class Tasks:
         layout: How the ranks divide the model.
 
     Raises:
-        ConfigError: A file is no task, its data cannot be read or do not fit the model, or the
+        ConfigError: A file is not a task, its data cannot be read or do not fit the model, or the
             layout cannot generate the text that it asks for.
     """
 
@@ -118,7 +118,7 @@ class Tasks:
 
         Args:
             strategy: The prepared model.
-            model: The model, which generates text in layouts whose ranks hold all of it.
+            model: The model, which generates text in layouts with all of it on each rank.
             batch_size: Texts that a rank scores at once.
             seed: Keys what is drawn for tasks that sample.
             on_batch: Called after each batch.
