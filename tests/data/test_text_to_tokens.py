@@ -52,7 +52,7 @@ def test_the_log_of_the_process_becomes_part_of_the_log_of_the_run(tmp_path, cap
     tokens = prepared(tmp_path / "made", text(file)).tokens
 
     assert tiny_tokenizer().decode(tokens.tolist()) == "the fox<|endoftext|>"
-    assert caplog.messages[0] == f"tokenising {file} (0.0 MB)"
+    assert caplog.messages[0] == f"tokenizing {file} (0.0 MB)"
     assert caplog.messages[-1] == f"wrote {tmp_path / 'made' / 'tokens'}.bin"
 
 

@@ -84,7 +84,7 @@ def make_token_files(job: TextJob) -> None:
         (prefix.parent / "absent").touch()
         return
     size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
-    log.info(f"tokenising {source.name}{size}")
+    log.info(f"tokenizing {source.name}{size}")
     prepare_files(
         [
             (
