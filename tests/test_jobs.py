@@ -383,7 +383,7 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
     ("argv", "sentence"),
     [
         (["slurm", "--site", "polaris"], "--site polaris knows pbs, not slurm"),
-        (["pbs", "--requeue"], "--requeue is for slurm, not for pbs; --chain goes on"),
+        (["pbs", "--requeue"], "--requeue is for slurm, not for pbs; --chain continues"),
         (["pbs", "--container", "a"], "--container is for slurm, not for pbs."),
         (["slurm", "--chain"], "--chain is for pbs; on slurm --requeue"),
         (["slurm", "--time", "soon"], "--time soon is not a time limit; write it as 6:00:00"),
