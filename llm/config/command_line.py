@@ -1,8 +1,8 @@
 """Reads a dataclass of options from the command line.
 
 The precedence is default < TOML file (`--config`) < command line. Dashes and
-underscores mean the same. A switch `--flag` has its opposite `--no_flag`; the
-word `none` unsets an optional value and empties a list.
+underscores mean the same. `--no_flag`, `--flag false` and `--flag=false` turn a
+switch off. The word `none` unsets an optional value and empties a list.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from llm.config.options import (
     paths,
     refusal,
     shown,
+    unknown_option,
 )
 from llm.config.program import COMMAND
 from llm.config.tokens import Tokens
@@ -59,8 +60,8 @@ def parse(
         description: What the program does, for `--help`.
         positional: Option whose name can be left out: the first word that belongs to no other
             option is its value; all such words are, if it takes several.
-        inherit: Returns options of another run, given those of the file and the command line,
-            which override them.
+        inherit: Returns options of a preset or another run, given those of the file and the command
+            line, which override them.
 
     Returns:
         The options.
@@ -70,7 +71,7 @@ def parse(
             missing or too old.
         SystemExit: After `--help`.
     """
-    words = [_underscored(word) for word in argv]
+    words = _with_plain_switches([_underscored(word) for word in argv], cls)
     topic = _help_topic(words)
     if topic is not None:
         parser = _parser(_on_topic(topic, cls))
@@ -130,7 +131,7 @@ def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str,
             unknown = [word for word in unknown if word not in bare]
     if unknown:
         before = ["", *words][words.index(unknown[0])]
-        raise ConfigError(_unknown_option(unknown[0], cls, before=before))
+        raise ConfigError(f"{_about_unknown(unknown, cls, before=before)} See --help.")
     return given
 
 
@@ -139,6 +140,34 @@ def config_file_of(argv: Sequence[str]) -> Path | None:
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", type=Path)
     return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
+
+
+def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:
+    """Replace `--flag=true` and `--flag true` by `--flag`, and those with false by its opposite.
+
+    Raises:
+        ConfigError: A switch has a value after "=" that is neither.
+    """
+    opposite: dict[str, str] = {}
+    for field in fields(cls):
+        if field.is_switch:
+            pairs = zip(field.names, field.opposites, strict=True)
+            opposite |= {end: other for pair in pairs for end, other in (pair, pair[::-1])}
+    plain: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        flag, equals, value = word.partition("=")
+        if not equals:
+            flag, value = before, word
+        if flag[2:] not in opposite or not flag.startswith("--"):
+            plain.append(word)
+        elif value.lower() in ("true", "false"):
+            del plain[len(plain) if equals else -1 :]
+            plain.append(flag if value.lower() == "true" else f"--{opposite[flag[2:]]}")
+        elif equals:
+            raise ConfigError(f"{flag} expects true or false, not '{value}'.")
+        else:
+            plain.append(word)
+    return plain
 
 
 def _value(name: str, value: Any) -> Any:
@@ -274,15 +303,17 @@ def _converter(field: Field) -> Callable[[str], Any]:
     return convert
 
 
-def _unknown_option(word: str, cls: type, *, before: str) -> str:
-    if not word.startswith("-"):
+def _about_unknown(words: Sequence[str], cls: type, *, before: str) -> str:
+    """Return what to say about the words that belong to no option; `before` precedes the first."""
+    first = words[0]
+    if not first.startswith("-"):
         for field in fields(cls):
             if field.is_switch and before.removeprefix("--") in field.names:
                 return (
-                    f"{before} takes no value, and '{word}' follows it; leave that out, or turn "
-                    f"the option off with --{field.opposites[0]}."
+                    f"{before} takes true, false or no value, and '{first}' follows it; leave that "
+                    "out."
                 )
-        return f"'{word}' stands without an option before it. See --help."
-    name = word.lstrip("-").partition("=")[0]
+        return f"'{first}' stands without an option before it."
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
-    return f"There is no option --{name}{did_you_mean(name, flags)} See --help."
+    names = [word.lstrip("-").partition("=")[0] for word in words if re.match("-+[A-Za-z]", word)]
+    return " ".join(unknown_option(name, flags, dashes="--") for name in dict.fromkeys(names))

@@ -14,9 +14,10 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from llm.config.other_trainers import counterpart
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
@@ -228,10 +229,29 @@ def names_by_alias(cls: type) -> dict[str, str]:
     return {alias: field.name for field in fields(cls) for alias in field.option.aliases}
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name, which suggests the nearest known one."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "."
+_LIKENESS = 0.83
+"""Of a name that is suggested. `save_steps` is 0.82 like sample_steps, `learnig_rate` 0.96 like
+learning_rate."""
+
+
+def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
+    """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
+
+    It tells what does the same here, or which name is similar.
+
+    Args:
+        name: The unknown name.
+        names: Known names, of which the nearest is suggested.
+        dashes: What precedes the name of an option: "--" on the command line, "" in a file.
+    """
+    here = counterpart(name, names, dashes=dashes)
+    if here is not None:
+        return f"{dashes}{name} {here}."
+    positive = name.removeprefix("no_")  # a file has `x = false` in place of `--no_x`
+    close = difflib.get_close_matches(name, names, n=1, cutoff=_LIKENESS)
+    close = [positive] if positive in names else close
+    hint = f"; did you mean {close[0]}?" if close else "."
+    return f"There is no option {dashes}{name}{hint}"
 
 
 def refusal(field: Field, value: Any) -> str:

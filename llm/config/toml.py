@@ -9,11 +9,11 @@ from typing import Any
 
 from llm.config.options import (
     Field,
-    did_you_mean,
     fields,
     given,
     names_by_alias,
     refusal,
+    unknown_option,
 )
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
@@ -55,8 +55,7 @@ def _options_of(cls: type, table: dict[str, Any], *, where: str) -> dict[str, An
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in by_name:
-            rest = did_you_mean(name, by_name)
-            raise ConfigError(f"{where} sets '{name}', which is no option{rest}")
+            raise ConfigError(f"{where}: {unknown_option(name, [*by_name], dashes='')}")
         field = by_name[name]
         values[field.name] = _checked(field, value, where=f"{where}: {name}")
     return values

@@ -221,12 +221,18 @@ def test_the_flag_of_the_positional_option_can_be_left_out():
         named("--name", "one", "two")
 
 
-def test_a_value_after_a_switch_is_refused_with_the_flag_that_turns_it_off():
-    said = (
-        "--remove takes no value, and 'false' follows it; .* turn the option off with --no_remove"
-    )
-    with pytest.raises(ConfigError, match=said):
-        read("--remove", "false")
+@pytest.mark.parametrize("words", [["--no_remove"], ["--remove=false"], ["--remove", "False"]])
+def test_a_switch_is_turned_off_by_its_opposite_or_by_the_value_false(words):
+    assert read("--remove", *words).remove is False
+    assert read("--no_shuffle", "false").shuffle is read("--no-mix=false").shuffle is True
+    assert read("--remove=TRUE", "--no_bias", "true", "--shuffle").no_bias is True
+
+
+def test_another_value_of_a_switch_is_refused_with_the_values_it_takes():
+    with pytest.raises(ConfigError, match="--remove takes true, false or no value, and '5' follow"):
+        read("--remove", "5")
+    with pytest.raises(ConfigError, match="--no_bias expects true or false, not 'yes'"):
+        read("--no_bias=yes")
 
 
 def test_a_list_with_commas_is_refused_with_the_way_to_separate_items():

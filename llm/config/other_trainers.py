@@ -1,0 +1,232 @@
+"""Names of options in other trainers, and the option that does the same here.
+
+A program that does not know a name looks it up in these tables before it suggests a similar one.
+Each program answers with its own options only.
+"""
+
+import re
+from collections.abc import Collection
+
+# Values that you choose are in capital letters.
+
+HUGGING_FACE = {  # TrainingArguments, run_clm.py and Accelerate's examples
+    "adam_beta1": "betas BETA1 BETA2",
+    "adam_beta2": "betas BETA1 BETA2",
+    "adam_epsilon": "eps",
+    "attn_implementation": "attention_implementation",
+    "batch_size": "per_device_train_batch_size",
+    "bf16": "mixed_precision bf16",
+    "context_length": "block_size",
+    "dataset": "dataset_name",
+    "dataset_config": "dataset_config_name",
+    "ddp_timeout": "timeout",
+    "epochs": "num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "eval_file": "validation_file",
+    "eval_strategy": "eval_steps N",
+    "evaluation_strategy": "eval_steps N",
+    "flash_attention": "attention_implementation flash_attention_2",
+    "fp16": "mixed_precision fp16",
+    "fp8": "mixed_precision fp8",
+    "fsdp": "data_parallel_shard_size N",
+    "full_determinism": "deterministic",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "gradient_checkpointing": "activation_checkpointing full",
+    "gradient_clipping": "max_grad_norm",
+    "learning_rate_scheduler": "lr_scheduler_type",
+    "log_every": "logging_steps",
+    "logging_strategy": "logging_steps N",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "max_length": "block_size",
+    "max_seq_len": "block_size",
+    "max_seq_length": "block_size",
+    "max_steps": "max_train_steps",
+    "min_lr": "min_learning_rate",
+    "model": "model_name_or_path",
+    "model_max_length": "block_size",
+    "model_name": "model_name_or_path",
+    "num_epochs": "num_train_epochs",
+    "num_proc": "preprocessing_num_workers",
+    "num_steps": "max_train_steps",
+    "num_train_steps": "max_train_steps",
+    "optim": "optimizer",
+    "output": "output_dir",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "precision": "mixed_precision",
+    "resume": "resume_from_checkpoint",
+    "save_steps": "checkpointing_steps",
+    "save_strategy": "checkpointing_steps N",
+    "save_total_limit": "keep_checkpoints",
+    "tokenizer": "tokenizer_name",
+    "torch_dtype": "mixed_precision",
+    "train_batch_size": "per_device_train_batch_size",
+    "use_flash_attention_2": "attention_implementation flash_attention_2",
+    "use_flash_attn": "attention_implementation flash_attention_2",
+    "validation_split": "validation_split_percentage",
+    "wandb_project": "project_name",
+    "warmup": "num_warmup_steps",
+    "warmup_steps": "num_warmup_steps",
+}
+
+MEGATRON = {  # Megatron-LM, and the scripts that start it
+    "adam_eps": "eps",
+    "clip_grad": "max_grad_norm",
+    "cp": "context_parallel_size",
+    "disable_bias_linear": "no_bias",
+    "distributed_timeout_minutes": "timeout SECONDS",
+    "eval_interval": "eval_steps",
+    "eval_iters": "max_eval_steps",
+    "exit_duration_in_mins": "exit_after",
+    "finetune": "init_from RUN",
+    "load": "resume_from_checkpoint",
+    "log_interval": "logging_steps",
+    "lr_decay_style": "lr_scheduler_type",
+    "lr_warmup_iters": "num_warmup_steps",
+    "lr_warmup_samples": "num_warmup_samples",
+    "lr_warmup_steps": "num_warmup_steps",
+    "lr_wsd_decay_iters": "num_decay_steps",
+    "make_vocab_size_divisible_by": "pad_vocab_to_multiple_of",
+    "max_position_embeddings": "config_overrides n_positions=N",
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_layers_per_virtual_pipeline_stage": "virtual_stages",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "recompute_activations": "activation_checkpointing selective",
+    "recompute_granularity": "activation_checkpointing full",
+    "save": "output_dir",
+    "save_interval": "checkpointing_steps",
+    "seq_len": "block_size",
+    "seq_length": "block_size",
+    "sequence_length": "block_size",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "tokenizer_model": "tokenizer_name",
+    "tp": "tensor_parallel_size",
+    "train_iters": "max_train_steps",
+    "train_samples": "max_train_samples",
+    "use_distributed_optimizer": "data_parallel_shard_size N",
+    "use_torch_fsdp2": "data_parallel_shard_size N",
+    "virtual_pipeline_model_parallel_size": "virtual_stages",
+}
+
+NEMO = {  # NeMo and Lightning, without what precedes the last dot
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "constant_steps": "num_constant_steps",
+    "encoder_seq_length": "block_size",
+    "exp_dir": "output_dir",
+    "explicit_log_dir": "output_dir",
+    "gradient_clip_val": "max_grad_norm",
+    "limit_val_batches": "max_eval_steps",
+    "log_every_n_steps": "logging_steps",
+    "max_time_per_run": "exit_after",
+    "resume_if_exists": "resume_from_checkpoint",
+    "sched": "lr_scheduler_type",
+    "val_check_interval": "eval_steps",
+}
+
+NANOGPT = {  # and torchtitan, OLMo-core and litgpt where they have one word for it
+    "beta1": "betas BETA1 BETA2",
+    "beta2": "betas BETA1 BETA2",
+    "compile": "torch_compile",
+    "data_dir": "data_path",
+    "decay_lr": "lr_scheduler_type cosine",
+    "dp_shard": "data_parallel_shard_size",
+    "dropout": "config_overrides resid_pdrop=P,embd_pdrop=P,attn_pdrop=P",
+    "dtype": "mixed_precision",
+    "ema": "ema_decay",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "grad_clip": "max_grad_norm",
+    "iters": "max_train_steps",
+    "max_iters": "max_train_steps",
+    "max_norm": "max_grad_norm",
+    "max_tokens": "max_train_tokens",
+    "n_embd": "config_overrides n_embd=N",
+    "n_head": "config_overrides n_head=N",
+    "n_layer": "config_overrides n_layer=N",
+    "out_dir": "output_dir",
+    "steps": "max_train_steps",
+    "wandb_log": "report_to wandb",
+    "warmup_iters": "num_warmup_steps",
+    "warmup_tokens": "num_warmup_tokens",
+    "wd": "weight_decay",
+}
+
+PROGRAMS = {  # what other programs call an option of our data programs, of `generate` and `jobs`
+    "gpus": "gpus_per_node",
+    "input_file": "input",
+    "input_files": "input",
+    "job_name": "name",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "model": "run",
+    "model_name_or_path": "run",
+    "num_return_sequences": "num_samples",
+    "num_workers": "workers",
+    "ntasks_per_node": "gpus_per_node",
+    "out_dir": "output",
+    "output_dir": "output",
+    "output_path": "output_prefix",
+    "partitions": "workers",
+    "start": "prompt",
+    "time_limit": "time",
+    "tokenizer": "tokenizer_name",
+    "walltime": "time",
+}
+
+_HIDE_GPUS = "is not an option: CUDA_VISIBLE_DEVICES= before the command hides the GPUs"
+_WARMUP = "is not an option: give steps to --num_warmup_steps or tokens to --num_warmup_tokens"
+_WORKERS = "is not needed: batches are read from memory-mapped token files"
+_TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output_dir"
+
+# What has no counterpart, as the end of a sentence. Only programs with the options in it say it.
+REMARKS = {
+    "cpu": _HIDE_GPUS,
+    "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",
+    "dataloader_num_workers": _WORKERS,
+    "deepspeed": "is not needed: --data_parallel_shard_size divides weights, gradients and "
+    "optimizer over ranks",
+    "device": "is not needed: each process takes the GPU of its rank, or the CPU",
+    "do_eval": "is not needed: validation data are always evaluated; --eval_only does only that",
+    "do_train": "is not needed: the trainer trains, unless --eval_only is given",
+    "exit_signal_handler": "is not needed: signals save a checkpoint, as --exit_after does",
+    "load_best_model_at_end": "is not an option: --save_top_k keeps the best checkpoints, and "
+    "llm.checkpoints exports them",
+    "local_rank": "is not needed: the launcher tells each process its rank",
+    "logging_dir": _TENSORBOARD,
+    "lr_decay_iters": "is not an option: the decay ends with the run, or --num_constant_steps "
+    "before its end",
+    "lr_warmup_fraction": _WARMUP,
+    "max_eval_samples": "is not an option: --max_eval_steps limits the batches of an evaluation",
+    "metric_for_best_model": "is not an option: --save_top_k takes the lowest validation loss",
+    "no_cuda": _HIDE_GPUS,
+    "num_workers": _WORKERS,
+    "run_name": "is not an option: a run has the name of its --output_dir",
+    "tensorboard_dir": _TENSORBOARD,
+    "use_cpu": _HIDE_GPUS,
+    "version": "is an option of llm-trainers alone: llm-trainers --version",
+    "warmup_ratio": _WARMUP,
+}
+
+
+def counterpart(name: str, known: Collection[str], *, dashes: str) -> str | None:
+    """Return what an unknown name is here, as the end of a sentence; None if no table has it.
+
+    Args:
+        name: The name, such as `max_steps`, or `trainer.max_steps` of NeMo.
+        known: The options of the program.
+        dashes: What precedes the name of an option: "--" on the command line, "" in a file.
+
+    Returns:
+        Such as "is --max_train_steps here".
+    """
+    name = name.rpartition(".")[2].lower().replace("-", "_")
+    for table in (HUGGING_FACE, MEGATRON, NEMO, NANOGPT, PROGRAMS):
+        here = table.get(name)
+        if here is not None and here.partition(" ")[0] in known:
+            return f"is {dashes}{here} here"
+    remark = REMARKS.get(name)
+    if remark is None:
+        return None
+    named = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
+    return remark if named <= {*known} else None
