@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from llm import __version__
-from tests.support.package import ROOT
+from tests.support.package import PACKAGE, ROOT
 
 DIST = runpy.run_path(str(ROOT / ".ci/dist.py"))
 README = """
@@ -66,6 +66,15 @@ def test_a_release_requires_the_same_packages_except_those_with_a_url():
     assert released.pop("urls") == {"Repository": "https://host.test/llm"}
     assert released == project
     assert " @ " not in str(released)
+
+
+def test_the_wheel_contains_every_file_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["llm"]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    data = {path for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert PACKAGE / "trainers/gpt/presets/pretrain.toml" in shipped
+    assert data == shipped
 
 
 def test_the_citation_has_the_version_of_the_package():

@@ -18,7 +18,6 @@ from llm.config.options import (
     Field,
     check_ranges,
     common,
-    did_you_mean,
     fields,
     is_too_long,
     paths,

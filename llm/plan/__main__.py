@@ -11,6 +11,7 @@ from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.plan.options import PlanOptions, check
+from llm.trainers.gpt.presets import preset_options
 
 _HELP = (
     "Plan a run: memory, traffic and time of a layout, without a device. The first word, if it is "
@@ -24,7 +25,13 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--config")
-    options = parse(PlanOptions, words, prog="python -m llm.plan", description=_HELP)
+    options = parse(
+        PlanOptions,
+        words,
+        prog="python -m llm.plan",
+        description=_HELP,
+        inherit=preset_options,
+    )
     check(options)
     lines, fits = _plan(options)
     sys.stdout.write("\n".join(lines) + "\n")

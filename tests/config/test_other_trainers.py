@@ -17,7 +17,7 @@ from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions
 from llm.plan.options import PlanOptions
 from llm.report.__main__ import ReportOptions
-from llm.trainers.gpt.config import GPTConfig
+from llm.trainers.gpt.extensions import GPTConfig
 
 TRAINER = {name for field in fields(GPTConfig) for name in (*field.names, *field.opposites)}
 TABLES = ("HUGGING_FACE", "MEGATRON", "NEMO", "NANOGPT")
@@ -143,7 +143,7 @@ def test_a_mistyped_name_is_suggested(typed, meant):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_answer_is_an_option_of_the_trainer_with_a_value_that_it_takes(table):
+def test_every_answer_is_an_option_with_a_value_that_it_takes(table):
     for name, here in getattr(other_trainers, table).items():
         option, *values = here.split()
         assert option in TRAINER, name
@@ -152,7 +152,8 @@ def test_every_answer_is_an_option_of_the_trainer_with_a_value_that_it_takes(tab
         if fixed:
             field = next(f for f in fields(GPTConfig) if option in f.names)
             made = parse(GPTConfig, [f"--{option}", *fixed], prog="", description="")
-            assert getattr(made, field.name) == fixed[0]
+            value = getattr(made, field.name)
+            assert fixed[0] in (value if field.many else (value,)), name
 
 
 def test_every_answer_of_the_other_programs_is_an_option_of_one_of_them():

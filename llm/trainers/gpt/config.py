@@ -69,6 +69,11 @@ class EvaluationOptions:
 class RunOptions:
     """The run as a whole."""
 
+    preset: str | None = option(
+        None,
+        "Options to start from, which config and command line override. pretrain: learning rate, "
+        "warm-up, decay, betas and weight decay for training from random weights.",
+    )
     seed: int | None = option(
         None,
         "Seed of weights, order and dropout; by default drawn, logged, and kept on resume.",
@@ -146,7 +151,7 @@ class CoreConfig(
         *("model_name_or_path", "model_size", "config_overrides", "tokenizer_name"),
         *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        *("num_train_epochs", "max_train_steps"),
+        *("num_train_epochs", "max_train_steps", "preset"),
         *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps", "weight_decay"),
         *("kfac", "mixed_precision", "torch_compile"),
         *("output_dir", "overwrite_output_dir", "checkpointing_steps", "resume_from_checkpoint"),

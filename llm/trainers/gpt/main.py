@@ -30,6 +30,7 @@ from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.presets import preset_options
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import inherited_options
 
@@ -96,7 +97,7 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
         argv,
         prog="python -m llm.trainers.gpt",
         description="Pretrain any Hugging Face causal language model on any text.",
-        inherit=inherited_options,
+        inherit=lambda values: preset_options(values) | inherited_options(values),
     )
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.format import TrainState
+from llm.config.options import given, shown
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.mixture import stage_starts
@@ -28,6 +29,7 @@ from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.presets import values_of_preset
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.seams import Exported
 from llm.trainers.gpt.wandb_run import wandb_arguments
@@ -40,11 +42,12 @@ logger = logging.getLogger("llm")
 def log_start(
     config: CoreConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> None:
-    """Log model, data, batch arithmetic, ranks, precision and versions."""
+    """Log preset, model, data, batch arithmetic, ranks, precision and versions."""
     import accelerate
     import transformers
 
     start = setup.start
+    _log_options(config, setup)
     _log_model(config, setup, strategy, model)
     _log_data("training", setup.corpus.train, setup)
     _log_data("validation", setup.corpus.validation, setup)
@@ -87,6 +90,19 @@ def log_start(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
     )
+
+
+def _log_options(config: CoreConfig, setup: RunSetup) -> None:
+    """Log what the preset sets, or that the default learning rate is not for random weights."""
+    starts_from_weights = setup.start or setup.init_from or setup.weights_from
+    if config.preset is not None:
+        kept = [f"{name} {shown(value)}" for name, value in values_of_preset(config).items()]
+        logger.info(f"preset {config.preset}: {', '.join(kept) or 'overridden by other options'}")
+    elif not starts_from_weights and "learning_rate" not in given(config):
+        logger.info(
+            "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
+            "with --preset pretrain, or with a rate of your own."
+        )
 
 
 def _log_model(

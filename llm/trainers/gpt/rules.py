@@ -5,6 +5,8 @@ An option that needs another declares it (`requires`); rules within a room are i
 at once.
 """
 
+import re
+
 from llm.checkpoint.options import checkpoint_problems
 from llm.config.options import fields, lacking, names_by_alias, paths
 from llm.data.options import SOURCES, batch_problems, data_problems
@@ -16,6 +18,7 @@ from llm.optim.options import kfac_problems, optimizer_problems, schedule_proble
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.presets import values_of_preset
 from llm.trainers.gpt.seams import extensions_of
 
 # A rule names the optimizers that go with an option, so that it refuses an optimizer added later
@@ -41,7 +44,18 @@ def check(config: CoreConfig) -> None:
         *check_planned(config),
     ]
     if problems:
-        raise ConfigError(" ".join(problems))
+        raise ConfigError(" ".join([*problems, *_from_preset(config, " ".join(problems))]))
+
+
+def _from_preset(config: CoreConfig, problems: str) -> list[str]:
+    """Return a sentence about the options in the problems that the preset sets, not the user."""
+    names = [] if config.preset is None else values_of_preset(config)
+    named = [f"--{name}" for name in names if re.search(rf"--{name}\b", problems)]
+    if not named:
+        return []
+    return [
+        f"--preset {config.preset} sets {' and '.join(named)}; give another value, or no preset."
+    ]
 
 
 def check_planned(config: CoreConfig) -> list[str]:

@@ -16,7 +16,7 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
-from llm.config.options import fields, given
+from llm.config.options import given
 from llm.config.toml import read_toml
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
@@ -24,6 +24,7 @@ from llm.models.options import ARCHITECTURE
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.presets import is_complete
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +63,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         ConfigError: There is no such run, or a branch with a cooldown is given a length besides.
     """
     parent = values.get("branch_from")
-    recorded = [f for f in fields(GPTConfig) if not (f.option.one_shot or f.option.extension)]
-    if parent is None or {f.name for f in recorded if f.default is not None} <= values.keys():
+    if parent is None or is_complete(values):
         return {}
     lengths = [f"--{name}" for name in LENGTHS if name in values]
     if "cooldown_tokens" in values and lengths:

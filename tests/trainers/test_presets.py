@@ -1,0 +1,111 @@
+"""`--preset NAME`: what it sets, what overrides it, and what a run records of it."""
+
+from pathlib import Path
+
+import pytest
+
+from llm.config.toml import to_toml
+from llm.errors import ConfigError
+from llm.plan import __main__ as plan
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.main import parse_args
+from tests.support.recovery import check_resume
+from tests.support.training import Bench
+
+ENOUGH = ("--train_file", "a.txt", "--model_name_or_path", "gpt2")
+ADVICE = "advice: the default --learning_rate is for fine-tuning"
+
+
+def read(*words: str) -> GPTConfig:
+    return parse_args([*ENOUGH, *words])
+
+
+def test_the_preset_of_pretraining_sets_the_usual_values():
+    config = read("--preset", "pretrain")
+    assert (config.learning_rate, config.lr_scheduler_type) == (3e-4, "cosine")
+    assert (config.num_warmup_steps, config.weight_decay) == (2000, 0.1)
+    assert (config.betas, config.max_grad_norm) == ((0.9, 0.95), 1.0)
+    assert read().learning_rate == GPTConfig.learning_rate == 5e-5
+
+
+def test_a_file_overrides_the_preset_and_the_command_line_the_file(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("preset = 'pretrain'\nlearning_rate = 6e-4\nnum_warmup_steps = 10\n")
+
+    config = read("--config", str(file), "--num_warmup_steps", "20")
+
+    assert config.learning_rate == 6e-4
+    assert config.num_warmup_steps == 20
+    assert config.weight_decay == 0.1
+
+
+def test_a_warmup_in_tokens_is_in_place_of_that_of_the_preset():
+    config = read("--preset", "pretrain", "--num_warmup_tokens", "10M")
+    assert (config.num_warmup_tokens, config.num_warmup_steps) == (10_000_000, 0)
+
+
+def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
+    config = read("--preset", "pretrain", "--num_warmup_tokens", "10M", "--betas", "0.9", "0.9")
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config).replace("weight_decay = 0.1", "weight_decay = 0.2"))
+
+    again = parse_args(["--config", str(file)])
+
+    assert again.preset == "pretrain"
+    assert (again.num_warmup_tokens, again.num_warmup_steps) == (10_000_000, 0)
+    assert (again.betas, again.weight_decay) == ((0.9, 0.9), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--preset", "x"), "There is no --preset x; choose from: pretrain."),
+        (
+            ("--preset", "pretrain", "--branch_from", "runs/a", "--output_dir", "runs/b"),
+            "--preset pretrain does not go with --branch_from",
+        ),
+        (
+            ("--preset", "pretrain", "--optimizer", "sgd"),
+            "--preset pretrain sets --betas; give another value, or no preset.",
+        ),
+    ],
+)
+def test_a_preset_that_cannot_be_used_is_refused_by_name(words, message):
+    with pytest.raises(ConfigError) as caught:
+        read(*words)
+    assert message in str(caught.value)
+
+
+def test_a_plan_has_the_options_of_the_preset(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "_plan", lambda options: ([str(options.betas)], True))
+    assert plan.main(["--model_size", "124M", "--preset", "pretrain"]) == 0
+    assert capsys.readouterr().out == "(0.9, 0.95)\n"
+
+
+def test_a_run_with_a_preset_logs_its_values_and_resumes_exactly(tmp_path: Path):
+    run = check_resume(
+        Bench(tmp_path),
+        "preset",
+        preset="pretrain",
+        learning_rate=None,
+        lr_scheduler_type=None,
+        num_warmup_steps=3,
+        max_train_steps=6,
+        checkpointing_steps=3,
+    )
+    assert (
+        "preset pretrain: learning_rate 0.0003, lr_scheduler_type cosine, weight_decay 0.1, "
+        "betas 0.9 0.95, max_grad_norm 1.0\n"
+    ) in run.output
+    assert ADVICE not in run.output
+
+
+def test_random_weights_with_the_default_rate_get_one_line_of_advice(tmp_path: Path):
+    bench = Bench(tmp_path)
+    fresh = bench.train_well("fresh", learning_rate=None, max_train_steps=1)
+    assert fresh.output.count(ADVICE) == 1
+
+    tuned = bench.train_well(
+        "tuned", learning_rate=None, max_train_steps=1, model_name_or_path=fresh.folder
+    )
+    assert ADVICE not in tuned.output
