@@ -25,6 +25,7 @@ from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ParallelError
 from llm.runtime.board import Board
+from llm.runtime.counts import counted
 from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
@@ -323,7 +324,7 @@ def _praise(options: PreflightOptions, board: Board, world: World) -> int:
             slowest[name] = max(seconds, slowest.get(name, 0.0))
     spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
     sys.stdout.write(
-        f"preflight: {world.world_size} ranks on {', '.join(sorted(hosts))} are well; "
+        f"preflight: OK: {counted(world.world_size, 'rank')} on {', '.join(sorted(hosts))}; "
         f"{options.message_mb} MiB: {spent}.\n"
     )
     return 0

@@ -502,7 +502,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ("--data_parallel_shard_size 3", "which do not divide the 2"),
         (
             "--global_batch_size 7",
-            "--global_batch_size 7 is no multiple of --per_device_train_batch_size 8",
+            "is not a multiple of 8 (--per_device_train_batch_size 8 x 1 rank); change one",
         ),
         ("--context_parallel_size 2 --block_size 63", "cannot be cut into 4 equal chunks"),
         ("--links 5", "--links takes two numbers"),

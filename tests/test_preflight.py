@@ -34,7 +34,7 @@ def test_every_rank_reports_host_device_versions_and_times():
         assert f"python {platform.python_version()}" in lines[rank]
         assert "all-reduce" in lines[rank]
         assert "broadcast" in lines[rank]
-    assert lines[2].startswith(f"preflight: 2 ranks on {HERE} are well; 1 MiB: all-reduce ")
+    assert lines[2].startswith(f"preflight: OK: 2 ranks on {HERE}; 1 MiB: all-reduce ")
     assert outcomes[1].output == ""
 
 

@@ -11,6 +11,7 @@ from llm.config.tokens import Tokens
 from llm.data.batch_schedule import BatchPhase, batch_phases, parse_batch_schedule, steps_at
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
+from llm.runtime.counts import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +189,9 @@ def plan_batches(
                 which = f" has a phase of {size} samples, which"
                 remedy = f"take one, or a smaller multiple of {world_size}"
             raise ConfigError(
-                f"--global_batch_size {batch}{which} is no multiple of "
-                f"--per_device_train_batch_size {micro_batch_size} times {world_size} ranks = "
-                f"{together}; {remedy}."
+                f"--global_batch_size {batch}{which} is not a multiple of {together} "
+                f"(--per_device_train_batch_size {micro_batch_size} x "
+                f"{counted(world_size, 'rank')}); {remedy}."
             )
     plan = BatchPlan(
         num_windows=num_windows,

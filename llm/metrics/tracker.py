@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from llm.metrics.hardware import memory_in_use
 from llm.runtime.files import read_json_lines, sync, write_whole
-from llm.runtime.logging import event
+from llm.runtime.logging import event, short_form
 
 logger = logging.getLogger("llm")
 
@@ -159,7 +159,10 @@ class Tracker:
         self._interval_step, self._interval_tokens = step, tokens
         with self.paused():  # a slow disk does not make a slow step
             self._write(record, step=step)
-            logger.info(self._console_line(record, step=step, global_batch_size=global_batch_size))
+            logger.info(
+                self._megatron_line(record, step=step, global_batch_size=global_batch_size),
+                extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
+            )
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
 
@@ -177,8 +180,8 @@ class Tracker:
             )
         return None
 
-    def _console_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
-        """Return the line of a step in the words of Megatron-LM's log."""
+    def _megatron_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
+        """Return the line of a step in the words of Megatron-LM's log, for files."""
         z_loss = [f"z loss: {record['z_loss']:.6E}"] if "z_loss" in record else []
         return " | ".join(
             [
@@ -240,6 +243,51 @@ class Tracker:
             self._bar.close()
         if self._file is not None:
             self._file.close()
+
+
+def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> str:
+    """Return the line of a step for a terminal, in at most 100 columns.
+
+    Args:
+        record: The values of metrics.jsonl.
+        step: Steps done.
+        total_steps: Steps of the whole run.
+    """
+    skipped = int(record["skipped_steps"])
+    words = [
+        f"step {step:{len(str(total_steps))}}/{total_steps}",
+        f"loss {record['loss']:.3f}",
+        f"lr {_scientific(record['learning_rate'])}",
+        f"{_thousands(record['tokens_per_second'])} tok/s",
+        *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
+        f"eta {_clock((total_steps - step) * record['ms_per_step'] / 1000)}",
+        *([f"{skipped} skipped"] if skipped else []),
+    ]
+    return "  ".join(words)
+
+
+def _scientific(number: float) -> str:
+    """Return a number such as 7.2e-4."""
+    mantissa, _, exponent = f"{number:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if number else "0"
+
+
+def _thousands(number: float) -> str:
+    """Return a number such as 478, 16.2k or 1.03M."""
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            digits = 1 if number >= 10 * size else 2
+            return f"{number / size:.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration such as 0:48, 1:02:03 or 3d 04:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from llm.metrics.hardware import GIB
 from llm.plan.estimate import Estimate, checkpoint_bytes
 from llm.plan.job import Job
 from llm.plan.memory import KINDS
+from llm.runtime.counts import counted
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
 _DAY = 86400.0
@@ -27,12 +28,13 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
     return [
-        f"{_name(job)}, {job.param_counts(1).parameters:,} parameters, on {options.nodes} nodes of "
-        f"{options.gpus_per_node} {options.device}: {layout.world_size} ranks",
+        f"{_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
+        f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
+        f"{counted(layout.world_size, 'rank')}",
         f"layout: {layout.describe()}",
-        f"batch: {samples:,} samples of {job.length:,} tokens ({plan.tokens_per_step:,} tokens a "
-        f"step) in {plan.micro_batches} micro-batches of {device_batch_size(options)} on "
-        "each rank",
+        f"batch: {counted(samples, 'sample')} of {job.length:,} tokens ({plan.tokens_per_step:,} "
+        f"tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
+        f"{device_batch_size(options)} on each rank",
         "",
         *_memory_lines(job, plan),
         _verdict(job, plan, remedy),

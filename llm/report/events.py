@@ -10,6 +10,7 @@ from typing import Any
 
 from llm.config.tokens import Tokens
 from llm.data.batch_schedule import batch_phases, steps_at
+from llm.runtime.counts import counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
                 for event in events
             ]
         texts = {
-            "start": f"started on {line.get('ranks')} ranks",
+            "start": f"started on {counted(line.get('ranks', 0), 'rank')}",
             "resume": "resumed",
             "branch": f"branched from {line.get('checkpoint')}",
             "save": "saved" if step in saved else "saved; removed since",

@@ -19,13 +19,17 @@ Kind = Literal[
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes log lines to standard output without breaking a progress bar."""
+    """Writes log lines to standard output without breaking a progress bar.
+
+    A terminal gets the short form of a line that has one.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         # A process that has not imported tqdm shows no bar, and need not pay for the import.
         bars = sys.modules.get("tqdm")
         write = print if bars is None else bars.tqdm.write
-        write(self.format(record), file=sys.stdout)
+        short = getattr(record, "short", None) if sys.stdout.isatty() else None
+        write(self.format(record) if short is None else short, file=sys.stdout)
         sys.stdout.flush()
 
 
@@ -81,6 +85,11 @@ def event(kind: Kind, *, step: int, **values: object) -> dict[str, Any]:
         values: More values, as JSON has them.
     """
     return {"event": {"kind": kind, "step": step, **values}}
+
+
+def short_form(text: str) -> dict[str, str]:
+    """Give a line a short form for terminals: `logger.info(line, extra=short_form("step 5/9"))`."""
+    return {"short": text}
 
 
 def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) -> None:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cluster
 def check_finished(submission: Submission, done, run: str, ranks: int) -> None:
     """The pre-flight and the training had all ranks, and came to their ends."""
     assert done.returncode == 0, done.stdout
-    assert f"preflight: {ranks} ranks on " in done.stdout
+    assert f"preflight: OK: {ranks} ranks on " in done.stdout
     assert f"world: {ranks} ranks" in done.stdout
     assert submission.status(run) == "finished"
 
@@ -26,7 +26,7 @@ def test_polaris_one_torchrun_on_each_of_two_nodes(submission, pbs_hosts):
     script = submission.fill_in("pbs/pretrain.pbs", run="polaris2", max_train_steps=20)
     done = run_pbs(script, hosts=pbs_hosts, job="7002.polaris-pbs-01", ranks=1)
     check_finished(submission, done, "polaris2", ranks=2)
-    assert "on pbs1, pbs2 are well" in done.stdout
+    assert "on pbs1, pbs2; " in done.stdout
 
 
 def test_aurora_one_process_for_each_tile(submission, pbs_hosts):

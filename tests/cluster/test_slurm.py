@@ -25,7 +25,7 @@ def check_finished(slurm: Slurm, submission: Submission, job: int, run: str, ran
     text = log(submission, job)
     assert state == "COMPLETED", text
     assert submission.status(run) == "finished"
-    assert f"preflight: {ranks} ranks on " in text
+    assert f"preflight: OK: {ranks} ranks on " in text
     assert f"world: {ranks} ranks" in text
     return text
 
@@ -41,7 +41,7 @@ def test_one_torchrun_on_each_of_two_nodes(slurm, submission):
     job = slurm.submit(script, *TWO_NODES)
     text = check_finished(slurm, submission, job, "straight", ranks=2)
     assert "rank 0 on node" in text
-    assert "on node1, node2 are well" in text
+    assert "on node1, node2; " in text
 
 
 @pytest.mark.parametrize("mode", ["", "-decentralized"], ids=["allreduce", "gossip"])

@@ -53,7 +53,7 @@ def train(bench: GPUBench, name: str, **options: Any) -> Run:
 
 
 def check_losses(run: Run, reference: list[float], rel: float) -> None:
-    assert f"world: 1 ranks, {DEVICE.type}," in run.output
+    assert f"world: 1 rank, {DEVICE.type}," in run.output
     # Torch's warnings that a block runs uncompiled.
     assert "WON'T CONVERT" not in run.output
     assert "recompile_limit" not in run.output

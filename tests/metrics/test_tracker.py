@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llm.metrics.meter import Meter
-from llm.metrics.tracker import Tracker, cut_metrics
+from llm.metrics.tracker import Tracker, cut_metrics, step_line
 
 CPU = torch.device("cpu")
 
@@ -228,6 +228,48 @@ def test_a_step_that_is_faster_than_the_peak_has_no_mfu(tmp_path, monkeypatch, c
     assert mfu == [0.5 / 0.8, None, 0.25 / 0.8]
     assert re.findall(r"MFU: [\d.%n/a]+", caplog.text) == ["MFU: 62.5%", "MFU: n/a", "MFU: 31.2%"]
     assert caplog.text.count("MFU is n/a where steps exceed the peak of 0.0008 TFLOP/s") == 1
+
+
+RECORD = {
+    "loss": 7.1709,
+    "learning_rate": 7.2e-4,
+    "tokens_per_second": 16_234.0,
+    "mfu": 0.523,
+    "ms_per_step": 61.9,
+    "skipped_steps": 0,
+}
+
+
+def test_the_line_of_a_step_on_a_terminal_is_short():
+    assert step_line(RECORD, step=25, total_steps=800) == (
+        "step  25/800  loss 7.171  lr 7.2e-4  16.2k tok/s  MFU 52%  eta 0:48"
+    )
+    warm_up = {**RECORD, "learning_rate": 0.0, "tokens_per_second": 478.4, "skipped_steps": 2}
+    del warm_up["mfu"]
+    assert step_line(warm_up, step=1, total_steps=800) == (
+        "step   1/800  loss 7.171  lr 0  478 tok/s  eta 0:49  2 skipped"
+    )
+
+
+def test_the_line_of_the_longest_runs_has_at_most_100_columns():
+    long = {**RECORD, "loss": 123.45678, "tokens_per_second": 1.234e8, "ms_per_step": 99_999.0}
+    line = step_line({**long, "skipped_steps": 99}, step=100, total_steps=10_000_000)
+    assert line.startswith("step      100/10000000  loss 123.457  lr 7.2e-4  123.4M tok/s  MFU")
+    assert line.endswith("eta 11573d 20:13  99 skipped")
+    assert len(line) <= 100
+
+
+def test_a_duration_is_in_minutes_hours_or_days():
+    lines = [
+        step_line({**RECORD, "ms_per_step": 1000.0}, step=0, total_steps=steps)
+        for steps in (9, 600, 3723, 273_900)
+    ]
+    assert [line.rpartition("eta ")[2] for line in lines] == [
+        "0:09",
+        "10:00",
+        "1:02:03",
+        "3d 04:05",
+    ]
 
 
 def test_other_ranks_write_no_metrics(tmp_path):

@@ -1,11 +1,20 @@
+import io
 import json
 import logging
+import sys
 
 import pytest
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.metrics.tracker import cut_metrics
-from llm.runtime.logging import EventHandler, append_event, event
+from llm.runtime.logging import (
+    EventHandler,
+    append_event,
+    event,
+    log_to_file,
+    set_up_logging,
+    short_form,
+)
 
 
 @pytest.fixture
@@ -54,3 +63,28 @@ def test_every_end_of_a_run_is_an_event_that_a_resume_keeps(tmp_path):
         {"event": "stop", "step": None, "status": "failed", "reason": "DataError: no text"},
         {"event": "stop", "step": 60, "status": "finished", "reason": None},
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"), [(Terminal(), "step 9/9"), (io.StringIO(), "step 9/9 | lm loss: 7.5")]
+)
+def test_a_terminal_gets_the_short_form_and_a_file_the_line(tmp_path, monkeypatch, stream, shown):
+    logger = logging.getLogger("llm")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    set_up_logging(rank=0)
+    log_to_file(tmp_path / "log.txt")
+
+    logger.info("step 9/9 | lm loss: 7.5", extra=short_form("step 9/9"))
+    logger.info("saved")
+
+    assert stream.getvalue() == f"{shown}\nsaved\n"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["step 9/9 | lm loss: 7.5", "saved"]

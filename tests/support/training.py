@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm.runtime.counts import counted
 from tests.support.faults import Fault, install
 from tests.support.models import tiny_config
 from tests.support.ranks import Outcome, Ranks
@@ -149,7 +150,7 @@ class Bench:
         run = self.train(name, **options)
         assert all(code == 0 for code in run.codes), _report(run)
         # Ranks that do not know of one another would each train alone, and agree.
-        assert f"world: {len(run.codes)} ranks" in run.output
+        assert f"world: {counted(len(run.codes), 'rank')}, " in run.output
         return run
 
 

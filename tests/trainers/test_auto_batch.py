@@ -69,7 +69,7 @@ def test_a_branch_takes_a_divisor_of_the_parents_global_batch(bench):
 
     branch = bench.train_well("branch", **options)
 
-    assert "batch: 6 samples a device x 1 ranks x 1 micro-batches = 6 samples" in branch.output
+    assert "batch: 6 samples per device x 1 rank x 1 micro-batch = 6 samples" in branch.output
     assert branch.losses == pytest.approx(parent.losses[2:], rel=1e-4)
 
 

@@ -57,20 +57,20 @@ def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
         (
             2,
             RING,
-            "gossip: 2 replicas x 1 ranks, averaged in each step (ring, overlap), optimizer "
+            "gossip: 2 replicas x 1 rank, averaged in each step (ring, overlap), optimizer "
             "accumadamw with moments every 2 steps",
         ),
         pytest.param(
             4,
             {**RING, "gossip_order": "blocking"},
-            "gossip: 4 replicas x 1 ranks, averaged in each step (ring, blocking), optimizer "
+            "gossip: 4 replicas x 1 rank, averaged in each step (ring, blocking), optimizer "
             "accumadamw with moments every 4 steps",
             marks=pytest.mark.layouts,
         ),
         (
             2,
             DILOCO,
-            "diloco: 2 replicas x 1 ranks, inner optimizer adamw, an outer step every 3 steps "
+            "diloco: 2 replicas x 1 rank, inner optimizer adamw, an outer step every 3 steps "
             "(learning rate 0.7, momentum 0.9)",
         ),
     ],
@@ -190,7 +190,7 @@ def test_a_run_resumes_under_another_world_size(bench, options, first):
         saved[steps] = run.output
     assert first == 2 or "holds 4 replicas of the model and this run has 2" in saved[8]
     assert "holds 2 replicas of the model and this run has 1" in saved[12]
-    assert "holds 1 replicas of the model and this run has 2" in saved[16]
+    assert "holds 1 replica of the model and this run has 2" in saved[16]
     losses = run.losses
     assert len(losses) == 16
     assert losses[-1] < losses[0] - 0.5

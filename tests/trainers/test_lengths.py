@@ -109,8 +109,8 @@ def test_a_growing_batch_reads_the_same_samples_in_the_same_order(plain, alone):
     ]
     for size, times in ((4, 2), (8, 2), (16, 2)):
         assert alone.output.count(f"global batch size: {size:5d}") == times
-    assert "batch: 2 samples a device x 1 ranks x 2 micro-batches = 4 samples" in alone.output
-    assert "batch from step 5 on: 2 samples a device x 1 ranks x 8 micro-batches" in alone.output
+    assert "batch: 2 samples per device x 1 rank x 2 micro-batches = 4 samples" in alone.output
+    assert "batch from step 5 on: 2 samples per device x 1 rank x 8 micro-batches" in alone.output
     # Before the first border it is the run of a plain batch, bit for bit.
     first = plain.train_well(
         "first", per_device_train_batch_size=2, global_batch_size=4, max_train_steps=6
@@ -123,7 +123,7 @@ def test_a_batch_that_would_grow_after_the_end_is_a_warning(plain):
     options = {"global_batch_size": "4@0,8@1B", "max_train_steps": 2}
     run = plain.train_well("late", per_device_train_batch_size=2, **options)
     assert "The run ends before --global_batch_size 4@0,8@1B grows to 8 samples." in run.output
-    assert "world: 1 ranks, cpu" in run.output
+    assert "world: 1 rank, cpu" in run.output
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_two_stages_log_evaluate_and_export_as_one_rank(bench):
     said = two.output
     assert "stage 0 on rank 0 of the pipeline: layers 0 to 1, 37,696 parameters" in said
     assert "stage 1 on rank 1 of the pipeline: layers 2 to 3, 35,712 parameters" in said
-    assert "2 micro-batches a step through 2 stages on 2 ranks by 1f1b; bubble 33.3%" in said
+    assert "2 micro-batches per step through 2 stages on 2 ranks by 1f1b; bubble 33.3%" in said
     assert "model: gpt2, 63,168 parameters (12,288 embedding, 50,880 other, 0 frozen)" in said
 
 

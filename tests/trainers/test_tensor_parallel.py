@@ -35,7 +35,7 @@ def test_two_ranks_train_and_export_the_model_that_one_does(bench):
         )
     )
     assert whole / 2 < half < 0.6 * whole
-    assert "4 samples a device x 1 ranks" in two.output
+    assert "4 samples per device x 1 rank" in two.output
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     norms = [[r["grad_norm"] for r in run.metrics if "grad_norm" in r] for run in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)

@@ -31,6 +31,7 @@ from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
 from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
 from llm.errors import ConfigError, DataError, LLMError
+from llm.runtime.counts import counted
 from llm.runtime.files import try_lock, write_whole
 
 _OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
@@ -295,7 +296,7 @@ def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> N
     text_bytes = sum(shard.text_bytes for shard in stats)
     speed = "since it resumed" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     log.info(
-        f"{sum(shard.documents for shard in stats):,} documents, {tokens:,} tokens, "
+        f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
         f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
         f"{sum(shard.skipped for shard in stats):,} skipped documents; {_clock(seconds)}, {speed}"

@@ -26,6 +26,7 @@ from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
+from llm.runtime.counts import counted
 from llm.runtime.labels import IGNORED
 from llm.runtime.rng import seed_torch
 
@@ -158,8 +159,9 @@ class PipelineStrategy(ShardedStrategy):
             ranks=self.dims.pipeline, virtual_stages=len(stages), micro_batches=micro_batches
         )
         logger.info(
-            f"pipeline: {micro_batches} micro-batches a step through {self.num_stages} stages on "
-            f"{self.dims.pipeline} ranks by {self._schedule_name}; bubble {idle:.1%} of a step"
+            f"pipeline: {counted(micro_batches, 'micro-batch')} per step through "
+            f"{self.num_stages} stages on {self.dims.pipeline} ranks by {self._schedule_name}; "
+            f"bubble {idle:.1%} of a step"
         )
         return make_schedule(
             self._schedule_name, stages, micro_batches=micro_batches, objective=self._objective

@@ -25,6 +25,7 @@ from llm.metrics.tracker import Tracker
 from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.counts import counted
 from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import python_command, start_command
@@ -69,7 +70,7 @@ def log_start(
     faster = "".join(f"{name}, " for name, on in switches.items() if on)
     layout = f"{setup.layout.describe()}, " if strategy.world_size > 1 else ""
     logger.info(
-        f"world: {strategy.world_size} ranks, {layout}{strategy.device.type}, "
+        f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
         extra=event(
             "start",
@@ -141,12 +142,13 @@ def _log_length(config: CoreConfig, setup: TrainSetup, model: PreTrainedModel) -
         micro_batches, size = plan.shape(phase.first_step)
         since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
-            f"batch{since}: {size} samples a device x {plan.world_size} ranks x "
-            f"{micro_batches} micro-batches = {phase.global_batch_size} samples "
-            f"({phase.global_batch_size * setup.block_size:,} tokens) a step"
+            f"batch{since}: {counted(size, 'sample')} per device x "
+            f"{counted(plan.world_size, 'rank')} x {counted(micro_batches, 'micro-batch')} = "
+            f"{counted(phase.global_batch_size, 'sample')} "
+            f"({phase.global_batch_size * setup.block_size:,} tokens) per step"
         )
     logger.info(
-        f"length: {plan.total_steps:,} steps, {plan.total_samples:,} samples, "
+        f"length: {counted(plan.total_steps, 'step')}, {counted(plan.total_samples, 'sample')}, "
         f"{plan.epochs:.4g} epochs"
     )
     validation = sum(_num_windows(source, setup) for source in setup.corpus.validation)
@@ -186,9 +188,9 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
         if name == "training" and setup.corpus.stages:
             which = f" {source.name}"  # its weights follow, stage by stage
         num_documents = source.stream.num_documents
-        documents = f"{num_documents:,} documents, " if num_documents else ""
+        documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
         logger.info(
-            f"{name} data{which}: {documents}{tokens:,} tokens, {windows:,} windows of "
+            f"{name} data{which}: {documents}{tokens:,} tokens, {counted(windows, 'window')} of "
             f"{setup.block_size}"
         )
 
@@ -204,8 +206,8 @@ def _log_replicas(config: CoreConfig, setup: TrainSetup) -> None:
     replicas = setup.replicas
     steps = replicas.accum_steps
     optimizer = config.optimizer or ("adamw" if steps is None else "accumadamw")
-    moments = "" if steps is None else f" with moments every {steps} steps"
-    those = f"{replicas.number} replicas x {replicas.ranks_each} ranks"
+    moments = "" if steps is None else f" with moments every {counted(steps, 'step')}"
+    those = f"{counted(replicas.number, 'replica')} x {counted(replicas.ranks_each, 'rank')}"
     if config.data_parallel == "gossip":
         logger.info(
             f"gossip: {those}, averaged in each step ({config.topology}, {config.gossip_order}), "
@@ -214,8 +216,8 @@ def _log_replicas(config: CoreConfig, setup: TrainSetup) -> None:
     elif config.data_parallel == "diloco":
         logger.info(
             f"diloco: {those}, inner optimizer {optimizer}{moments}, an outer step every "
-            f"{config.inner_steps:,} steps (learning rate {config.outer_learning_rate:g}, momentum "
-            f"{config.outer_momentum:g})"
+            f"{counted(config.inner_steps, 'step')} (learning rate {config.outer_learning_rate:g}, "
+            f"momentum {config.outer_momentum:g})"
         )
 
 
@@ -380,7 +382,8 @@ def log_end(
         perplexity = results[f"{prefix}perplexity"]
         logger.info(
             f"validation loss{of_exported} {loss:.4f}, perplexity {perplexity:.2f} after "
-            f"{state.step:,} steps, {state.tokens:,} tokens, {state.seconds:.1f} s of training"
+            f"{counted(state.step, 'step')}, {state.tokens:,} tokens, {state.seconds:.1f} s of "
+            "training"
         )
         if not math.isfinite(loss):
             logger.warning("The validation loss is not finite: the run has diverged.")

@@ -22,6 +22,7 @@ from llm.parallel.gossip.rounds import Round
 from llm.parallel.gossip.sharded_replicas import ShardedReplicas
 from llm.parallel.pipeline.pipelined import PipelineStrategy
 from llm.parallel.sharded_init import fill_model
+from llm.runtime.counts import counted
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.ranks import divide_ranks
@@ -154,6 +155,6 @@ def load_checkpoint(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> No
         replicas=saved,
     )
     logger.info(
-        f"The checkpoint holds {saved} replicas of the model and this run has "
+        f"The checkpoint holds {counted(saved, 'replica')} of the model and this run has "
         f"{strategy.num_replicas}: they begin with the mean of the weights and moments."
     )

@@ -18,6 +18,7 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
+from llm.runtime.counts import counted
 from llm.runtime.files import read_json_lines
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size
@@ -139,8 +140,8 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
         return np.arange(*plan.step_samples(step - 1), dtype=np.int64)
     if rank >= plan.world_size:
         raise ConfigError(
-            f"--rank {rank} does not exist: step {step} has {plan.world_size} data-parallel "
-            f"rank{'s' * (plan.world_size > 1)}, counted from 0 (--data_ranks)."
+            f"--rank {rank} does not exist: step {step} has "
+            f"{counted(plan.world_size, 'data-parallel rank')}, counted from 0 (--data_ranks)."
         )
     positions = plan.rank_samples(step - 1, rank).reshape(-1)
     return positions[positions >= 0]
