@@ -77,7 +77,9 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     strategy: Any = AcceleratedStrategy(accelerator)
     whole, coverage = None, None
     if not layout.is_replicated:
-        strategy = ShardedStrategy(accelerator, layout)
+        strategy = ShardedStrategy(
+            accelerator, layout, unsharded_gradients=options.unsharded_gradients
+        )
         whole, coverage = strategy.matrices, cover_model(options, model) if options.kfac else None
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
@@ -118,6 +120,7 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
     [
         (1, ""),
         pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
+        pytest.param(2, "--data_parallel_shard_size 2 --model_type llama", marks=SLOW),
         pytest.param(2, "--data_parallel_shard_size 2 --optimizer muon", marks=SLOW),
         pytest.param(2, "--data_parallel_shard_size 2 --kfac", marks=SLOW),
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),

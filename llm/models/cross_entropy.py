@@ -162,7 +162,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.tied = tied
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dtype = hidden.dtype
         if squares is None:
             return losses.sum(), None
         z_sum = z_loss * squares.sum()  # on a sharded head each rank has that of all tokens
@@ -173,9 +173,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale, _ = grad_outputs
         hidden, weight, bias = (
-            None if saved is None else saved.mul_(scale).to(dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if saved is None else saved.mul_(scale) for saved in ctx.saved_tensors
         )
+        if hidden is not None:
+            hidden = hidden.to(ctx.dtype)
+        # Autograd casts the gradients of weight and bias to their `grad_dtype`, float32 by default.
         if ctx.tied is not None:
             # The backward pass of the lookup adds its rows to it and returns the sum.
             ctx.tied.head_gradient, weight = weight, None

@@ -74,11 +74,11 @@ class LanguageModelLoss(nn.Module):
         if chunked is None:
             chunked = not self._router and has_plain_head(model)
         self.chunked = chunked
+        self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
         self._compiled = compiled
         self.num_sources = num_sources
-        self._buffer: Tensor | None = None
         self._z_loss = z_loss
         self._z_sum: Tensor | None = None
 
@@ -108,8 +108,10 @@ class LanguageModelLoss(nn.Module):
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
-        if self.chunked:
-            loss_sum, z_sum = self._chunked_loss(input_ids, labels, positions, documents, losses)
+        if self.head_loss is not None:
+            loss_sum, z_sum = self._chunked_loss(
+                self.head_loss, input_ids, labels, positions, documents, losses
+            )
             objective = self._with_z_loss(loss_sum, z_sum)
             return objective, self._for_log(loss_sum, losses, labels, sources)
         outputs = self._model_outputs(input_ids, positions, documents)
@@ -165,25 +167,20 @@ class LanguageModelLoss(nn.Module):
             The likeliest tokens, int64 [batch, length]; and the log-probabilities of the labels in
             nats, fp32 [batch, length], 0 where there is no label.
         """
-        if self.chunked:
-            head = self.model.get_output_embeddings()
+        if self.head_loss is not None:
             hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
-            rows = self._chunk_rows(hidden, head.weight.shape[0])
-        else:
-            head = nn.Identity()
-            hidden = self._model_outputs(input_ids, positions, documents).logits.flatten(0, 1)
-            rows = len(hidden)
-        best, losses = [], []
-        for chunk, targets in zip(hidden.split(rows), labels.flatten().split(rows), strict=True):
-            logits = head(chunk)[:, : self.vocab_size]
-            best.append(logits.argmax(dim=-1))
-            losses.append(
-                F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+            rows = self._chunk_rows(hidden, self.head_loss.columns)
+            best, losses = self.head_loss.predictions(
+                hidden, labels.flatten(), vocab_size=self.vocab_size, rows=rows
             )
-        return torch.cat(best).view_as(labels), -torch.cat(losses).view_as(labels)
+        else:
+            logits = self._model_outputs(input_ids, positions, documents).logits.flatten(0, 1)
+            best, losses = _likeliest(logits[:, : self.vocab_size], labels.flatten())
+        return best.view_as(labels), -losses.view_as(labels)
 
     def _chunked_loss(
         self,
+        head_loss: "HeadLoss",
         input_ids: Tensor,
         labels: Tensor,
         positions: Tensor | None,
@@ -197,49 +194,25 @@ class LanguageModelLoss(nn.Module):
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         if tied is not None and tied.lookups != 1:
             tied = None  # exactly one lookup must complete the gradient of the head
-        head = self.model.get_output_embeddings()
-        rows = self._chunk_rows(hidden, head.weight.shape[0])
-        return chunked_cross_entropy(
+        rows = self._chunk_rows(hidden, head_loss.columns)
+        sums: tuple[Tensor, Tensor | None] = head_loss(
             hidden,
-            head.weight,
-            head.bias,
             labels.flatten(),
             vocab_size=self.vocab_size,
             rows=rows,
             align=_TILE if self._is_aligned(hidden.device) else 1,
             tied=tied,
-            buffer=self._logits_buffer(hidden, rows, head.weight),
             compiled=self._compiled,
             token_losses=losses,
             z_loss=self._z_loss if self.training else 0.0,
         )
+        return sums
 
     def _model_outputs(
         self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
     ) -> Any:
         kwargs = {"output_router_logits": True} if self._router else {}
         return run_model(self.model, input_ids, positions, documents, **kwargs)
-
-    def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
-        """Return [rows, columns] of memory for the logits of a chunk; on a CPU only.
-
-        It is kept from step to step: malloc would return a block of this size to the kernel, which
-        clears it every time, or leave holes between the activations. A GPU's allocator does
-        neither.
-        """
-        compiling = torch.compiler.is_compiling()
-        sharded = isinstance(weight, DTensor)
-        on_accelerator = self._is_aligned(hidden.device)
-        if on_accelerator or torch.is_autocast_enabled("cpu") or compiling or sharded:
-            return None
-        shape = (min(rows, len(hidden)), len(weight))
-        if (
-            self._buffer is None
-            or self._buffer.shape != shape
-            or self._buffer.dtype != hidden.dtype
-        ):
-            self._buffer = torch.empty(shape, dtype=hidden.dtype)
-        return self._buffer
 
     def _is_aligned(self, device: torch.device) -> bool:
         return device.type != "cpu" if self._aligned is None else self._aligned
@@ -250,6 +223,79 @@ class LanguageModelLoss(nn.Module):
         if self._chunk_bytes is None:
             return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * columns))
         return max(1, self._chunk_bytes // (4 * columns))
+
+
+class HeadLoss(nn.Module):
+    """The output head and the loss from it: a module, so that FSDP can gather the head for it.
+
+    Args:
+        head: The output head.
+
+    Attributes:
+        head: The same.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head = head
+        self._buffer: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the logits, padding included."""
+        return int(self.head.weight.shape[0])
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, *, rows: int, align: int, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `chunked_cross_entropy` returns for the head; the arguments are its own."""
+        weight, bias = self.head.weight, self.head.bias
+        buffer = self._logits_buffer(hidden, rows, weight) if align == 1 else None
+        return chunked_cross_entropy(
+            hidden, weight, bias, labels, rows=rows, align=align, buffer=buffer, **options
+        )
+
+    def predictions(
+        self, hidden: Tensor, labels: Tensor, *, vocab_size: int, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens, int64 [tokens], and the losses of the labels, fp32 [tokens].
+
+        Args:
+            hidden: [tokens, width].
+            labels: [tokens], int64; -100 for no loss.
+            vocab_size: Columns of the vocabulary; the others are padding.
+            rows: Tokens of a chunk.
+        """
+        chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+        of_chunks = [_likeliest(self.head(h)[:, :vocab_size], targets) for h, targets in chunks]
+        best, losses = (torch.cat(parts) for parts in zip(*of_chunks, strict=True))
+        return best, losses
+
+    def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
+        """Return [rows, columns] of memory for the logits of a chunk; on a CPU only.
+
+        It is kept from step to step: malloc would return a block of this size to the kernel, which
+        clears it every time, or leave holes between the activations. A GPU's allocator does
+        neither.
+        """
+        compiling = torch.compiler.is_compiling()
+        sharded = isinstance(weight, DTensor)
+        if torch.is_autocast_enabled("cpu") or compiling or sharded:
+            return None
+        shape = (min(rows, len(hidden)), len(weight))
+        if (
+            self._buffer is None
+            or self._buffer.shape != shape
+            or self._buffer.dtype != hidden.dtype
+        ):
+            self._buffer = torch.empty(shape, dtype=hidden.dtype)
+        return self._buffer
+
+
+def _likeliest(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens and the losses of the labels, [tokens] each."""
+    losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+    return logits.argmax(dim=-1), losses
 
 
 def accelerator_chunk_bytes(memory: int | None) -> int:

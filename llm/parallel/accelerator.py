@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, is_torchao_available
 from accelerate.utils.ao import convert_model_to_fp8_ao
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -145,13 +145,40 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device, timeout=timeout)
 
 
-def ddp_settings(device: torch.device) -> DistributedDataParallelKwargs:
+def ddp_settings(device: torch.device, options: PrecisionOptions) -> DistributedDataParallelKwargs:
     """Return how DistributedDataParallel sends gradients between devices of this kind."""
-    return DistributedDataParallelKwargs(
+    kwargs = _InBf16 if options.all_reduce_dtype == "bf16" else DistributedDataParallelKwargs
+    return kwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         bucket_cap_mb=CPU_BUCKET_MB if device.type == "cpu" else GPU_BUCKET_MB,
     )
+
+
+class _InBf16(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """Lets DistributedDataParallel all-reduce in bf16.
+
+    PyTorch's own hook for that refuses CPUs, and divides by the number of ranks after it rounded.
+    """
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(model.process_group, _all_reduce_in_bf16)
+
+
+def _all_reduce_in_bf16(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Return the mean over ranks of a bucket of gradients."""
+    gradients: Tensor = bucket.buffer()
+    rounded = gradients.div_(group.size()).to(torch.bfloat16)
+    work = dist.all_reduce(rounded, group=group, async_op=True)
+
+    def widen(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return gradients.copy_(future.value()[0])
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(widen)
+    return future
 
 
 def order_buckets(loss: nn.Module, device: torch.device) -> None:
@@ -199,8 +226,8 @@ def make_accelerator(
     accelerator = Accelerator(
         cpu=on_cpu,  # without it, Accelerate does not join the processes of a CPU
         mixed_precision="no" if fp16_on_cpu else options.mixed_precision or "no",
-        kwargs_handlers=[ddp_settings(device)],
     )
+    accelerator.ddp_handler = ddp_settings(device, options)
     if fp16_on_cpu:
         # Accelerate would silently train in float32: `AcceleratedStrategy` does this autocast.
         accelerator.scaler = torch.amp.GradScaler("cpu")

@@ -8,6 +8,7 @@ arXiv:2304.11277.
 """
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llm.data.loader import MicroBatch
+from llm.models.loss import HeadLoss, LanguageModelLoss
 from llm.models.sizes import find_blocks
 from llm.optim.whole import units_of
 from llm.parallel.base import AcceleratedStrategy
@@ -36,6 +38,10 @@ from llm.parallel.dims import ParallelDims
 from llm.parallel.matrices import ShardedMatrices
 from llm.parallel.tensor import divide_layers
 
+_IN_BF16 = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
+
 
 class ShardedStrategy(AcceleratedStrategy):
     """Every rank holds a shard of the weights, gradients and optimizer state.
@@ -43,6 +49,8 @@ class ShardedStrategy(AcceleratedStrategy):
     Args:
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
+        unsharded_gradients: Whether to reduce-scatter the gradients of a step's last micro-batch
+            only, in which those of all of them are.
         init_weights: Allocates and initializes this rank's shards of a model that was built on
             the meta device; None where the model has weights.
 
@@ -59,6 +67,7 @@ class ShardedStrategy(AcceleratedStrategy):
         accelerator: Accelerator,
         dims: ParallelDims,
         *,
+        unsharded_gradients: bool = False,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
         super().__init__(accelerator)
@@ -73,7 +82,10 @@ class ShardedStrategy(AcceleratedStrategy):
         )
         self.matrices = ShardedMatrices(self.mesh)
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
+        self._unsharded_gradients = unsharded_gradients
         self._init_weights = init_weights
+        self._embedding: FSDPModule | None = None
+        self._head: FSDPModule | None = None
         coordinates = dims.coordinates(self.rank)
         # Ranks that differ on these axes only have the same sums: one of them counts.
         self._adds_to_sums = coordinates["tensor"] == 0 and coordinates["pipeline"] == 0
@@ -86,8 +98,11 @@ class ShardedStrategy(AcceleratedStrategy):
             divide_attention(self.model, self._sequence)
         self._divide_layers()
         if self._gradient_ranks > 1:
-            self._shard_modules(self.loss, [*find_blocks(self.model)], self._fsdp_mesh)
+            blocks, ends = [*find_blocks(self.model)], _untied_ends(self.loss)
+            self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=ends)
             register_fsdp_forward_method(self.loss, "predictions")
+            self._shard_ends(*ends)
+            _prefetch(self.loss, *ends[:1], *blocks, *ends[1:])
         self._materialize([self.loss])
 
     def _divide_layers(self) -> None:
@@ -103,34 +118,65 @@ class ShardedStrategy(AcceleratedStrategy):
         return self.mesh["shard"]
 
     def _shard_modules(
-        self, root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, **options: Any
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        *,
+        ends: Sequence[nn.Module] = (),
+        **options: Any,
     ) -> None:
         """Shard each block as one group, and everything else as the group of the root.
 
         In bf16 runs a block is all-gathered in bf16, and its gradients are summed in float32, since
-        in bf16 each addition would round. What autocast leaves in float32, the embeddings and the
-        gains of norms, is in the root's group: an all-gather of its own for the few norms of each
-        block would take as long as that of the block's matrices.
+        in bf16 each addition would round. The gains of norms, which autocast leaves in float32, are
+        in the root's group: an all-gather of its own for the few norms of each block would take as
+        long as that of the block's matrices.
 
         Args:
             root: The module whose forward runs the blocks.
             blocks: The transformer blocks in it.
             mesh: The ranks.
+            ends: Modules in it that are sharded later, as groups of their own.
             options: Further arguments of `fully_shard`.
         """
-        half = self.accelerator.mixed_precision in ("bf16", "fp8")
-        policy = MixedPrecisionPolicy()
-        if half:
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
+        half = self._gathers_in_bf16
+        policy = _IN_BF16 if half else MixedPrecisionPolicy()
         # The root comes first: it does not look for norms inside blocks that are sharded.
-        inside = {parameter for block in blocks for parameter in block.parameters()}
+        inside = {parameter for module in (*blocks, *ends) for parameter in module.parameters()}
         norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
         fully_shard(root, mesh=mesh, ignored_params=inside - norms, **options)
         for block in blocks:
             norms = _norm_weights(block) if half else set()  # sharded: other tensors than before
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms, **options)
+
+    @property
+    def _gathers_in_bf16(self) -> bool:
+        return self.accelerator.mixed_precision in ("bf16", "fp8")
+
+    def _shard_ends(
+        self, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> None:
+        """Shard embedding and head as groups of their own, so that blocks do not wait for the head.
+
+        The embedding is gathered in float32, since its rows begin the residual stream. The loss
+        takes the head in bf16 in bf16 runs, and so it travels in bf16 then. Its gradient, which
+        the loss sums up in float32, stays float32.
+        """
+        if embedding is None or head is None:
+            return
+        mesh = self._fsdp_mesh
+        self._embedding = fully_shard(embedding, mesh=mesh)
+        self._embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no rows
+        # A DTensor's gradient passes through a view, which would round it.
+        half = self._gathers_in_bf16 and self.dims.tensor == 1
+        policy = _IN_BF16 if half else MixedPrecisionPolicy()
+        # Its backward pass follows its forward pass at once.
+        self._head = fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if isinstance(head, HeadLoss):
+            register_fsdp_forward_method(head, "predictions")
+        if half:
+            head.register_forward_pre_hook(_keep_float32_gradients)
 
     def _materialize(self, roots: Sequence[nn.Module]) -> None:
         """Allocate and initialize a model on the meta device.
@@ -170,6 +216,7 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return likeliest next tokens and labels' log-probabilities, of whole samples."""
+        self._hold_embedding(True)
         likeliest, log_probs = super().predict(micro_batch)
         if self._sequence is None:
             return likeliest, log_probs
@@ -186,15 +233,30 @@ class ShardedStrategy(AcceleratedStrategy):
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
 
-        The reduce-scatter over shards runs in every micro-batch: an unsharded gradient to
-        accumulate into would not fit. The weights outside the blocks stay gathered until the last
-        micro-batch: they are needed from the beginning of a forward pass to the end of its
-        backward pass, so that this takes no more memory.
+        The reduce-scatter over shards runs in every micro-batch, unless there is memory for an
+        unsharded gradient to accumulate into. The weights outside the blocks stay gathered
+        until the last micro-batch, so that they travel once in a step. In the last one the
+        embedding is freed after its lookup, and the head after its backward pass.
         """
         if isinstance(self.loss, FSDPModule):
             self.loss.set_requires_all_reduce(last)
-            self.loss.set_reshard_after_backward(last, recurse=False)
+            if self._unsharded_gradients:
+                self.loss.set_requires_gradient_sync(last)
+            for module in (self.loss, self._embedding, self._head):
+                if module is not None:
+                    module.set_reshard_after_backward(last, recurse=False)
+            self._hold_embedding(not last)
         return contextlib.nullcontext()
+
+    def _hold_embedding(self, hold: bool) -> None:
+        """Keep the embedding gathered after its lookup, for the next micro-batch, or free it."""
+        if self._embedding is not None:
+            self._embedding.set_reshard_after_forward(not hold, recurse=False)
+
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of token losses and the number of labels, of this rank's slice."""
+        self._hold_embedding(True)
+        return super().evaluate(micro_batch)
 
     def _reduce_gradients(self) -> None:
         for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
@@ -285,6 +347,29 @@ def _norm_weights(block: nn.Module) -> set[nn.Parameter]:
         if all(parameter.ndim < 2 for parameter in own):
             weights |= own
     return weights
+
+
+def _untied_ends(loss: LanguageModelLoss) -> list[nn.Module]:
+    """Return the embedding and the module that reads the head; none if they share a weight."""
+    embedding, head = loss.model.get_input_embeddings(), loss.model.get_output_embeddings()
+    if not set(embedding.parameters()).isdisjoint(head.parameters()):
+        return []
+    return [embedding, head if loss.head_loss is None else loss.head_loss]
+
+
+def _prefetch(*modules: Any) -> None:
+    """Let each module gather the next one's weights before it computes.
+
+    In backward passes PyTorch does so, in the reverse order, without being told.
+    """
+    for module, following in itertools.pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+
+
+def _keep_float32_gradients(module: nn.Module, _: Any) -> None:
+    """Let the gathered weights of a module accept gradients that are wider than they are."""
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
 
 
 def reshard(root: nn.Module) -> None:

@@ -30,6 +30,11 @@ class PrecisionOptions:
         "Whether float32 matrix products round their inputs to TF32. By default on CUDA GPUs, "
         "without effect elsewhere.",
     )
+    all_reduce_dtype: Literal["fp32", "bf16"] = option(
+        "fp32",
+        "Precision in which ranks that hold whole weights send their gradients to one another; "
+        "bf16 halves the traffic, and rounds the gradients and the sums on the way.",
+    )
 
 
 @option_group(PARALLELISM, resume="logged")
@@ -41,6 +46,12 @@ class ParallelOptions:
         "Ranks that each hold a part of every weight, gradient and moment; the remaining ranks "
         "hold copies.",
         at_least=1,
+    )
+    unsharded_gradients: bool = option(
+        False,
+        "Reduce-scatter the gradients of sharded weights once per step, not once per micro-batch; "
+        "until then each rank holds 4 bytes for every weight of the model.",
+        requires=("data_parallel_shard_size",),
     )
     tensor_parallel_size: int = option(
         1,
@@ -132,6 +143,11 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
         problems.append(
             "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
             "give both or neither."
+        )
+    if options.unsharded_gradients and options.pipeline_parallel_size > 1:
+        problems.append(
+            "--unsharded_gradients changes nothing with --pipeline_parallel_size, with which "
+            "gradients are reduce-scattered once per step already; leave it out."
         )
     problems += [
         f"--{one} does not go with --{other}; leave one of them out."

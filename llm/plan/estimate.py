@@ -67,7 +67,11 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         gathers = 2 * layers * block * sent_width
         sums = FP32 * (layers * block + others)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
-        size = (micro_batches * (gathers + sums) + FP32 * others) * (n - 1) / n
+        once = FP32 * others
+        if layout.pipeline == 1 and t == 1 and not param_counts.is_tied:
+            once -= (FP32 - sent_width) * num_elements(param_counts.head)
+        reductions = 1 if options.unsharded_gradients else micro_batches
+        size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n
         sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
     if job.optimizer.matrices and n * t > 1:
         # Each rank sends its shards of gradients, and later what it has computed.
@@ -78,7 +82,8 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         ring = _ring(axis, "whole matrices to their owners and back", size, n * t, per_node)
         sent.append(dataclasses.replace(ring, overlapped=False))
     if r > 1:
-        size = 2 * (r - 1) / r * FP32 * (layers * block + others) / n
+        sum_width = HALF if options.all_reduce_dtype == "bf16" else FP32
+        size = 2 * (r - 1) / r * sum_width * (layers * block + others) / n
         sent.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
     if layout.pipeline > 1:
         size = 2 * micro_batches * options.virtual_stages * hidden * (sent_width / width)

@@ -87,9 +87,12 @@ class StagePlan:
         numbers = job.layers_of_ranks(layout.pipeline)[stage]
         self.layers = len(numbers)
         self.is_last = stage == layout.pipeline - 1
-        ranks = layout.shard * layout.context
+        ranks = self.ranks = layout.shard * layout.context
         self.sharded = not layout.is_replicated and (ranks > 1 or layout.replicate > 1)
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
+        # Pipelines, and tied weights, have embedding and head in one group with the final norm.
+        self.has_own_ends = layout.pipeline == 1 and not self.param_counts.is_tied
+        self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
         head, is_first = self.param_counts.head, stage == 0
         # The head is on the last stage, and a tied one also on the first.
@@ -100,8 +103,13 @@ class StagePlan:
             or (is_first and (p not in head or self.param_counts.is_tied))
         ]
         blocks = (self.param_counts.blocks[number] for number in numbers)
-        self.own, self.trained = shard_sizes(itertools.chain(self.others, *blocks), ranks)
+        parameters = [*itertools.chain(self.others, *blocks)]
+        self.own, self.trained = shard_sizes(parameters, ranks)
+        self.whole_trained = num_elements(p for p in parameters if p.requires_grad)
         self.micro_batches = job.batches(layout).accumulation
+        self.keeps_gradients_whole = (
+            self.sharded and job.options.unsharded_gradients and self.micro_batches > 1
+        )
         # On a GPU the backward pass has a separate thread, where the autocast of a recomputed block
         # is the outermost one: its end clears all copies.
         recomputes = job.options.activation_checkpointing != "none"
@@ -145,11 +153,26 @@ class StagePlan:
             ),
             self._moment("backward of its first layer", rest + working + head_cast, done=True),
             self._moment("optimizer's step", 0, done=True, stepping=True),
-            self._moment("forward of its last layer", held + trace.block_forward_extra + head_cast),
+            self._moment(
+                "forward of its last layer",
+                held + trace.block_forward_extra + head_cast,
+                with_head=True,
+            ),
         ]
+        if self.has_own_ends and self.sharded:
+            # The gradient, the message and the result of a reduce-scatter; gloo copies the message.
+            copies = 2 + 1 / self.ranks + (self.job.options.device == "cpu")
+            moments.append(
+                self._moment(
+                    "reduction of the head's gradient",
+                    back + left,
+                    fresh=int(copies * head),
+                    with_head=True,
+                )
+            )
         if self.is_last:
             logits = max(0, trace.loss_extra - head)
-            moments.append(self._moment("loss", held, fresh=head, logits=logits))
+            moments.append(self._moment("loss", held, fresh=head, logits=logits, with_head=True))
         return moments
 
     def _kept(self, layers: int) -> float:
@@ -171,6 +194,7 @@ class StagePlan:
         logits: int | None = None,
         done: bool = False,
         stepping: bool = False,
+        with_head: bool = False,
     ) -> Memory:
         """Return the memory at a moment.
 
@@ -181,12 +205,15 @@ class StagePlan:
             logits: Bytes; by default those that stay from step to step.
             done: Whether all gradients exist, even without accumulation or buckets.
             stepping: Whether it is in the optimizer's step.
+            with_head: Whether the output head is gathered, even without accumulation.
         """
         optimizer, trained = self.job.optimizer, self.trained
         several = self.micro_batches > 1
         # DistributedDataParallel allocates buckets for all gradients at the start.
         buckets = self.layout.is_replicated and self.layout.world_size > 1
         gradients = FP32 * trained if done or several or buckets else 0
+        if self.keeps_gradients_whole and not stepping:
+            gradients = FP32 * self.whole_trained
         buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
         if self.sharded:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
@@ -194,7 +221,8 @@ class StagePlan:
                 # Of gradients and of updates: one bucket that is computed, two that are sent.
                 buffers += int(6 * FP32 * min(BUCKET, self.own * ranks) / ranks)
             buffers += fresh
-            buffers += 0 if stepping else self._gathered(backward=fresh > 0 or done)
+            if not stepping:
+                buffers += self._gathered(backward=fresh > 0 or done, with_head=with_head)
         else:
             gradients += fresh
             if several and self.layout.world_size > 1:
@@ -223,11 +251,20 @@ class StagePlan:
         owners = layout.shard * layout.context
         return int(share * (optimizer.kfac_whole / owners + passing))
 
-    def _gathered(self, *, backward: bool) -> int:
+    def _gathered(self, *, backward: bool, with_head: bool) -> int:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.
 
         Weights outside of blocks stay gathered from the forward to the end of the backward pass.
+        Embedding and head of their own groups are freed after their use in the last micro-batch.
         """
-        block, others = num_elements(self.block), num_elements(self.others)
-        width = 2 if self.casts_are_gathered else FP32
-        return FP32 * others + 2 * width * block + (FP32 * block if backward else 0)
+        width = HALF if self.casts_are_gathered else FP32
+        block, others, size = num_elements(self.block), self.others, 0
+        if self.has_own_ends:
+            ends = self.param_counts.embedding | self.param_counts.head
+            others = [p for p in others if p not in ends]
+            if self.micro_batches > 1:
+                size += FP32 * num_elements(self.param_counts.embedding)
+            if self.micro_batches > 1 or with_head:
+                size += self.head_width * num_elements(self.param_counts.head)
+        size += FP32 * num_elements(others)
+        return size + 2 * width * block + (FP32 * block if backward else 0)

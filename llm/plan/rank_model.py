@@ -77,6 +77,7 @@ class ParamCounts:
     Attributes:
         blocks: Parameters of each block.
         others: Parameters outside of blocks; a tied one once.
+        embedding: Parameters of the input embedding, which are in `others` too.
         head: Parameters of the output head, which are in `others` too.
         is_tied: Whether the output head has no parameters but the embedding's.
         buffers: Bytes of buffers.
@@ -84,6 +85,7 @@ class ParamCounts:
 
     blocks: list[list[nn.Parameter]]
     others: list[nn.Parameter]
+    embedding: set[nn.Parameter]
     head: set[nn.Parameter]
     is_tied: bool
     buffers: int
@@ -100,11 +102,13 @@ def count_parameters(model: PreTrainedModel) -> ParamCounts:
     inside = set(itertools.chain(*blocks))
     output = model.get_output_embeddings()
     head = set() if output is None else set(output.parameters())
+    embedding = set(model.get_input_embeddings().parameters())
     return ParamCounts(
         blocks=blocks,
         others=[p for p in model.parameters() if p not in inside],
+        embedding=embedding,
         head=head,
-        is_tied=head.issubset(model.get_input_embeddings().parameters()),
+        is_tied=head.issubset(embedding),
         buffers=sum(b.nbytes for b in model.buffers()),
     )
 

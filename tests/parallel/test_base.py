@@ -249,7 +249,41 @@ def test_all_ranks_receive_a_flag_at_the_next_call():
 
 @pytest.mark.parametrize(("device", "size"), [("cpu", 25), ("cuda", 100), ("xpu", 100)])
 def test_an_all_reduce_is_larger_on_accelerators(device, size):
-    assert ddp_settings(torch.device(device)).bucket_cap_mb == size
+    assert ddp_settings(torch.device(device), PrecisionOptions()).bucket_cap_mb == size
+
+
+class AllReduces(TorchDispatchMode):
+    """Lists the types of the tensors that are all-reduced inside the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "c10d::allreduce_":
+            self.dtypes += [tensor.dtype for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
+
+
+def all_reduced_gradients(dtype: str):
+    """Types of the messages of a step of two micro-batches, and the gradients of all ranks."""
+    strategy = make_strategy(all_reduce_dtype=dtype)
+    micro_batches, num_tokens = share(0, strategy, 2)
+    with AllReduces() as messages:
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+    return messages.dtypes, torch.cat([p.grad.flatten() for p in strategy.parameters])
+
+
+def test_gradients_travel_in_bf16_if_asked_to():
+    (dtypes, exact), _ = values(run_ranks(all_reduced_gradients, 2, "fp32"))
+    assert dtypes == [torch.float32]
+    (dtypes, rounded), (_, of_other) = values(run_ranks(all_reduced_gradients, 2, "bf16"))
+    assert dtypes == [torch.bfloat16]
+    assert torch.equal(rounded, of_other)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    # Both terms and their sum are rounded, each by at most 2**-8 of it.
+    assert (rounded - exact).norm() < 2**-8 * exact.norm()
+    assert not torch.equal(rounded, exact)
 
 
 def test_fp8_on_a_cpu_is_refused_by_name():

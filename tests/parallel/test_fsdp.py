@@ -1,6 +1,7 @@
 """Weights divided over ranks train as the whole model does on one rank."""
 
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
+from llm.models.sizes import find_blocks
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -30,11 +32,11 @@ def make_model(family: str):
     return model
 
 
-def train(family: str, sizes: dict[str, int], accumulation: int):
+def train(family: str, sizes: dict[str, int], accumulation: int, unsharded: bool = False):
     """Losses, norms and final weights of a few steps on the ranks of a layout."""
     disable_packing_detection()
     model = make_model(family)
-    strategy = make_strategy(sizes)
+    strategy = make_strategy(sizes, unsharded_gradients=unsharded)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     seen = []
     for step in range(STEPS):
@@ -76,8 +78,8 @@ MORE = pytest.mark.layouts
 )
 def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
     expected, whole, size = values(run_ranks(train, 1, family, {}, 1))[0]
-    for accumulation in (1, 2):
-        outcomes = values(run_ranks(train, ranks, family, sizes, accumulation))
+    for accumulation, unsharded in ((1, False), (2, False), (2, True)):
+        outcomes = values(run_ranks(train, ranks, family, sizes, accumulation, unsharded))
         for seen, _, held in outcomes:
             assert torch.allclose(torch.tensor(seen), torch.tensor(expected), rtol=1e-5)
             assert held < 1.1 * size / sizes["shard"]
@@ -87,40 +89,93 @@ def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives inside the context by their names."""
+class Messages(TorchDispatchMode):
+    """Lists the all-gathers and reduce-scatters inside the context, in order.
+
+    Attributes:
+        sent: Name, dtype and number of elements of the whole, of each.
+    """
+
+    NAMES: ClassVar = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.sent = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.counts[func._schema.name] += 1
+        name = self.NAMES.get(func._schema.name.removeprefix("c10d::"))
+        if name is not None:
+            whole = max(args[:2], key=torch.Tensor.numel)
+            self.sent.append((name, whole.dtype, whole.numel()))
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(family: str, precision: str) -> dict[str, int]:
-    """Collectives of one step of two micro-batches, after another one, by their names."""
+def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded: bool = False):
+    """Messages of a step, after another one, and the moments when a block begins between them."""
     disable_packing_detection()
-    strategy = make_strategy({"shard": 2}, precision)
+    strategy = make_strategy({"shard": 2}, precision, unsharded_gradients=unsharded)
     strategy.prepare(LanguageModelLoss(make_model(family)), make_optimizer)
+    messages = Messages()
+    for block in find_blocks(strategy.model):
+        note_begin(block, messages.sent)
     tokens = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:])] * 2
+    batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:])] * micro_batches
     for _ in range(2):
-        with Collectives() as collectives:
-            strategy.forward_backward(batches, num_tokens=4 * LENGTH * 2)
+        messages.sent.clear()
+        with messages:
+            strategy.forward_backward(batches, num_tokens=2 * LENGTH * 2 * micro_batches)
         strategy.optimizer_step(0.5)
     strategy.close()
-    return dict(collectives.counts)
+    return messages.sent
+
+
+def note_begin(block: torch.nn.Module, sent: list) -> None:
+    """Note when the forward and the backward pass of a block begin, after FSDP's own hooks."""
+
+    def begin_backward(block, args, output):
+        output.register_hook(lambda _: sent.append(("block backward",)))
+
+    block.register_forward_pre_hook(lambda *_: sent.append(("block",)))
+    block.register_forward_hook(begin_backward)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_block_is_gathered_and_reduced_as_one_group(family, precision):
-    """Two blocks, forward and backward, twice; all other weights are gathered once."""
-    for counts in values(run_ranks(count_collectives, 2, family, precision)):
-        assert counts == {
-            "c10d::_allgather_base_": 2 * 2 * 2 + 1,
-            "c10d::_reduce_scatter_base_": 2 * (2 + 1),
-        }
+@pytest.mark.parametrize(("family", "outside"), [("gpt2", 1), ("llama", 3)])
+def test_a_block_is_gathered_and_reduced_as_one_group(family, outside, precision):
+    """Two blocks, forward and backward, twice; all other weights are gathered once.
+
+    Of Llama, the embedding and the head are groups by themselves. GPT-2 has one matrix for both.
+    """
+    for sent in values(run_ranks(list_messages, 2, family, precision)):
+        counts = Counter(name for name, *_ in sent if not name.startswith("block"))
+        assert counts == {"gather": 2 * 2 * 2 + outside, "reduce": 2 * (2 + outside)}
+
+
+def test_unsharded_gradients_are_reduced_once_in_a_step():
+    for sent in values(run_ranks(list_messages, 2, "llama", "bf16", 3, True)):
+        counts = Counter(name for name, *_ in sent if not name.startswith("block"))
+        assert counts == {"gather": 2 * 2 * 3 + 3, "reduce": 2 + 3}
+
+
+def test_each_layer_travels_while_the_one_before_it_computes():
+    whole, half = torch.float32, torch.bfloat16
+    gains, vocabulary, block = 5 * 32, 320 * 32, 3 * 32 * 32 + 3 * 32 * 64
+    sent, _ = values(run_ranks(list_messages, 2, "llama", "bf16", 1))
+    assert sent == [
+        ("gather", whole, gains),
+        ("gather", whole, vocabulary),
+        ("gather", half, block),
+        ("gather", half, block),
+        ("block",),
+        ("gather", half, vocabulary),  # the head
+        ("block",),
+        ("gather", half, block),
+        ("reduce", whole, vocabulary),
+        ("gather", half, block),
+        ("block backward",),
+        ("reduce", whole, block),
+        ("block backward",),
+        ("reduce", whole, block),
+        ("reduce", whole, gains),
+        ("reduce", whole, vocabulary),
+    ]

@@ -1,6 +1,7 @@
 """A tiny model, its data and the strategy of one device or of DistributedDataParallel."""
 
 import os
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,8 +38,9 @@ def make_optimizer(model):
     return make_adamw(options, model)
 
 
-def make_strategy(mixed_precision: str = "no") -> AcceleratedStrategy:
-    strategy = AcceleratedStrategy(layouts.cpu_accelerator(mixed_precision))
+def make_strategy(mixed_precision: str = "no", **options: Any) -> AcceleratedStrategy:
+    """The strategy of the ranks that there are, with precision `options`."""
+    strategy = AcceleratedStrategy(layouts.cpu_accelerator(mixed_precision, **options))
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()

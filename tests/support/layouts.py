@@ -16,9 +16,9 @@ from llm.parallel.options import ParallelOptions, PrecisionOptions
 from llm.parallel.pipeline.pipelined import PipelineStrategy
 
 
-def cpu_accelerator(mixed_precision: str = "no") -> Any:
-    options = PrecisionOptions(mixed_precision=mixed_precision)
-    return make_accelerator(options, device=torch.device("cpu"))
+def cpu_accelerator(mixed_precision: str = "no", **options: Any) -> Any:
+    precision = PrecisionOptions(mixed_precision=mixed_precision, **options)
+    return make_accelerator(precision, device=torch.device("cpu"))
 
 
 def dims_of(**sizes: int) -> ParallelDims:
@@ -35,13 +35,14 @@ def make_strategy(
     Args:
         sizes: As for `dims_of`.
         mixed_precision: Of `PrecisionOptions`.
-        options: Of `ParallelOptions`, for a pipeline.
+        options: Of `ParallelOptions`, for a pipeline or shards.
     """
     accelerator, dims = cpu_accelerator(mixed_precision), dims_of(**sizes)
     if dims.pipeline > 1:
         return PipelineStrategy(ParallelOptions(**options), accelerator, dims)
     if dims.world_size > 1:
-        return ShardedStrategy(accelerator, dims)
+        unsharded = ParallelOptions(**options).unsharded_gradients
+        return ShardedStrategy(accelerator, dims, unsharded_gradients=unsharded)
     return AcceleratedStrategy(accelerator)
 
 

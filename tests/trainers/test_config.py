@@ -118,6 +118,7 @@ def test_flags_with_two_names_mean_the_same():
     assert parse_args([*ENOUGH, "--from_scratch", "--no_low_cpu_mem_usage"]).from_scratch is False
 
 
+UNSHARDED = {"unsharded_gradients": True, "data_parallel_shard_size": 2}
 TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
 
 
@@ -207,6 +208,27 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"ignore_tokenizer_mismatch": True}, ["--ignore_tokenizer_mismatch is for token files"]),
         ({"eval_only": True, "dataset_name": None}, ["--eval_only needs data"]),
         ({"append_eos": False, "reset_position_ids": True}, ["leave --no_append_eos out"]),
+        (
+            {"unsharded_gradients": True},
+            ["--unsharded_gradients needs --data_parallel_shard_size"],
+        ),
+        (
+            {**UNSHARDED, "pipeline_parallel_size": 2},
+            ["--unsharded_gradients changes nothing with --pipeline_parallel_size"],
+        ),
+        (
+            {**UNSHARDED, "data_parallel": "gossip", "gossip_group": "nodes"},
+            ["--unsharded_gradients does not go with --data_parallel gossip"],
+        ),
+        (
+            {"all_reduce_dtype": "bf16", "tensor_parallel_size": 2, "mixed_precision": "fp16"},
+            ["not go with --tensor_parallel_size;", "not go with --mixed_precision fp16;"],
+        ),
+        (
+            {"all_reduce_dtype": "bf16", "data_parallel": "diloco"},
+            ["--all_reduce_dtype bf16 is for", "not go with --data_parallel diloco;"],
+        ),
+        ({"all_reduce_dtype": "bf16", "kfac": True}, ["not go with --kfac;"]),
         ({"append_eos": False, "reset_attention_mask": True}, ["leave --no_append_eos out"]),
     ],
 )

@@ -186,6 +186,11 @@ def _size_problems(config: CoreConfig) -> list[str]:
     if not sizes:
         return []
     problems = []
+    if config.unsharded_gradients and config.data_parallel != "allreduce":
+        problems.append(
+            f"--unsharded_gradients does not go with --data_parallel {config.data_parallel}; leave "
+            "one of them out."
+        )
     nodes_gossip = (config.data_parallel, config.gossip_group) == ("gossip", "nodes")
     for name in sizes if config.data_parallel != "allreduce" else ():
         if name != "data_parallel_shard_size":
@@ -233,9 +238,9 @@ def _size_problems(config: CoreConfig) -> list[str]:
 
 def _precision_problems(config: CoreConfig) -> list[str]:
     precision = config.mixed_precision
+    problems = _all_reduce_problems(config)
     if precision in (None, "no", "fp16", "bf16"):
-        return []
-    problems = []
+        return problems
     if config.kfac:
         problems.append(
             f"--mixed_precision {precision} has no layers that --kfac covers; use bf16 or no."
@@ -247,3 +252,20 @@ def _precision_problems(config: CoreConfig) -> list[str]:
         if name not in allowed
     ]
     return problems
+
+
+def _all_reduce_problems(config: CoreConfig) -> list[str]:
+    if config.all_reduce_dtype == "fp32":
+        return []
+    others = [f"--{name}" for name in sizes_above_one(config)]
+    if config.mixed_precision not in (None, "no", "bf16"):
+        others.append(f"--mixed_precision {config.mixed_precision}")
+    if config.data_parallel != "allreduce":
+        others.append(f"--data_parallel {config.data_parallel}")
+    if config.kfac:
+        others.append("--kfac")
+    return [
+        f"--all_reduce_dtype {config.all_reduce_dtype} is for the gradients of whole weights in "
+        f"float32 or bf16 runs, and does not go with {other}; leave one of them out."
+        for other in others
+    ]

@@ -126,7 +126,12 @@ def choose_strategy(
     if dims.pipeline > 1:
         return PipelineStrategy(config, accelerator, dims, init_weights=init_weights)
     if not dims.is_replicated:
-        return ShardedStrategy(accelerator, dims, init_weights=init_weights)
+        return ShardedStrategy(
+            accelerator,
+            dims,
+            unsharded_gradients=config.unsharded_gradients,
+            init_weights=init_weights,
+        )
     return AcceleratedStrategy(accelerator)
 
 
