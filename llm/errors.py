@@ -9,7 +9,7 @@ class LLMError(Exception):
 
     Args:
         message: One full sentence: the option, the value, the remedy.
-        reported: Another rank has printed it already, so this one does not.
+        reported: It has been logged already.
 
     Attributes:
         found_here: Only this rank can find the error, so it prints it.

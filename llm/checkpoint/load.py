@@ -18,8 +18,9 @@ from llm.checkpoint.format import (
     read_manifest,
     split_state,
 )
-from llm.checkpoint.verify import ALONE, Verifiers
-from llm.errors import CheckpointError, one_line
+from llm.errors import CheckpointError, ParallelError, one_line
+from llm.runtime.agreement import gather
+from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
     import torch
@@ -45,35 +46,43 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def newest_valid(
-    folder: Path, *, verifiers: Verifiers = ALONE, say: Callable[[str], object] = logger.info
+    folder: Path, *, together: bool = False, say: Callable[[str], object] = logger.info
 ) -> Checkpoint | None:
     """Return the newest checkpoint whose every byte matches its checksum, or None.
 
     Args:
         folder: The run's `checkpoints` folder.
-        verifiers: The ranks that call this together; all return the same one.
+        together: Whether all ranks call this; then all return the same one.
         say: Logs each damaged checkpoint that is passed over.
 
     Raises:
         ParallelError: Ranks see different folders.
     """
     folders = checkpoint_folders(folder)
-    verifiers.check_same(" ".join(path.name for path in folders), f"checkpoints in {folder}")
+    names = [path.name for path in folders]
+    seen = gather(names) if together else [names]
+    other = next((rank for rank, there in enumerate(seen) if there != seen[0]), None)
+    if other is not None:
+        raise ParallelError(
+            f"Rank {other} sees other checkpoints in {folder} than rank 0: the folder is not the "
+            "same on all nodes, or shows an older state there; start again, and if that does not "
+            "help, move it to a file system that all nodes share."
+        )
     for path in reversed(folders):
         try:
-            return read_valid(path, verifiers=verifiers)
+            return read_valid(path, together=together)
         except CheckpointError as error:
             if path.exists():  # a running training may have removed it
                 say(f"A checkpoint is passed over. {error}")
     return None
 
 
-def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
+def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
     """Read a checkpoint's manifest and compare every byte with its checksums.
 
     Args:
         path: Its folder.
-        verifiers: The ranks that call this together. Each reads some of the files, and a file that
+        together: Whether all ranks call this. Then each reads some of the files, and a file that
             one of them finds damaged is damaged for all.
 
     Raises:
@@ -82,12 +91,15 @@ def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
     checkpoint = None
     try:
         checkpoint = read_manifest(path)
-        problem = checkpoint.problem(read=verifiers.share(checkpoint.files))
+        problem = checkpoint.problem(
+            read=_share(checkpoint.files) if together else checkpoint.files
+        )
         if problem is not None:
             problem = f"{path} is damaged: {problem}."
     except CheckpointError as error:
         problem = str(error)
-    problem = verifiers.verdict(problem)
+    if together:
+        problem = next((other for other in gather(problem) if other is not None), None)
     if checkpoint is None or problem is not None:
         raise CheckpointError(problem or f"{path} is damaged.")
     return checkpoint
@@ -96,6 +108,19 @@ def read_valid(path: Path, *, verifiers: Verifiers = ALONE) -> Checkpoint:
 def parts_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of a checkpoint's parts."""
     return [*json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))]
+
+
+def _share(files: Mapping[str, tuple[int, str]]) -> set[str]:
+    """Return the files that this rank reads, by their size: each file has one rank."""
+    world = world_from_environment()
+    loads = [0] * world.world_size
+    own = set()
+    for name, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
+        reader = min(range(world.world_size), key=loads.__getitem__)
+        loads[reader] += size
+        if reader == world.rank:
+            own.add(name)
+    return own
 
 
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:

@@ -38,6 +38,7 @@ from llm.checkpoint.snapshot import (
     is_finite,
 )
 from llm.errors import CheckpointError, NotFiniteError, one_line
+from llm.runtime.agreement import gather, is_shared, on_all_ranks
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
@@ -216,7 +217,7 @@ class Saver:
     def _check_finite(self, snapshot: Snapshot) -> None:
         tensors = snapshot.copies.tensors.items()
         own = next((name for name, tensor in tensors if not is_finite(tensor)), None)
-        bad = [name for name in self._all_gather(own) if name is not None]
+        bad = [name for name in gather(own, group=self._group) if name is not None]
         if bad:
             raise NotFiniteError(
                 f"The state of step {snapshot.step} is not saved, since {bad[0]} is not finite; "
@@ -237,7 +238,9 @@ class Saver:
 
         # One rank plans for all of them, but knows the files of its own tensors only.
         file_of, written = {}, set()
-        for files, names in self._all_gather((snapshot.file_of, [*snapshot.copies.tensors])):
+        for files, names in gather(
+            (snapshot.file_of, [*snapshot.copies.tensors]), group=self._group
+        ):
             file_of.update(files)
             written.update(names)
         if unwritten := file_of.keys() - written:
@@ -264,7 +267,7 @@ class Saver:
         temporary: Path,
         final: Path,
     ) -> None:
-        ranks = self._all_gather(files)
+        ranks = gather(files, group=self._group)
         if self._rank != 0:
             return
         plain = {PLAIN: snapshot.plain.encode(), **self._copies}
@@ -300,17 +303,16 @@ class Saver:
         """Run an action on every rank; return the error of the first that failed, never empty."""
         from torch.distributed.checkpoint.api import CheckpointException
 
-        problem = None
-        try:
-            action()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            problem = one_line(error)
-        return next((other for other in self._all_gather(problem) if other is not None), None)
+        def explained() -> None:
+            try:
+                action()
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
+                if is_shared(error):
+                    raise
+                raise CheckpointError(one_line(error)) from error
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        try:
+            on_all_ranks(explained, group=self._group)
+        except CheckpointError as error:
+            return str(error)
+        return None

@@ -4,15 +4,14 @@
     CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
     CACHE/KEY/absent          instead of these: the data set has no such split
     CACHE/KEY.lock            held by the process that prepares
-    CACHE/KEY.launch          a note for the other ranks of a launch: prepared, or the error
 
 KEY is a digest of text, tokenizer and options. A result is read without a lock, since `tokens.bin`
 gets its name last.
 """
 
 import contextlib
-import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -20,32 +19,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from llm import errors
 from llm.data.formats.megatron import beside
 from llm.data.formats.sidecar import damage
-from llm.errors import DataError, LLMError
-from llm.runtime.files import sync_folder, try_lock, write_whole
+from llm.errors import DataError
+from llm.runtime.agreement import gather, on_all_ranks
+from llm.runtime.files import sync_folder, try_lock
 
 _OPTION = "--data_cache_dir"
+_POLL_SECONDS = 1.0  # between two looks at what another launch prepares
 
 log = logging.getLogger("llm.data")
-
-
-def _process_start() -> float:
-    """Return when this process started, in seconds of `time.time`; late rather than early."""
-    now = time.time()
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not on Linux: then when this file was imported
-        return now
-    return now - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-_STARTED = _process_start()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +40,14 @@ class TokenCache:
 
     Attributes:
         folder: The folder.
-        overwrite: Prepare existing token files again, once a launch.
-        launch: Equal on all ranks of one launch; None for a single process. A rank that waited
-            while another one failed raises the same error, marked as reported.
+        overwrite: Prepare existing token files again.
     """
 
     folder: Path
     overwrite: bool
-    launch: str | None
 
     def token_files(self, key: str, prepare: Callable[[Path], None]) -> Path | None:
-        """Return the token files of a text, after preparing them if need be.
+        """Return the token files of a text, after preparing them if need be; all ranks call it.
 
         Args:
             key: The digest of the recipe.
@@ -77,30 +60,64 @@ class TokenCache:
         Raises:
             DataError: The text is missing, broken or empty, it changes while it is read, or the
                 cache cannot be written.
-            LLMError: The error of another rank that has tried to prepare them.
         """
         folder = self.folder / key
+        prepared = waits = False
+        while True:
+            with contextlib.ExitStack() as lock:
+                elect = partial(self._elect, folder, lock, anew=self.overwrite and not waits)
+                state = on_all_ranks(lambda: "done" if prepared else elect())  # noqa: B023
+                states = gather(state)
+                # Locks are held until all have prepared: each file system has one rank that does.
+                if state == "elected":
+                    on_all_ranks(partial(self._prepare, folder, prepare), patience=math.inf)
+                    prepared = True
+                elif state == "elected, no locks":
+                    apart = partial(self._prepare_without_locks, folder, prepare)
+                    on_all_ranks(apart, patience=math.inf)
+                    prepared = True
+                else:
+                    on_all_ranks(lambda: None, patience=math.inf)
+            if all(state == "done" for state in states):
+                break
+            if not any(state.startswith("elected") for state in states):
+                if not waits:
+                    log.info("waiting for another process that tokenizes the same text")
+                time.sleep(_POLL_SECONDS)
+            waits = True
+        if (folder / "absent").exists():
+            return None
+        if not prepared:
+            log.info(f"using the cached tokens in {folder}")
+        return folder / "tokens"
+
+    def _elect(self, folder: Path, lock: contextlib.ExitStack, *, anew: bool) -> str:
+        """Return what this rank does about a text; it holds the lock if it is to prepare it."""
+        with self._explained():
+            if not anew and self._is_done(folder):
+                return "done"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            locked = lock.enter_context(_lock(beside(folder, ".lock")))
+            if locked is None:
+                return "waits"
+            # Again: another process may have prepared it before this one had the lock.
+            if not anew and self._is_done(folder):
+                return "done"
+            return "elected" if locked else "elected, no locks"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            if not self._is_done(folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with _lock(beside(folder, ".lock")) as locked:
-                    # Again: another process may have prepared it while this one waited.
-                    if not self._is_done(folder):
-                        self._prepare_once(folder, prepare, locked=locked)
+            yield
         except OSError as error:
             raise DataError(
                 f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
                 f"free some space there, or choose another folder with {_OPTION}."
             ) from error
-        if (folder / "absent").exists():
-            return None
-        return folder / "tokens"
 
     def _is_done(self, folder: Path) -> bool:
         """Return whether a folder holds what this launch may use."""
         prefix = folder / "tokens"
-        if self.overwrite and self._note(folder) is None:
-            return False
         if (folder / "absent").exists():
             return True
         if not beside(prefix, ".bin").exists():
@@ -109,84 +126,46 @@ class TokenCache:
         if faults:
             log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
             return False
-        log.info(f"using the cached tokens in {folder}")
         return True
 
-    def _prepare_once(self, folder: Path, prepare: Callable[[Path], None], *, locked: bool) -> None:
-        """Prepare a text and leave a note, or raise the error that another rank has noted."""
-        failed = (self._note(folder) or {}).get("error")
-        if failed is not None:
-            raise getattr(errors, failed[0], DataError)(failed[1], reported=True)
-        try:
-            if locked:
-                self._prepare(folder, prepare)
-            else:
-                self._prepare_without_locks(folder, prepare)
-        except LLMError as error:
-            self._write_note(folder, error)
-            error.found_here = True  # the other ranks raise it as reported, so this one prints it
-            raise
-        self._write_note(folder, None)
-
     def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
-        if self.overwrite:
-            # Processes that have the files mapped keep them: the kernel frees them after that.
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-        try:
-            prepare(folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # fails if unfinished work is kept
-            raise
-        sync_folder(self.folder)  # the name of the folder survives a power cut
+        with self._explained():
+            if self.overwrite:
+                # Processes that have the files mapped keep them: the kernel frees them after that.
+                shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+            try:
+                prepare(folder)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # fails if unfinished work is kept
+                raise
+            sync_folder(self.folder)  # the name of the folder survives a power cut
 
     def _prepare_without_locks(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         """Prepare in a folder of this process; others may do the same work, which is harmless."""
         own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
             self._prepare(own, prepare)
-            if not self._is_done(folder):
+            if self.overwrite or not self._is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was faster: equal files
                     own.rename(folder)
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
-    def _note(self, folder: Path) -> dict[str, Any] | None:
-        """Return the note of a rank of this launch.
-
-        Launchers reuse their ids: torchrun's is `none` by default. The ranks of one launch all
-        start before the first of them writes anything, so an older note is of an earlier launch.
-        """
-        try:
-            note: dict[str, Any] = json.loads(beside(folder, ".launch").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        is_ours = note["launch"] == self.launch is not None and note["time"] >= _STARTED
-        return note if is_ours else None
-
-    def _write_note(self, folder: Path, error: LLMError | None) -> None:
-        if self.launch is None:
-            return
-        failed = None if error is None else (type(error).__name__, str(error))
-        note = {"launch": self.launch, "time": time.time(), "error": failed}
-        with contextlib.suppress(OSError):  # without the note, the other ranks try for themselves
-            write_whole(beside(folder, ".launch"), json.dumps(note))
-
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file; yield whether the file system has locks at all."""
+def _lock(path: Path) -> Iterator[bool | None]:
+    """Hold the lock of a file; yield None if another process holds it, False without locks."""
     # The kernel releases the lock when its holder ends, however it ends. The file stays: if it
     # were removed, a process that waits and one that comes later would lock different files.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            locked = try_lock(descriptor)
+            locked: bool | None = try_lock(descriptor)
         except BlockingIOError:
-            log.info("waiting for another process that tokenizes the same text")
-            locked = try_lock(descriptor, wait=True)
+            locked = None
         yield locked
     finally:
         os.close(descriptor)

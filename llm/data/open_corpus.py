@@ -20,7 +20,6 @@ from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_docum
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
-from llm.runtime.world import launch_id
 from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
 
 if TYPE_CHECKING:
@@ -82,9 +81,7 @@ def _prepared(
 ) -> tuple[Path | None, Path | None]:
     """Return the token files of the texts to train and to evaluate on, from the cache."""
     folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
-    cache = TokenCache(
-        folder=Path(folder).expanduser(), overwrite=options.overwrite_cache, launch=launch_id()
-    )
+    cache = TokenCache(folder=Path(folder).expanduser(), overwrite=options.overwrite_cache)
     size = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
     encoding = TextEncoding(
         tokenizer=tokenizer,

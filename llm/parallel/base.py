@@ -268,20 +268,6 @@ class AcceleratedStrategy:
         self._pending_flags = work, values
         return answer
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value on every rank; every rank must call it."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on every rank; every rank must call it."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.accelerator.wait_for_everyone()

@@ -4,14 +4,12 @@ import hashlib
 import os
 import random
 
-from llm.runtime.world import launch_id
+from llm.runtime.agreement import on_rank0
 
 
 def draw_seed() -> int:
-    """Draw a seed for a run without one; all processes of a launch draw the same."""
-    launch = launch_id()
-    source = os.urandom(8) if launch is None else launch.encode()
-    return int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "little")
+    """Draw a seed for a run without one, the same on all ranks."""
+    return on_rank0(lambda: int.from_bytes(os.urandom(4), "little"))
 
 
 def seed_step(*, seed: int, step: int, rank: int) -> None:

@@ -88,24 +88,6 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or bool(ranks_of(os.environ))
 
 
-def launch_id() -> str | None:
-    """Return a name that all processes of one launch share; a later launch may have it again.
-
-    None when the process was started alone.
-    """
-    if world_from_environment().world_size == 1:
-        return None
-    names = (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "SLURM_JOB_ID",
-        "PBS_JOBID",
-    )
-    return ":".join(os.environ.get(name, "") for name in names)
-
-
 def device_of(world: World) -> "torch.device":
     """Return the device that this process trains on."""
     import torch

@@ -10,17 +10,11 @@ from llm.checkpoint import format as checkpoint_format
 from llm.checkpoint import snapshot
 from llm.checkpoint.format import read_manifest
 from llm.checkpoint.load import newest_valid, read_valid
-from llm.checkpoint.verify import Verifiers
 from llm.errors import LLMError
 from llm.runtime.files import checksum
 from llm.runtime.world import world_from_environment
 from tests.support.checkpoints import Part, save, saver_of
 from tests.support.ranks import run_ranks, values
-
-
-def verifiers() -> Verifiers:
-    world = world_from_environment()
-    return Verifiers(rank=world.rank, world_size=world.world_size)
 
 
 def newest_step(folder: Path) -> tuple[int | None, list[str]]:
@@ -32,7 +26,7 @@ def newest_step(folder: Path) -> tuple[int | None, list[str]]:
         return checksum(path)
 
     checkpoint_format.checksum = counted
-    found = newest_valid(folder, verifiers=verifiers())
+    found = newest_valid(folder, together=True)
     return found and found.step, read
 
 
@@ -73,7 +67,7 @@ def test_a_file_that_one_rank_finds_damaged_is_refused_by_all(tmp_path, monkeypa
 def error_of_own_folder(folder: Path) -> str:
     """The error of ranks that are given a folder each."""
     try:
-        newest_valid(folder / str(world_from_environment().rank), verifiers=verifiers())
+        newest_valid(folder / str(world_from_environment().rank), together=True)
     except LLMError as error:
         return f"{type(error).__name__}: {error}"
     return "none"
@@ -91,7 +85,7 @@ def test_ranks_that_see_different_folders_end_in_the_same_sentence(tmp_path):
 
 def error_of_named(folder: Path) -> str:
     try:
-        read_valid(folder, verifiers=verifiers())
+        read_valid(folder, together=True)
     except LLMError as error:
         return str(error)
     return "none"

@@ -1,14 +1,12 @@
 import errno
 import fcntl
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import (
     ListSource,
+    WatchedSource,
     byte_tokenizer,
     cache_bytes,
     cache_much,
@@ -27,6 +26,7 @@ from tests.support.corpora import (
     error_on_a_full_disk,
     write,
 )
+from tests.support.ranks import run_ranks, values
 
 SPAWN = multiprocessing.get_context("spawn")
 OTHER = ["other"]
@@ -149,8 +149,8 @@ def test_a_text_that_changes_while_it_is_read_is_not_cached(tmp_path):
 
 def test_concurrent_processes_read_the_text_once(tmp_path):
     processes = [
-        SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5, n))
-        for n in ("launch", "launch", "another launch")
+        SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5))
+        for _ in range(3)
     ]
     for process in processes:
         process.start()
@@ -164,14 +164,14 @@ def test_concurrent_processes_read_the_text_once(tmp_path):
 
 def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     cache, reads = tmp_path / "cache", tmp_path / "reads"
-    process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0, None))
+    process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0))
     process.start()
     wait_for(reads)
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
     assert not list(cache.glob("*/tokens.bin"))
 
-    cache_watched(cache, reads, 0.0, None)
+    cache_watched(cache, reads, 0.0)
 
     assert reads.read_text() == "read\n" * 2
     assert len(list(cache.glob("*/tokens.*"))) == 4
@@ -233,65 +233,52 @@ def test_a_cache_in_an_inaccessible_folder_is_one_sentence(tmp_path, monkeypatch
         cache_bytes(tmp_path / "cache")
 
 
-def test_other_ranks_of_a_launch_raise_the_same_error_without_the_work(tmp_path):
-    with pytest.raises(DataError, match="line 2 is broken") as first:
-        cache_bytes(tmp_path, FailingSource([]), launch="a")
-    assert not first.value.reported
-    assert folders(tmp_path) == []
-
-    with pytest.raises(DataError, match="line 2 is broken") as second:
-        cache_bytes(tmp_path, ListSource(OTHER), launch="a")
-
-    assert second.value.reported
-
-
-@pytest.mark.parametrize("launch", ["b", None])
-def test_another_launch_tries_again(tmp_path, launch):
-    with pytest.raises(DataError):
-        cache_bytes(tmp_path, FailingSource([]), launch="a")
-
-    assert num_tokens(tmp_path, ListSource(OTHER), launch=launch) == 6
-    assert num_tokens(tmp_path, UnreadableSource([]), launch="a") == 6
+def prepared_by_ranks(folder, kind, **changes):
+    """What a rank returns or raises, whose cache is on a file system of its own or a common one."""
+    rank = int(os.environ["RANK"])
+    cache = folder / ("cache" if kind != "own" else f"cache-{rank % 2}")
+    source = WatchedSource(["ab", "c"], folder / "reads", 0.3)
+    if kind == "broken":
+        source.identity = lambda: {"list": "broken"}
+        source.batches = lambda faults=None: FailingSource([]).batches(faults)
+    try:
+        return str(cache_bytes(cache, source, **changes))
+    except DataError as error:
+        return str(error)
 
 
-def test_the_error_of_an_earlier_launch_of_the_same_name_is_ignored(tmp_path, monkeypatch):
-    with pytest.raises(DataError):
-        cache_bytes(tmp_path, FailingSource([]), launch="none")
-    monkeypatch.setattr("llm.data.cache._STARTED", time.time())
+@pytest.mark.parametrize(("kind", "reads"), [("common", 1), ("own", 2)])
+def test_one_rank_of_each_file_system_reads_the_text(tmp_path, kind, reads):
+    first = values(run_ranks(prepared_by_ranks, 4, tmp_path, kind))
+    again = values(run_ranks(prepared_by_ranks, 4, tmp_path, kind))
 
-    assert num_tokens(tmp_path, ListSource(OTHER), launch="none") == 6
-
-    monkeypatch.setattr("llm.data.cache._STARTED", time.time())
-    assert num_tokens(tmp_path, ListSource(["new"]), launch="none", overwrite=True) == 4
-
-
-def test_the_start_time_of_a_process_is_known(tmp_path):
-    code = "from llm.data import cache; print(cache._STARTED)"
-    before = time.time()
-    started = float(subprocess.check_output([sys.executable, "-c", code], text=True))
-
-    # A clock tick is a hundredth of a second.
-    assert before - 0.05 <= started <= time.time()
+    assert first == again
+    assert len(set(first)) == reads
+    assert (tmp_path / "reads").read_text() == "read\n" * reads
 
 
-def test_a_single_process_leaves_no_error_file(tmp_path):
-    with pytest.raises(DataError):
-        cache_bytes(tmp_path, FailingSource([]))
+def test_all_ranks_raise_the_error_of_the_one_that_prepares(tmp_path):
+    found = values(run_ranks(prepared_by_ranks, 3, tmp_path, "broken"))
 
-    assert not list(tmp_path.glob("*.launch"))
+    assert found == ["line 2 is broken"] * 3
+    assert folders(tmp_path / "cache") == []
 
 
 def test_overwriting_happens_once_a_launch(tmp_path):
+    for times in (1, 2):
+        values(run_ranks(partial(prepared_by_ranks, overwrite=True), 3, tmp_path, "common"))
+
+        assert (tmp_path / "reads").read_text() == "read\n" * times
+
+
+def test_a_single_process_overwrites_when_it_is_asked_to(tmp_path):
     def count(text, **changes):
         return num_tokens(tmp_path, ListSource([text]), **changes)
 
     assert count("a") == 2
     assert count("ab") == 2  # the cache cannot know
-    assert count("ab", overwrite=True, launch="x") == 3
-    assert count("abc", overwrite=True, launch="x") == 3
-    assert count("abcd", overwrite=True, launch="y") == 5
-    assert count("abcde", overwrite=True) == 6
-    assert count("abcdef", overwrite=True) == 7
+    assert count("ab", overwrite=True) == 3
+    assert count("abc", overwrite=True) == 4
 
 
 def test_replaced_token_files_stay_readable_where_they_are_open(tmp_path):
@@ -341,14 +328,6 @@ def test_without_locks_the_slower_process_uses_the_files_of_the_faster(tmp_path,
 
     assert num_tokens(tmp_path, Overtaken(["ab", "c"])) == 5
     assert len(folders(tmp_path)) == 1
-
-
-def test_a_truncated_error_file_is_ignored(tmp_path):
-    cache_bytes(tmp_path)
-    (key,) = folders(tmp_path)
-    (tmp_path / f"{key}.launch").write_text(json.dumps({"launch": "a"})[:-3])
-
-    assert num_tokens(tmp_path, overwrite=True, launch="a") == 5
 
 
 def test_files_and_folders_are_synced_before_the_cache_is_valid(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 import torch
 
 from llm.runtime.rng import draw_seed, seed_step
-from llm.runtime.world import launch_id
+from tests.support.ranks import run_ranks, values
 
 
 def draw(**key) -> list[float]:
@@ -18,19 +18,12 @@ def test_random_numbers_depend_on_seed_step_and_rank_only():
     assert draw(seed=1, step=5, rank=1) != first
 
 
-def test_processes_of_one_launch_choose_the_same_seed(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    seeds = set()
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        seeds.add(draw_seed())
-    assert len(seeds) == 1
-    monkeypatch.setenv("MASTER_PORT", "5678")
-    assert draw_seed() not in seeds
+def test_ranks_choose_the_same_seed_and_another_each_time():
+    first, second = (values(run_ranks(draw_seed, 2)) for _ in range(2))
+
+    assert first[0] == first[1] != second[0] == second[1]
 
 
 def test_a_single_process_chooses_another_seed_each_time(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launch_id() is None
     assert len({draw_seed() for _ in range(5)}) == 5

@@ -118,14 +118,14 @@ def cache_bytes(cache_dir: Path, source: Source | None = None, **changes: Any) -
             dtype=encoding.dtype.name,
         )
     )
-    cache = TokenCache(**{"folder": cache_dir, "overwrite": False, "launch": None, **changes})
+    cache = TokenCache(**{"folder": cache_dir, "overwrite": False, **changes})
     return cache.token_files(key, prepare)
 
 
-def cache_watched(cache_dir: Path, reads: Path, seconds: float, launch: str | None) -> None:
+def cache_watched(cache_dir: Path, reads: Path, seconds: float) -> None:
     """What a process of its own does in the tests of the lock."""
     texts = ["some text"] * 20
-    cache_bytes(cache_dir, WatchedSource(texts, reads, seconds), launch=launch)
+    cache_bytes(cache_dir, WatchedSource(texts, reads, seconds))
 
 
 def error_on_a_full_disk(num_bytes: int, function: Callable[..., object], *args: object) -> str:

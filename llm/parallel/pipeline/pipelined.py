@@ -26,6 +26,7 @@ from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
+from llm.runtime.agreement import gather
 from llm.runtime.counts import counted
 from llm.runtime.labels import IGNORED
 from llm.runtime.rng import seed_torch
@@ -274,7 +275,7 @@ class PipelineStrategy(ShardedStrategy):
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
         held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
-        listed = self.gather_objects(held)
+        listed = gather(held)
         sender: dict[str, int] = {}
         for rank in self.dims.groups("pipeline")[0]:  # stage by stage
             for name in listed[rank]:

@@ -10,6 +10,7 @@ from llm.data.loader import MicroBatch
 from llm.errors import DivergedError
 from llm.models.sampling import continue_tokens
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.agreement import gather
 from llm.runtime.labels import IGNORED
 
 
@@ -126,5 +127,5 @@ def generate(
             new = []
         own[number] = tokenizer.decode(new, skip_special_tokens=True)
         on_batch()
-    parts = strategy.gather_objects(own)
+    parts = gather(own)
     return [parts[number % strategy.world_size][number] for number in range(len(prompts))]

@@ -26,6 +26,7 @@ from llm.errors import ConfigError
 from llm.metrics.hardware import GIB, device_memory, host_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.trial import trial_step
+from llm.runtime.agreement import gather, on_rank0
 from llm.runtime.world import World, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.lengths import plan_training
@@ -56,10 +57,7 @@ def find_batch_size(
         # A branch keeps its parent's global batch, which the micro-batch has to divide.
         batch = setup.plan.batch_schedule(setup.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
-    answer: int | str | None = None
-    if strategy.rank == 0:
-        answer = ask_plan(config, world, strategy.device)
-    answer = strategy.broadcast_object(answer)
+    answer = on_rank0(lambda: ask_plan(config, world, strategy.device))
     if not isinstance(answer, int):
         raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
     plan = setup.plan
@@ -69,7 +67,7 @@ def find_batch_size(
     if setup.layout.is_replicated:
         while size > 1 and not _fits(size, config, setup, strategy):
             size = max(smaller for smaller in sizes if smaller <= size // 2)
-        size = min(strategy.gather_objects(size))
+        size = min(gather(size))
     logger.info(
         f"--per_device_train_batch_size auto: {size} samples fit (the plan's figure: {answer}); a "
         "resume keeps them."

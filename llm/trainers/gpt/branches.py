@@ -7,7 +7,6 @@ from pathlib import Path
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.retention import BEST
 from llm.checkpoint.run_folder import check_unchanged
-from llm.checkpoint.verify import Verifiers
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import (
@@ -38,15 +37,12 @@ class Branch:
     cooldown_from: int | None
 
 
-def find_parent(
-    config: CoreConfig, resume_from: Checkpoint | None, *, verifiers: Verifiers
-) -> Checkpoint | None:
+def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoint | None:
     """Return the checkpoint that a new branch starts from; None for any other run.
 
     Args:
         config: The options.
         resume_from: The checkpoint that the run resumes from, in place of its parent's.
-        verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: There is none, it is damaged, a fixed option differs from the parent's, or
@@ -57,7 +53,7 @@ def find_parent(
     if resume_from is not None:
         _check_same_parent(config.branch_from, resume_from)
         return None
-    parent = find_start(config.branch_from, option="branch_from", verifiers=verifiers)
+    parent = find_start(config.branch_from, option="branch_from")
     check_known(config, parent)
     saved = saved_options(config, parent, "fixed")
     allowed = (*named_changes(config), *lengthened(config, parent))

@@ -6,6 +6,7 @@ import logging
 
 from llm.checkpoint.load import load_state
 from llm.metrics.tracker import task_values
+from llm.runtime.agreement import on_all_ranks
 from llm.runtime.files import write_whole
 from llm.runtime.world import World
 from llm.trainers.gpt.config import CoreConfig
@@ -31,13 +32,13 @@ def evaluate(config: CoreConfig, world: World) -> None:
     Raises:
         LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
     """
-    setup = read_evaluation(config, world)
+    setup = on_all_ranks(lambda: read_evaluation(config, world))
     config = dataclasses.replace(config, **setup.by_device)
-    model = make_model(config, setup, world)
+    model = on_all_ranks(lambda: make_model(config, setup, world))
     whole = described(setup, model)
     strategy = make_strategy(config, setup, model, world)
     model = whole  # drops the last reference to the layers of other stages
-    check_same_start(setup, strategy)
+    check_same_start(setup)
     log_start(config, setup, strategy, model)
     load_weights(setup.resume_from, strategy)
     evaluate_model = make_evaluate(config, setup, strategy)

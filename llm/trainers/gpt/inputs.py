@@ -1,8 +1,7 @@
 """What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
 
-All of it runs before process groups form, so that bad input is refused by one sentence and no rank
-waits for another that has given up, except that they verify a checkpoint together. Only the data
-cache is written.
+All of it runs before process groups form, so that bad input is refused by one sentence. An error of
+one rank ends all of them. Only the data cache is written.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
-from llm.checkpoint.verify import Verifiers
 from llm.data.corpus import Samples, hold_in_memory
 from llm.data.data_digest import digest_of
 from llm.data.open_corpus import open_corpus
@@ -69,12 +67,11 @@ def read_training(
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
-    resume_from = find_resume(config, run, verifiers=verifiers)
+    resume_from = find_resume(config, run)
     config = keep_batch_size(config, resume_from)
-    branch_from = find_parent(config, resume_from, verifiers=verifiers)
+    branch_from = find_parent(config, resume_from)
     check_folder(config, run, resume_from, config_file=config_file)
-    setup = _read(config, world, run, resume_from, branch_from, verifiers)
+    setup = _read(config, world, run, resume_from, branch_from)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     asked = [name for name in _NEED_VALIDATION if getattr(config, name)]
@@ -112,10 +109,9 @@ def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     run = _open_run(config, world)
-    verifiers = Verifiers(rank=world.rank, world_size=world.world_size)
-    resume_from = find_resume(config, run, verifiers=verifiers)
+    resume_from = find_resume(config, run)
     run.check_usable()
-    setup = _read(config, world, run, resume_from, None, verifiers)
+    setup = _read(config, world, run, resume_from, None)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
@@ -141,7 +137,6 @@ def _read(
     run: RunFolder,
     resume_from: Checkpoint | None,
     branch_from: Checkpoint | None,
-    verifiers: Verifiers,
 ) -> RunSetup:
     # In the order of what they cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
@@ -160,7 +155,7 @@ def _read(
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None
     if start is None and config.init_from is not None:
-        init_from = find_start(config.init_from, option="init_from", verifiers=verifiers)
+        init_from = find_start(config.init_from, option="init_from")
         check_known(config, init_from)
         log_other_model(config, init_from, model_config)
     weights_from = None if start or init_from else find_weights(config)

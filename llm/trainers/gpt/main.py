@@ -21,6 +21,7 @@ from typing import Any
 
 from llm.config.command_line import config_file_of, parse
 from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
+from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
 from llm.runtime.deterministic import deterministic_kernels
 from llm.runtime.file_limit import raise_file_limit
@@ -59,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             restart_with_kept_memory()
         return run(config, world, config_file=config_file_of(words))
-    except PeerLostError:
-        return EXIT_PEER_LOST  # the watchdog has logged which rank
+    except PeerLostError as error:
+        if not error.reported:
+            logger.error(f"error: {error}")
+        return EXIT_PEER_LOST
     except LLMError as error:
         _refuse(error, world)
         return 2
@@ -110,13 +113,14 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
 
 def _refuse(error: LLMError, world: World) -> None:
     """Log an error once: on rank 0, or on the only rank that raised it."""
-    if error.found_here or (world.is_main and not error.reported):
+    if world.is_main or error.found_here:
         logger.error(f"error: {error}")
-    if world.world_size > 1 and not (world.is_main or error.found_here):
-        # A launcher kills all ranks as soon as one has ended: rank 0 logs first.
+    # A launcher kills all ranks as soon as one has ended: the one that logs is first.
+    if is_shared(error):
+        leave_together(GRACE_SECONDS)
+    elif world.world_size > 1 and not (world.is_main or error.found_here):
         time.sleep(GRACE_SECONDS)
-        if not error.reported:  # still alive, so no other rank has failed with this error
-            logger.error(f"error: {error}")
+        logger.error(f"error: {error}")  # still alive, so no other rank has failed with this error
 
 
 def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:

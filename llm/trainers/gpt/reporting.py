@@ -25,6 +25,7 @@ from llm.metrics.tracker import Tracker
 from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.agreement import gather
 from llm.runtime.counts import counted
 from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
@@ -122,7 +123,7 @@ def _log_model(
         logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
     if not setup.layout.is_replicated:
         own = sum(parameter.numel() for parameter in strategy.local_parameters)
-        sizes = strategy.gather_objects(own)
+        sizes = gather(own)
         span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
         logger.info(f"trained parameters per rank: {span}")
     start = setup.start

@@ -4,10 +4,10 @@ import logging
 from dataclasses import replace
 from typing import Literal
 
-from llm.checkpoint.format import Checkpoint, checkpoint_folders, read_manifest
-from llm.checkpoint.verify import Verifiers
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.load import newest_valid
 from llm.config.toml import to_toml
-from llm.errors import CheckpointError, RestartError
+from llm.errors import RestartError
 from llm.runtime.logging import event
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
@@ -35,27 +35,11 @@ def fit(
         except RestartError as asked:
             trainer.health.heartbeat(step=trainer.state.step, phase="start")
             # Until the first one is saved, a resumed run goes back to where it came from.
-            checkpoint = _newest_checkpoint(setup, trainer) or setup.start
+            # None is saved after a spike.
+            checkpoint = newest_valid(setup.run.checkpoints, together=True) or setup.start
             if checkpoint is None:
                 raise
             setup = _restart(config, setup, trainer, checkpoint, asked)
-
-
-def _newest_checkpoint(setup: TrainSetup, trainer: Trainer) -> Checkpoint | None:
-    """Return the newest valid checkpoint; none is saved between a divergence and its report."""
-    strategy = trainer.strategy
-    folders = strategy.broadcast_object(checkpoint_folders(setup.run.checkpoints))
-    share = Verifiers(rank=strategy.rank, world_size=strategy.world_size).share
-    for path in reversed(folders):
-        checkpoint, problem = None, None
-        try:
-            checkpoint = read_manifest(path)
-            problem = checkpoint.problem(read=share(checkpoint.files))
-        except CheckpointError as error:
-            problem = str(error)
-        if not any(strategy.gather_objects(problem)):
-            return checkpoint
-    return None
 
 
 def _restart(

@@ -12,7 +12,6 @@ import torch
 from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of, step_of
 from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
-from llm.checkpoint.verify import ALONE, Verifiers
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
 from llm.data.data_digest import has_changed
@@ -32,15 +31,12 @@ BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
 logger = logging.getLogger("llm")
 
 
-def find_resume(
-    config: CoreConfig, run: RunFolder, *, verifiers: Verifiers = ALONE
-) -> Checkpoint | None:
+def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` asks for; None if there is none yet.
 
     Args:
         config: The options.
         run: The run's folder.
-        verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: The named checkpoint, or every one in the run's folder, is damaged, or a
@@ -57,9 +53,9 @@ def find_resume(
                 "folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
                 "--output_dir."
             )
-        checkpoint = read_valid(path, verifiers=verifiers)
+        checkpoint = read_valid(path, together=True)
     else:
-        newest = newest_valid(run.checkpoints, verifiers=verifiers)
+        newest = newest_valid(run.checkpoints, together=True)
         if newest is None:
             # A fresh start never replaces checkpoints, not even damaged ones.
             damaged = checkpoint_folders(run.checkpoints)
@@ -199,26 +195,25 @@ def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def find_start(named: str, *, option: str, verifiers: Verifiers = ALONE) -> Checkpoint:
+def find_start(named: str, *, option: str) -> Checkpoint:
     """Return a checkpoint of another run: its newest valid one, or that of a step.
 
     Args:
         named: RUN, RUN/STEP, RUN/best, or the checkpoint's own folder.
         option: The option that names it, for messages.
-        verifiers: The ranks of the run, which verify it together.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
     path = Path(named)
     if (path / MANIFEST).exists():
-        return read_valid(path, verifiers=verifiers)
+        return read_valid(path, together=True)
     for run, name in ((path, None), (path.parent, path.name)):
         folder = RunFolder(run).checkpoints
         if not folder.is_dir():
             continue
         if name is None:
-            newest = newest_valid(folder, verifiers=verifiers)
+            newest = newest_valid(folder, together=True)
             if newest is not None:
                 return newest
         else:
@@ -229,7 +224,7 @@ def find_start(named: str, *, option: str, verifiers: Verifiers = ALONE) -> Chec
                     f"--{option} {path} names no checkpoint of {run}, which has those of the steps "
                     f"{steps or '(none)'}; name one of them."
                 )
-            return read_valid(chosen, verifiers=verifiers)
+            return read_valid(chosen, together=True)
     raise CheckpointError(
         f"--{option} {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."

@@ -31,6 +31,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_divisible
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.stage import check_cut
+from llm.runtime.agreement import gather
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import CoreConfig
@@ -162,7 +163,7 @@ def make_strategy(
     return strategy
 
 
-def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
+def check_same_start(setup: RunSetup) -> None:
     """Refuse to train if ranks have read different checkpoints, seeds or data.
 
     Raises:
@@ -177,7 +178,7 @@ def check_same_start(setup: RunSetup, strategy: AcceleratedStrategy) -> None:
         own["windows"] = setup.samples.num_windows
         # A sidecar may be on some nodes only.
         own["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
-    starts = strategy.gather_objects(own)
+    starts = gather(own)
     for rank, other in enumerate(starts):
         if other != starts[0]:
             raise ParallelError(

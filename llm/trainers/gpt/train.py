@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from llm import errors
 from llm.config.toml import to_toml
-from llm.errors import LLMError, ParallelError, PeerLostError
+from llm.errors import LLMError, PeerLostError
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.agreement import is_shared, on_all_ranks, on_rank0
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
@@ -72,18 +72,19 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
     """
     began = time.perf_counter()
-    # Everything is read before process groups form: bad input is refused by one sentence, and no
-    # rank waits for another that has given up.
-    setup = read_training(config, world, config_file=config_file)
+    # Everything is read before process groups form: bad input is refused by one sentence.
+    setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
     searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
     config = resolve(config, setup)
-    model = make_model(config, setup, world)
+    model = on_all_ranks(lambda: make_model(config, setup, world))
     with setup.run.lock() if world.is_main else contextlib.nullcontext():
-        repository = open_repository(config, setup.run.path) if world.is_main else None
+        repository = on_all_ranks(
+            lambda: open_repository(config, setup.run.path) if world.is_main else None
+        )
         whole = described(setup, model)
         strategy = make_strategy(config, setup, model, world)
         model = whole  # drops the last reference to the layers of other stages
-        check_same_start(setup, strategy)
+        check_same_start(setup)
         load_weights(setup.init_from, strategy)
         if searches:
             config, setup = find_batch_size(config, setup, strategy, world)
@@ -92,11 +93,9 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             # From here on a signal saves and stops; before, it ended the process at once.
             trainer.interruption.watch()
             load_start(setup, trainer)
-            with failing_together(strategy, health):
-                connect_trackers(config, setup, strategy)
+            on_all_ranks(lambda: connect_trackers(config, setup, strategy))
             # No rank refuses anything below.
-            with failing_together(strategy, health):
-                open_folder(config, setup, strategy)
+            on_all_ranks(lambda: open_folder(config, setup, strategy))
             log_start(config, setup, strategy, model)
             leave_later_steps(config, setup, trainer)
             logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
@@ -127,8 +126,7 @@ def make_trainer(
         LLMError: Rank 0 cannot copy the model's configuration and the tokenizer.
     """
     on_batch = health.keep_alive
-    with failing_together(strategy, health):
-        copies = copy_model(setup, model) if strategy.rank == 0 else {}
+    copies = on_all_ranks(lambda: copy_model(setup, model) if strategy.rank == 0 else {})
     return Trainer(
         config,
         setup,
@@ -144,29 +142,6 @@ def make_trainer(
             Running(setup=setup, strategy=strategy, model=model, keep_alive=on_batch),
         ),
     )
-
-
-@contextlib.contextmanager
-def failing_together(strategy: AcceleratedStrategy, health: Health) -> Iterator[None]:
-    """Raise an error of one rank on all ranks, so that none waits for it; every rank enters.
-
-    Raises:
-        LLMError: On the other ranks, with the message of the error, marked as reported.
-    """
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    own = None if error is None else (type(error).__name__, str(error))
-    failed = next((other for other in strategy.gather_objects(own) if other is not None), None)
-    if failed is None:
-        return
-    health.close()  # a rank that ends now is not lost
-    if error is not None:
-        raise error
-    kind, message = failed
-    raise getattr(errors, kind, ParallelError)(message, reported=True)
 
 
 def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
@@ -203,7 +178,7 @@ def watched(
         rank=strategy.rank,
         world_size=strategy.world_size,
         timeout=config.timeout,
-        share=strategy.broadcast_object,
+        share=lambda address: on_rank0(lambda: address),
         on_loss=report,
         stacks=run.stacks,
     )
@@ -212,12 +187,15 @@ def watched(
             yield health
         health.close()
     except BaseException as error:
+        if is_shared(error):
+            health.close()  # a rank that ends now is not lost
         # A lost rank makes a collective fail on all others; the watchdog names it a moment later.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
+        foreseen = foreseen and not isinstance(error, PeerLostError)
         failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
         health.stop()
         if failure is not None:
-            raise PeerLostError(failure) from error
+            raise PeerLostError(failure, reported=True) from error
         with contextlib.suppress(OSError):  # the disk may be the reason of the error
             report(f"{type(error).__name__}: {error}")
         reported = True

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llm.errors import LLMError
+from llm.runtime.agreement import gather
 from tests.support.decentralized import (
     ALTERNATING,
     BLOCKING,
@@ -201,11 +202,7 @@ def scales():
     train(second, RING, range(1, 2))
     finish(second)
     third = make_strategy(RING, mixed_precision="fp16")
-    files = {
-        path: tensor
-        for state in third.gather_objects(by_path(saved))
-        for path, tensor in state.items()
-    }
+    files = {path: tensor for state in gather(by_path(saved)) for path, tensor in state.items()}
     third.load_averaged(
         lambda tensors: [tensor.copy_(files[path]) for path, tensor in tensors.items()], replicas=2
     )

@@ -1,0 +1,181 @@
+"""What ranks do together: an error of one is raised on all, in place of a wait for it.
+
+Before process groups form, ranks exchange values through the launcher's store, which waits as long
+as a rank prepares data, and lets a signal interrupt the wait; afterwards through gloo.
+"""
+
+import functools
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llm import errors
+from llm.errors import LLMError, PeerLostError, one_line
+from llm.runtime.world import world_from_environment
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+T = TypeVar("T")
+
+PATIENCE = 3600.0
+"""Seconds that ranks wait for one another before process groups form."""
+_POLL_SECONDS = 0.005, 0.5  # at first, and at most
+_LOST = (
+    "A rank that this one waits for has ended, or does not come: look for its error above, and in "
+    "the log of the launcher."
+)
+
+_exchanges = itertools.count()
+
+
+def on_all_ranks(
+    action: Callable[[], T], *, group: "ProcessGroup | None" = None, patience: float = PATIENCE
+) -> T:
+    """Call a function on every rank, and return its result on this rank once all have theirs.
+
+    Calls may be nested: an error between two inner calls ends the others' next inner call.
+
+    Args:
+        action: What to do.
+        group: The group of the ranks that call this, where it is not the default one.
+        patience: Seconds to wait for the others before process groups form.
+
+    Raises:
+        LLMError: The error of the first rank that has failed, on all of them.
+        PeerLostError: Another rank has ended, or does not come.
+    """
+    try:
+        result = action()
+    except Exception as error:
+        if not is_shared(error):
+            _exchange(None, error, group, patience)
+        raise
+    _exchange(None, None, group, patience)
+    return result
+
+
+def on_rank0(action: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result on every rank; every rank calls this.
+
+    Raises:
+        LLMError: Its error, on all ranks.
+    """
+    result = on_all_ranks(lambda: action() if _rank() == 0 else None)
+    shared: T = gather(result)[0]  # type: ignore[assignment]
+    return shared
+
+
+def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
+    """Return the values of all ranks, by rank; every rank calls this.
+
+    Raises:
+        LLMError: The error of another rank that has failed within `on_all_ranks`.
+    """
+    return _exchange(value, None, group, PATIENCE)
+
+
+def is_shared(error: BaseException) -> bool:
+    """Return whether all ranks raise this error: rank 0 reports it for all of them."""
+    return getattr(error, "shared", False)
+
+
+def leave_together(seconds: float) -> None:
+    """Wait for the other ranks before an exit: a launcher kills all as soon as one has ended."""
+    if _world_size() > 1:
+        try:
+            _gather_by_store(None, seconds)
+        except (PeerLostError, RuntimeError):  # another one has ended already
+            return
+
+
+def _exchange(
+    value: Any, error: Exception | None, group: "ProcessGroup | None", patience: float
+) -> list[Any]:
+    """Return the values of all ranks, or raise the error of the first rank that has one."""
+    if _world_size() == 1:
+        if error is not None:
+            raise error
+        return [value]
+    told = None
+    if isinstance(error, LLMError):
+        told = type(error).__name__, str(error)
+    elif error is not None:
+        message = f"Rank {_rank()} has failed: {type(error).__name__}: {one_line(error)}."
+        told = "ParallelError", message
+    found = _gather((value, told), group, patience)
+    failed = next((rank for rank, (_, other) in enumerate(found) if other is not None), None)
+    if failed is None:
+        return [others for others, _ in found]
+    raised: Any = error
+    if error is None or failed != _rank():
+        kind, message = found[failed][1]
+        raised = getattr(errors, kind)(message)
+    raised.shared = True
+    raise raised
+
+
+def _gather(value: Any, group: "ProcessGroup | None", patience: float) -> list[Any]:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return _gather_by_store(value, patience)
+    values = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:  # of gloo, whose connection has closed
+        raise PeerLostError(_LOST) from error
+    return values
+
+
+def _gather_by_store(value: Any, patience: float) -> list[Any]:
+    rank, world_size = _rank(), _world_size()
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store
+    key = f"llm/agreement/{restart}/{next(_exchanges)}"
+    keys = [f"{key}/{other}" for other in range(world_size)]
+    deadline = time.monotonic() + patience
+
+    def wait_for_all(name: str, *, wait: bool = True) -> None:
+        if store.add(f"{key}/{name}", 1) == world_size:
+            store.set(f"{key}/{name}/all", "")
+        pause, longest = _POLL_SECONDS
+        while wait and not store.check([f"{key}/{name}/all"]):
+            if time.monotonic() > deadline:
+                raise PeerLostError(_LOST)
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+
+    try:
+        store = _launch_store()
+        store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
+        wait_for_all("written")
+        values = [pickle.loads(found) for found in store.multi_get(keys)]
+        wait_for_all("read", wait=rank == 0)  # it may serve the store, and end because of an error
+    except RuntimeError as error:  # rank 0 has ended, and the store with it
+        raise PeerLostError(_LOST) from error
+    return values
+
+
+def _rank() -> int:
+    return world_from_environment().rank
+
+
+def _world_size() -> int:
+    return world_from_environment().world_size
+
+
+@functools.cache
+def _launch_store() -> "Store":
+    """Return the store by which process groups form later; rank 0 or torchrun serves it.
+
+    It is kept as long as the process lives: rank 0 would end the store that it serves, to which
+    faster ranks may have connected again to form the process groups.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))[0]
+    return store

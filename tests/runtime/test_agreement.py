@@ -1,0 +1,144 @@
+"""Ranks that act together: all get the result, or all raise the same error."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from llm.errors import ConfigError, DataError, LLMError
+from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
+from tests.support.ranks import Ranks, run_ranks, values
+
+
+def told(action):
+    """What the action returns, or its error in words."""
+    try:
+        return action()
+    except Exception as error:
+        return f"{type(error).__name__}{' of all' if is_shared(error) else ''}: {error}"
+
+
+def with_groups(function, *args):
+    """Calls a function before process groups form, and after that."""
+    before = function(*args)
+    dist.init_process_group("gloo")
+    after = function(*args)
+    dist.destroy_process_group()
+    return before, after
+
+
+def exchanged():
+    rank = int(os.environ["RANK"])
+    return gather(rank), on_rank0(lambda: f"of {rank}"), on_all_ranks(lambda: f"of {rank}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_values_are_exchanged_before_and_after_process_groups_form(ranks):
+    found = values(run_ranks(with_groups, ranks, exchanged))
+
+    for rank, (before, after) in enumerate(found):
+        assert before == after == ([*range(ranks)], "of 0", f"of {rank}")
+
+
+def failing(which):
+    rank = int(os.environ["RANK"])
+
+    def act():
+        if rank in which:
+            raise type(which[rank])(*which[rank].args)
+        return "done"
+
+    first, second = told(lambda: on_all_ranks(act)), told(lambda: on_rank0(act))
+    return first, second
+
+
+REFUSED = "ConfigError of all: --x 1 cannot work."
+
+
+@pytest.mark.parametrize(
+    ("which", "first", "second"),
+    [
+        ({1: ConfigError("--x 1 cannot work.")}, [REFUSED] * 3, "done"),
+        ({0: ConfigError("--x 1 cannot work."), 2: DataError("no")}, [REFUSED] * 3, REFUSED),
+        (
+            {1: ValueError("a defect\nin two lines")},
+            [
+                "ParallelError of all: Rank 1 has failed: ValueError: a defect in two lines.",
+                "ValueError of all: a defect\nin two lines",
+                "ParallelError of all: Rank 1 has failed: ValueError: a defect in two lines.",
+            ],
+            "done",
+        ),
+    ],
+    ids=["one rank", "two ranks", "a defect"],
+)
+def test_the_error_of_the_first_rank_that_fails_is_raised_on_all(which, first, second):
+    found = values(run_ranks(with_groups, 3, failing, which))
+
+    for rank, results in enumerate(found):
+        assert results == ((first[rank], second),) * 2
+
+
+def nested():
+    """Rank 1 fails between two exchanges, while the others wait in the second."""
+    rank = int(os.environ["RANK"])
+
+    def act():
+        gather("first")
+        if rank == 1:
+            raise ConfigError("--x 1 cannot work.")
+        gather("second")
+        on_all_ranks(lambda: None)
+
+    return told(lambda: on_all_ranks(act)), gather(rank)
+
+
+def test_an_error_between_inner_calls_ends_those_of_the_others():
+    found = values(run_ranks(with_groups, 3, nested))
+
+    assert found == [((REFUSED, [0, 1, 2]), (REFUSED, [0, 1, 2]))] * 3
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_says_so():
+    ranks = Ranks(wait_for_rank_1, 2)
+    ranks.wait_for_death()
+    outcomes = ranks.outcomes(timeout=60)
+
+    assert outcomes[0].value.startswith("PeerLostError: A rank that this one waits for has ended")
+
+
+def wait_for_rank_1():
+    dist.init_process_group("gloo")
+    gather("there")
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: gather("here"))
+
+
+def impatient():
+    gather("here")
+    if os.environ["RANK"] == "1":
+        time.sleep(3)
+        return "late"
+    return told(lambda: on_all_ranks(lambda: None, patience=1.0))
+
+
+def test_ranks_lose_patience_before_process_groups_form():
+    outcomes = run_ranks(impatient, 2)
+
+    assert outcomes[0].value.startswith("PeerLostError: A rank that this one waits for")
+
+
+def test_a_single_process_raises_its_own_error(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    assert on_rank0(lambda: 3) == 3
+    with pytest.raises(LLMError) as raised:
+        on_all_ranks(failing_alone)
+    assert not is_shared(raised.value)
+
+
+def failing_alone():
+    raise ConfigError("--x 1 cannot work.")
