@@ -8,6 +8,8 @@ Exit codes: 0 success; 1 a rank does not answer, fails, or differs from the othe
 the environment cannot work.
 """
 
+import json
+import math
 import os
 import platform
 import socket
@@ -24,7 +26,6 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ParallelError
-from llm.runtime.board import Board
 from llm.runtime.counts import counted
 from llm.runtime.file_limit import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 _REPEATS = 3
 STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
 """Progress of a rank in the collectives, in order."""
@@ -114,6 +116,57 @@ def describe(world: World) -> dict[str, Any]:
         "id": number,
         "versions": versions,
     }
+
+
+class Board:
+    """Values that each rank publishes in a store and every rank can read."""
+
+    def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = range(world_size)
+
+    def say(self, name: str, value: Any) -> None:
+        """Publish a value of this rank."""
+        self._store.set(f"{name}/{self._rank}", json.dumps(value))
+
+    def heard(self, name: str) -> dict[int, Any]:
+        """Return the values that ranks have published, by rank."""
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        if self._store.check(keys):
+            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+        # Reading a missing key blocks.
+        values = {rank: self.heard_from(name, rank) for rank in self._ranks}
+        return {rank: value for rank, value in values.items() if value is not None}
+
+    def heard_from(self, name: str, rank: int) -> Any:
+        """Return the value of one rank; None if it has not published one."""
+        key = f"{name}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
+        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        while time.monotonic() < deadline:
+            if self._store.check(keys):
+                return True
+            if unless is not None and self.read(unless) is not None:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def post(self, key: str, text: str) -> None:
+        """Write a text for all ranks, unless one is there already."""
+        self._store.compare_set(key, "", text or "-")
+
+    def read(self, key: str, deadline: float = -math.inf) -> str | None:
+        """Return what was posted; None if nothing was until the deadline."""
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+        text = self._store.get(key).decode()
+        return "" if text == "-" else text
 
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:

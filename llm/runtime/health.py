@@ -1,15 +1,15 @@
-"""Detects ranks that have died or hang, by a TCPStore on each rank.
+"""Detects ranks that have died or hang, by a connection of each rank to rank 0.
 
-Every rank writes a heartbeat with its progress to the board, a TCPStore of rank 0, twice a second;
-rank 0 looks for ranks that make no progress within their limit. Every process also serves a store
-of its own, which answers as long as the process lives, even while Python is blocked: the previous
-rank polls it, and loses the connection as soon as the process dies. A rank that loses the board
-knows that rank 0 has died. The failure is posted on the board and every rank exits: its collective
-would time out half an hour later, without the name of the failed rank.
+Every rank sends its progress twice a second; rank 0 looks for ranks that make none within their
+limit. The system closes the connections of a process that dies, however it dies. The failure goes
+to all ranks, and every rank exits: its collective would time out half an hour later, without the
+name of the failed rank. A rank that hangs in C code, so that none of its threads can run Python, is
+ended by the timer of `faulthandler`, which each heartbeat sets anew.
 """
 
 import contextlib
 import faulthandler
+import json
 import logging
 import math
 import os
@@ -18,10 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
-
-from llm.runtime.board import CONNECT_SECONDS, POLL_SECONDS, Board, connect, own_address
 
 EXIT_PEER_LOST = 76
 """Exit code of a rank that exits because another rank has died or hangs."""
@@ -30,16 +29,18 @@ Phase = Literal["start", "step", "evaluation", "save"]
 _TIMES: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
 """The limit of each phase, in timeouts."""
 _BEAT_SECONDS = 0.5
+_CONNECT_SECONDS = 20.0
 _SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
 _END_SECONDS = 3.0  # for the training thread to exit by itself
 _LEAVE_SECONDS = 20.0
+_STUCK_SECONDS = 30.0  # after the limit, for the others to name a rank that cannot run Python
 
 logger = logging.getLogger("llm")
 
 
 @dataclass
 class _Peer:
-    """The last heartbeat of a rank, and when rank 0 first read it."""
+    """The last heartbeat of a rank, and when rank 0 read it."""
 
     beat: dict[str, Any]
     heard: float
@@ -51,13 +52,13 @@ class _Peer:
 
 
 class Health:
-    """The watchdog of a run: threads that watch the other ranks and end this one if one is lost.
+    """The watchdog of a run: a thread that watches the others and ends this rank if one is lost.
 
     Args:
         rank: Rank of this process.
         world_size: Number of ranks; a single rank is not watched.
         timeout: Seconds that a rank may take for a step before it counts as hung; 0: no limit.
-        share: Broadcasts a value of rank 0; called once.
+        share: Returns rank 0's value on every rank; called once.
         on_loss: Called with the failure, as a sentence, before this process exits.
         stacks: Folder for the Python stacks of all threads if a rank hangs, one file per rank.
 
@@ -77,49 +78,38 @@ class Health:
         stacks: Path,
     ) -> None:
         self._rank, self._world_size = rank, world_size
+        self._name = f"rank {rank} on {socket.gethostname()}"
         self._limits = {phase: times * (timeout or math.inf) for phase, times in _TIMES.items()}
-        self._on_loss = on_loss
-        self._stacks = stacks
-        self._peers: dict[int, _Peer] = {}
-        self._stopped = threading.Event()
-        self._leaves = False
-        self._ending = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._on_loss, self._stacks = on_loss, stacks
+        self._stopped, self._leaves = threading.Event(), False
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        # Of each connection, which is open until this process exits, the last heartbeat.
+        self._lines: dict[Connection, _Peer | None] = {}
+        self._armed = -math.inf
+        self._phase: Phase = "start"
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
         if world_size == 1:
             return
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._host_0, port = share((socket.gethostname(), self._own.port))
-        # A host name may not resolve on other hosts, and not even on its own.
-        names = [os.environ.get("MASTER_ADDR", self._host_0), self._host_0]
-        if self._host_0 == socket.gethostname():
-            names.insert(0, "127.0.0.1")
-        # A connection for each thread, since one that blocks in a store blocks its other users.
-        stores = [connect(names, port) for _ in range(2)]
-        if None in stores:
-            logger.warning(
-                f"Rank {rank} does not reach rank 0 on {self._host_0}, port {port}: if it hangs, "
-                "no rank will report it."
-            )
-            return
-        board, other = (Board(s, rank=rank, world_size=world_size) for s in stores if s is not None)
-        board.say("address", (own_address(), self._own.port))
-        self._heard = time.monotonic()
-        self._start(self._attend, board)
-        if rank + 1 < world_size:
-            self._start(self._watch_next, other)
-        if rank > 0:
-            self._start(self._watch_clock)
-            with contextlib.suppress(RuntimeError):  # a death before it is watched goes unnoticed
-                board.read(f"watched/{rank}", time.monotonic() + CONNECT_SECONDS)
-
-    def _start(self, work: Callable[..., None], *args: Any) -> None:
-        self._threads.append(threading.Thread(target=work, args=args, daemon=True))
-        self._threads[-1].start()
+        if rank == 0:
+            self._server = _listen(world_size)
+            share((socket.gethostname(), self._server.getsockname()[1]))
+            self._thread = threading.Thread(target=self._lead, daemon=True)
+        else:
+            host, port = share(None)
+            line = _connect(host, port)
+            if line is None:
+                logger.warning(
+                    f"Rank {rank} does not reach rank 0 on {host}, port {port}: if it dies or "
+                    "hangs, no rank will report it."
+                )
+                return
+            _send(line, self._beat())  # rank 0 knows it even if it dies now
+            self._lines[line] = None
+            self._thread = threading.Thread(target=self._follow, args=(line, host), daemon=True)
+        self._thread.start()
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
         """Record that this rank makes progress.
@@ -128,124 +118,128 @@ class Health:
             step: Optimizer steps done.
             phase: What the rank does next.
         """
-        self._step, self._phase, self._since = step, phase, time.monotonic()
+        if phase != self._phase:
+            self._armed = -math.inf  # the timer has the limit of another phase
+        self._step, self._phase = step, phase
+        self.keep_alive()
 
     def keep_alive(self) -> None:
         """Record that this rank makes progress within its phase."""
         self._since = time.monotonic()
+        limit = self._limits[self._phase] + _STUCK_SECONDS
+        if self._world_size > 1 and limit < math.inf and self._since - self._armed >= 1.0:
+            self._armed = self._since
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def close(self) -> None:
         """Tell the others that this rank leaves, and stop; unless it is rank 0 they go on."""
         self._leaves = True
         self._stopped.set()
-        for thread in self._threads[:1]:  # `_attend`, which tells the others
-            thread.join(_LEAVE_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching before an exit; the others take this rank for lost if it was not closed.
-
-        A thread that returned from a store while Python shuts down would abort the process.
-        """
+        """Stop watching before an exit; the others take this rank for lost if it was not closed."""
+        faulthandler.cancel_dump_traceback_later()
         self._stopped.set()
-        for thread in self._threads:
-            thread.join(_END_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
-        deadline = time.monotonic() + (seconds if self._threads else 0.0)
-        while self.failure is None and (time.monotonic() < deadline or self._ending.locked()):
-            time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + (0.0 if self._thread is None else seconds)
+        while self.failure is None and (time.monotonic() < deadline or self._ending.is_set()):
+            time.sleep(0.05)
         return self.failure
 
-    def _attend(self, board: Board) -> None:
-        """Write heartbeats and read failures until this rank or rank 0 leaves, or one is lost."""
-        first = None
-        try:
-            while True:
-                if self._stopped.is_set() and not self._leaves:
-                    return
-                leaves = self._leaves or board.read("closed") is not None
-                beat = {
-                    "name": f"rank {self._rank} on {socket.gethostname()}",
-                    "step": self._step,
-                    "phase": self._phase,
-                    "age": time.monotonic() - self._since,
-                    "left": leaves,
-                }
-                board.say("beat", beat)
-                failure = None if leaves else board.read("failure")
-                # The store answers even while Python is blocked on rank 0: watch its heartbeat.
-                first, before = board.heard_from("beat", 0), first
-                self._heard = self._heard if first == before else time.monotonic()
-                if leaves or failure is not None:
-                    break
-                if self._rank == 0 and (hung := self._find_hung(board)) is not None:
-                    board.post("failure", hung)
+    def _beat(self) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "step": self._step,
+            "phase": self._phase,
+            "age": time.monotonic() - self._since,
+            "left": self._leaves,
+        }
+
+    def _lead(self) -> None:
+        """Hear the others until this rank leaves or one is lost; then tell them."""
+        failure = None
+        while failure is None and not self._stopped.wait(_BEAT_SECONDS):
+            failure = self._hear() or self._find_hung()
+            self._tell({"alive": True})
+        if failure is not None:
+            self._tell({"failure": failure})
+            self._end(failure)
+        elif self._leaves:  # else an error ends this rank, and the others take it for lost
+            self._tell({"failure": None})
+            self._wait_for_others(_LEAVE_SECONDS)
+
+    def _hear(self) -> str | None:
+        """Read what ranks have sent; return that one has died."""
+        while ready := wait([self._server, *self._lines], 0):
+            for line in ready:
+                if line is self._server:
+                    self._lines[Connection(self._server.accept()[0].detach())] = None
                     continue
-                self._stopped.wait(_BEAT_SECONDS)
-            if leaves:
-                self._stopped.set()
-                if self._rank == 0:
-                    board.post("closed", "")
-            board.say("gone", True)
-            if failure is not None:
-                self._end(failure, board)
-            elif self._rank == 0:  # its exit closes the board
-                board.wait("gone", time.monotonic() + _LEAVE_SECONDS)
-        except RuntimeError:  # the store has lost its connection
-            if not self._stopped.is_set():
-                self.reporter = 1
-                self._end(f"rank 0 on {self._host_0} has died, about step {self._step}")
+                assert isinstance(line, Connection)
+                try:
+                    self._lines[line] = _Peer(json.loads(line.recv_bytes()), time.monotonic())
+                except (OSError, EOFError):
+                    last = self._lines.pop(line)
+                    if last is not None and not last.beat["left"]:
+                        return f"{last.beat['name']} has died, about step {last.beat['step']}"
+        return None
 
-    def _watch_next(self, board: Board) -> None:
-        """Poll the store of the next rank until its process dies."""
-        rank = self._rank + 1
-        with contextlib.suppress(RuntimeError):  # `_attend` reports the death of rank 0
-            while (address := board.heard_from("address", rank)) is None:
-                if self._stopped.wait(POLL_SECONDS):
-                    return
-            host, port = address
-            store = connect([host], port)
-            board.post(f"watched/{rank}", "")
-            if store is None:
-                logger.warning(
-                    f"Rank {self._rank} does not reach rank {rank} at {host}, port {port}: if it "
-                    "dies, no rank will report it."
-                )
-                return
-            with contextlib.suppress(RuntimeError):  # the connection has closed
-                while not self._stopped.wait(_BEAT_SECONDS):
-                    store.check(["alive"])  # blocks while the process is stopped
-                return
-            last = board.heard_from("beat", rank) or {}
-            if not last.get("left"):
-                name, step = last.get("name", f"rank {rank} at {host}"), last.get("step", 0)
-                board.post("failure", f"{name} has died, about step {step}")
+    def _tell(self, message: dict[str, Any]) -> None:
+        for line in self._lines:
+            _send(line, message)
 
-    def _watch_clock(self) -> None:
-        """Detect a rank 0 that hangs, even while `_attend` is blocked in its store."""
+    def _wait_for_others(self, seconds: float) -> None:
+        """Wait until all have hung up: a message may be lost if this process exits before."""
+        deadline = time.monotonic() + seconds
+        while (now := time.monotonic()) < deadline:
+            self._hear()
+            peers = [peer for peer in self._lines.values() if peer is not None]
+            if all(now - peer.heard > _SILENT_SECONDS for peer in peers):
+                return  # what is left of them has stopped
+            time.sleep(0.05)
+
+    def _follow(self, line: Connection, host: str) -> None:
+        """Send heartbeats until this rank leaves or rank 0 tells of a failure, or is lost."""
+        heard = time.monotonic()
         while not self._stopped.wait(_BEAT_SECONDS):
-            silent, limit = time.monotonic() - self._heard, self._limits[self._phase]
+            _send(line, self._beat())
+            try:
+                while line.poll():
+                    heard, told = time.monotonic(), json.loads(line.recv_bytes())
+                    if "failure" in told:
+                        line.close()
+                        return None if told["failure"] is None else self._end(told["failure"])
+            except (OSError, EOFError):
+                return self._end(f"rank 0 on {host} has died, about step {self._step}", reporter=1)
+            silent, limit = time.monotonic() - heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
-                self.reporter = 1
-                self._end(
-                    f"rank 0 on {self._host_0} hangs: not heard of in {silent:.0f} s of a "
-                    f"{self._phase} after step {self._step} (limit {limit:g} s)"
+                failure = (
+                    f"rank 0 on {host} hangs: not heard of in {silent:.0f} s of a {self._phase} "
+                    f"after step {self._step} (limit {limit:g} s)"
                 )
+                return self._end(failure, reporter=1)
+        if self._leaves:
+            _send(line, self._beat())
+            line.close()
+        return None
 
-    def _find_hung(self, board: Board) -> str | None:
+    def _find_hung(self) -> str | None:
         now = time.monotonic()
-        for rank, beat in board.heard("beat").items():
-            if rank not in self._peers or self._peers[rank].beat != beat:
-                self._peers[rank] = _Peer(beat, now)
-        peers = self._peers.values()
+        peers = [peer for peer in self._lines.values() if peer is not None]
+        peers.append(_Peer(self._beat(), now))
         late = [p for p in peers if now - p.since > self._limits[p.beat["phase"]]]
         if len(peers) < self._world_size or not late or any(p.beat["left"] for p in late):
             return None
         # A stopped process sends no heartbeat, and its last one may be of another phase. A rank
         # that hangs is behind the ranks that wait for it.
-        silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS and not p.beat["left"]]
+        silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS]
         worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
         limit = min(self._limits[peer.beat["phase"]] for peer in late)
         alike = not silent and all(p.beat["step"] == worst.beat["step"] for p in peers)
@@ -255,20 +249,17 @@ class Health:
             f"step {worst.beat['step']} (limit {limit:g} s)"
         )
 
-    def _end(self, failure: str, board: Board | None = None) -> None:
-        if not self._ending.acquire(blocking=False):
-            return  # another thread has detected the failure first
+    def _end(self, failure: str, *, reporter: int = 0) -> None:
+        self.reporter = reporter
+        self._ending.set()
         logger.error(f"error: {failure}; this rank {self._rank} ends too.")
         try:
             with contextlib.suppress(OSError):  # a full disk must not keep this process alive
                 self._on_loss(failure)
                 if " hangs: " in failure:  # on every rank, whichever rank detected it
                     self._dump_stacks(failure)
-            if self._rank == 0 and board is not None:  # its exit closes the board
-                deadline, others = time.monotonic() + _SILENT_SECONDS, self._world_size - 1
-                with contextlib.suppress(RuntimeError):
-                    while len(board.heard("gone")) < others and time.monotonic() < deadline:
-                        time.sleep(POLL_SECONDS)
+            if self._rank == 0:
+                self._wait_for_others(_SILENT_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
             if not self._stopped.wait(_END_SECONDS):
@@ -286,3 +277,28 @@ class Health:
         for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, name, None)) is not None:
                 (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
+
+
+def _listen(backlog: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
+
+
+def _connect(host: str, port: int) -> Connection | None:
+    """Connect to rank 0 by the first of its host's names that works; None if none does."""
+    # A host name may not resolve on other hosts, and not even on its own.
+    names = [os.environ.get("MASTER_ADDR", host), host]
+    if host == socket.gethostname():
+        names.insert(0, "127.0.0.1")
+    for name in names:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((name, port), timeout=_CONNECT_SECONDS)
+            connection.settimeout(None)
+            return Connection(connection.detach())
+    return None
+
+
+def _send(line: Connection, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the other one has hung up or died, as a read will tell
+        line.send_bytes(json.dumps(message).encode())
