@@ -33,12 +33,12 @@ from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
-from llm.models.mup import scales_of
-from llm.models.options import ModelOptions
 from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import transforms_of
 
 HEAD_DIM = 16
 
@@ -95,7 +95,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
     size = {"vocab_size": len(text.vocab), "n_positions": options.block_size}
     zero = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
     overrides = size | dict.fromkeys(zero, 0) | {"initializer_range": options.initializer_range}
-    shape = ModelOptions(
+    shape = GPTConfig(
         model_type="gpt2",
         num_layers=options.layers,
         hidden_size=case["width"],
@@ -105,6 +105,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         mup_base_width=options.widths[0],
     )
     config = load_config(shape)
+    transforms = transforms_of(shape, config)
     model = build_model(
         shape,
         config,
@@ -112,6 +113,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         seed=options.seed,
         device=torch.device("cpu"),
         vocab_size=len(text.vocab),
+        transforms=transforms,
     )
     settings = OptimizerOptions(
         learning_rate=case["learning_rate"],
@@ -120,7 +122,8 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         num_warmup_steps=options.steps // 10,
     )
     optimizer = make_optimizer(settings, model)
-    scale_learning_rates(optimizer, model, scales_of(shape, config).rate)
+    for transform in transforms:
+        scale_learning_rates(optimizer, model, transform.rate_factor)
     schedule = make_schedule(settings, total_steps=options.steps)
     loss = LanguageModelLoss(model)
     generator = torch.Generator().manual_seed(options.seed)

@@ -7,6 +7,7 @@ in the model's configuration, which always describes the model that will be expo
 import contextlib
 import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from transformers import (
 from llm.errors import ConfigError, one_line
 from llm.models.init import keyed_generator, materialize
 from llm.models.masking import disable_packing_detection
-from llm.models.mup import scales_of
 from llm.models.options import ModelOptions
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.recomputation import recompute_activations
 from llm.models.patches.tied_embedding import tie_gradients
+from llm.models.transforms import Transform
 
 logger = logging.getLogger("llm.models")
 
@@ -48,6 +49,7 @@ def build_model(
     device: torch.device,
     vocab_size: int,
     tensor_parallel_size: int = 1,
+    transforms: Sequence[Transform] = (),
 ) -> PreTrainedModel:
     """Build a causal language model in fp32, in training mode, ready to train.
 
@@ -61,12 +63,12 @@ def build_model(
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
         tensor_parallel_size: Ranks over which each layer will be sharded. With more than one,
             `tied_gradients` has no effect.
+        transforms: What extensions change in the model.
 
     Raises:
         ConfigError: The architecture does not offer an option, or the weights do not fit.
     """
     config = copy.deepcopy(config)
-    mup = scales_of(options, config)
     if weights_from is None or device.type == "meta":
         model = _fresh_model(options, config, vocab_size=vocab_size, seed=seed, device=device)
     else:
@@ -74,9 +76,10 @@ def build_model(
         if vocab_size > _rows(model):
             _log_enlarged(_rows(model), vocab_size)
             _resize_vocabulary(model, vocab_size, seed=seed)
-    if device.type != "meta":
-        mup.scale_weights(model)
-    mup.scale_attention(model)
+    for transform in transforms:
+        if device.type != "meta":
+            transform.initial(model)
+        transform.modules(model)
     if options.pad_vocab_to_multiple_of is not None:
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
     if options.no_bias:

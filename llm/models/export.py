@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.models.mup import fold_attention
+from llm.models.transforms import Transform
 from llm.runtime.files import write_whole
 from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
@@ -43,7 +43,7 @@ def export_model(
     generation_config: GenerationConfig | None = None,
     trust_remote_code: bool = False,
     dtype: ExportType = "fp32",
-    attention_factor: float = 1.0,
+    transforms: Sequence[Transform] = (),
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
@@ -59,8 +59,7 @@ def export_model(
         generation_config: Defaults of `generate`; derived from `config` if not given.
         trust_remote_code: Whether to run the Python code of the model's repository.
         dtype: Precision of the written weights, which the written configuration names.
-        attention_factor: Factor of the attention logits in training, which the queries' weights
-            take over.
+        transforms: What extensions have changed in the model, which the weights take over.
 
     Raises:
         OSError: A file cannot be written.
@@ -72,8 +71,9 @@ def export_model(
             copy.deepcopy(config), dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code
         )
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    folded = fold_attention(state_dict, config, attention_factor)
-    cut = {name: _cut(tensor, shapes[name]) for name, tensor in folded.items()}
+    for transform in reversed(transforms):
+        state_dict = transform.exported(state_dict, config)
+    cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
     cut = {n: t.to(_DTYPES[dtype]) if t.is_floating_point() else t for n, t in cut.items()}
     model.load_state_dict(cut, assign=True)
     model.tie_weights()

@@ -96,30 +96,6 @@ class ModelOptions:
         at_least=0,
     )
     no_bias: bool = option(False, "Hold all biases at zero.")
-    mup: bool = option(
-        False,
-        "Train under muP: initial weights and learning rates are scaled so that the optimal "
-        "learning rate transfers across widths. For GPT-2- and Llama-shaped models.",
-    )
-    mup_base_width: int | None = option(
-        None,
-        "Width at which the hyperparameters were tuned; at this width muP changes nothing.",
-        requires=("mup",),
-        at_least=1,
-    )
-    mup_base_num_layers: int | None = option(
-        None,
-        "Layers of the narrow model, if they are fewer: completeP's rule for the depth. Without "
-        "it, depth changes nothing.",
-        requires=("mup",),
-        at_least=1,
-    )
-    mup_base_head_dim: int | None = option(
-        None,
-        "Width of a head of the narrow model, if heads grow with the width and not their number.",
-        requires=("mup",),
-        at_least=1,
-    )
     trust_remote_code: bool = option(
         False,
         "Run model, tokenizer or data set code that comes with a Hub repository.",
@@ -183,10 +159,6 @@ def model_problems(options: ModelOptions) -> list[str]:
         problems.append(
             f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
             f"or --model_type; without one, give {missing} too."
-        )
-    if options.mup and options.mup_base_width is None:
-        problems.append(
-            "--mup needs --mup_base_width, the width at which the learning rate was tuned."
         )
     return problems
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from llm.models.build import biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
-from llm.models.mup import scales_of
 from llm.models.options import ModelOptions
+from llm.models.transforms import Transform
 from llm.models.weight_files import WeightFile
 
 logger = logging.getLogger("llm.models")
@@ -43,6 +43,7 @@ def fill_model(
     seed: int,
     device: torch.device,
     files: Sequence[WeightFile] = (),
+    transforms: Sequence[Transform] = (),
 ) -> None:
     """Allocate and fill a model that was built on the meta device and then sharded.
 
@@ -54,6 +55,7 @@ def fill_model(
         seed: As for `build_model`.
         device: Where the shards will be.
         files: Of pretrained weights, all of them; empty to initialize the model.
+        transforms: As for `build_model`.
     """
     model_class, config = type(model), model.config
 
@@ -69,7 +71,8 @@ def fill_model(
         with file.open() as opened, torch.no_grad():
             for name in file.key_of.keys() & own.keys():
                 _copy_shard(own[name], opened.get_slice(file.key_of[name]))
-    scales_of(options, config).scale_weights(model)
+    for transform in transforms:
+        transform.initial(model)
     if options.no_bias:
         with torch.no_grad():
             for bias in biases(model):

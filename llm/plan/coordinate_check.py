@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llm.config.options import given
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.configuration import load_config, max_positions
 from llm.models.loss import LanguageModelLoss
-from llm.models.mup import scales_of
 from llm.models.sizes import find_blocks, head_width
 from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.plan import render
 from llm.plan.options import PlanOptions
+from llm.trainers.gpt.seams import transforms_of
 
 _STEPS = 4
 _SAMPLES = 4
@@ -45,7 +46,7 @@ def coordinate_check(options: PlanOptions) -> list[str]:
     """
     path = options.plot or "coordinate_check.png"
     render.check_plot(path)
-    base = options.mup_base_width or 1
+    base = given(options)["mup_base_width"]  # which --coordinate_check needs
     widths = options.widths or tuple(factor * base for factor in (1, 2, 4, 8))
     if len(widths) < 2 or sorted(set(widths)) != [*widths]:
         raise ConfigError("--widths takes two widths or more, in rising order.")
@@ -61,7 +62,7 @@ def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
     """Return the options of a model of another width, with everything else unchanged."""
     text_config = load_config(options).get_text_config()
     heads = text_config.num_attention_heads
-    if options.mup_base_head_dim is None:  # the number of heads grows, not their width
+    if "mup_base_head_dim" not in given(options):  # the number of heads grows, not their width
         head_dim = head_width(text_config)
         heads, rest = divmod(width, head_dim)
         if rest or not heads:
@@ -69,11 +70,12 @@ def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
                 f"A model of width {width} cannot be divided into heads of {head_dim}; give other "
                 "--widths, or fewer --num_attention_heads."
             )
+    switch: dict[str, Any] = {"mup": mup}
     return dataclasses.replace(
         options,
         hidden_size=width,
         num_attention_heads=heads,
-        mup=mup,
+        **switch,
         attention_implementation=None,
         activation_checkpointing="none",
     )
@@ -90,6 +92,7 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
     """
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
+    transforms = transforms_of(options, config)
     model = build_model(
         options,
         config,
@@ -97,10 +100,11 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
         seed=options.seed or 0,
         device=torch.device("cpu"),
         vocab_size=vocab_size,
+        transforms=transforms,
     ).eval()  # without dropout
     optimizer = make_optimizer(options, model)
-    if options.mup:
-        scale_learning_rates(optimizer, model, scales_of(options, config).rate)
+    for transform in transforms:
+        scale_learning_rates(optimizer, model, transform.rate_factor)
     loss = LanguageModelLoss(model, chunked=False)  # whose logits are an activation of the head
     length = min(_LENGTH, max_positions(config) or _LENGTH)
     generator = torch.Generator().manual_seed(0)

@@ -28,6 +28,7 @@ from llm.plan.options import PlanOptions
 from llm.plan.rank_model import ParamCounts, count_parameters, optimizer_memory, split_model
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_layout
+from llm.trainers.gpt.seams import transforms_of
 
 USABLE = 0.95
 """Of a GPU's memory; fragmentation takes the rest."""
@@ -147,6 +148,7 @@ class Job:
                 device=torch.device("meta"),
                 vocab_size=self._config.get_text_config().vocab_size,
                 tensor_parallel_size=options.tensor_parallel_size,
+                transforms=transforms_of(options, self._config),
             )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:

@@ -1,5 +1,6 @@
 """Tiny models of every family that the product promises to train: two layers, width 32."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llm.models.build import build_model
 from llm.models.export import export_model
 from llm.models.options import ModelOptions
+from llm.models.transforms import Transform
 from tests.support.tokenizers import tiny_tokenizer
 
 VOCAB_SIZE = 320
@@ -104,6 +106,7 @@ def tiny_model(
     seed: int = 1,
     device: torch.device = _CPU,
     vocab_size: int = VOCAB_SIZE,
+    transforms: Sequence[Transform] = (),
     **options: Any,
 ) -> PreTrainedModel:
     """The model of a configuration, built on the CPU and not patched but by `options`."""
@@ -114,6 +117,7 @@ def tiny_model(
         seed=seed,
         device=device,
         vocab_size=vocab_size,
+        transforms=transforms,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm.extensions.averaging.options import AveragingOptions
+from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
 from llm.extensions.spikes.options import SpikeOptions
 from llm.trainers.gpt.config import CoreConfig
@@ -18,6 +19,7 @@ from llm.trainers.gpt.seams import Extension
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(
     AveragingOptions,
+    MuPOptions,
     ProfilerOptions,
     SpikeOptions,
     CoreConfig,

@@ -20,7 +20,6 @@ from llm.data.options import training_paths
 from llm.data.order import document_ends
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, max_positions
-from llm.models.mup import check_mup
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
@@ -34,7 +33,6 @@ from llm.trainers.gpt.model_copies import log_other_model, read_model_config, re
 from llm.trainers.gpt.resume import (
     check_folder,
     check_known,
-    check_same_attention,
     check_same_data,
     choose_by_device,
     choose_seed,
@@ -149,8 +147,6 @@ def _read(
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
-    for extension, options in extensions_of(config):
-        extension.read(options, Inputs(start=start))
     tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None
@@ -160,8 +156,11 @@ def _read(
         log_other_model(config, init_from, model_config)
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)
-    check_mup(config, model_config, weights_from=weights_from)
-    check_same_attention(config, init_from)
+    inputs = Inputs(
+        start=start, init_from=init_from, model_config=model_config, weights_from=weights_from
+    )
+    for extension, options in extensions_of(config):
+        extension.read(options, inputs)
     return RunSetup(
         run=run,
         resume_from=resume_from,

@@ -231,22 +231,6 @@ def find_start(named: str, *, option: str) -> Checkpoint:
     )
 
 
-def check_same_attention(config: CoreConfig, init_from: Checkpoint | None) -> None:
-    """Refuse weights that were trained with another scale of attention.
-
-    Raises:
-        ConfigError: With both values of the option that sets it.
-    """
-    own = config.mup_base_head_dim
-    saved = own if init_from is None else init_from.metadata["fixed"].get("mup_base_head_dim")
-    if saved != own:
-        raise ConfigError(
-            f"--init_from {config.init_from} was trained with --mup_base_head_dim {saved}, which "
-            f"scales attention, and this run has {own}; give the same, or start from its exported "
-            "model by --model_name_or_path."
-        )
-
-
 def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the options that a resumed run must keep, as JSON has them.
 

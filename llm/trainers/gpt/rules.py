@@ -154,12 +154,6 @@ def _optimizer_problems(config: CoreConfig) -> list[str]:
             f"--moment_dtype {config.moment_dtype} is for AdamW with gradients averaged over all "
             f"ranks, not for --{' and --'.join(others)}; leave one of them out."
         )
-    if config.mup and (config.kfac or kind not in (None, "adamw", "accumadamw", "muon")):
-        other = "kfac" if config.kfac else f"optimizer {kind}"
-        problems.append(
-            f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
-            "leave one of them out."
-        )
     if config.data_parallel != "allreduce" and kind not in (*_ELEMENTWISE, "muon"):
         state = "bases" if kind == "soap" else "a state"
         problems.append(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llm.trainers.gpt.config import CoreConfig
 
 if TYPE_CHECKING:  # options are read and checked before torch is imported
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from llm.checkpoint.format import Checkpoint
     from llm.data.loader import StepBatch, TrainLoader
+    from llm.models.transforms import Transform
     from llm.parallel.base import AcceleratedStrategy
     from llm.trainers.gpt.run_setup import RunSetup
 
@@ -27,9 +28,15 @@ class Inputs:
 
     Attributes:
         start: The checkpoint that the run resumes, branches from, or evaluates.
+        init_from: The checkpoint whose weights the run starts from.
+        model_config: The model's configuration.
+        weights_from: The Hub name or folder whose pretrained weights the run starts from.
     """
 
     start: "Checkpoint | None"
+    init_from: "Checkpoint | None"
+    model_config: "PreTrainedConfig"
+    weights_from: str | None
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,10 @@ class Extension(CoreConfig):
             LLMError: In one sentence, what is wrong with it.
         """
 
+    def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
+        """Return what it changes in the model from outside; None without such a change."""
+        return None
+
     def in_loop(self, running: Running) -> LoopExtension | None:
         """Return its part in training or evaluation; None if the options do not ask for it."""
         return None
@@ -184,3 +195,9 @@ def loop_extensions(config: CoreConfig, running: Running) -> list[LoopExtension]
     """Return the parts of all extensions in training or in an evaluation."""
     parts = (extension.in_loop(options, running) for extension, options in extensions_of(config))
     return [part for part in parts if part is not None]
+
+
+def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list[Transform]":
+    """Return what all extensions change in a model."""
+    found = (each.transform(options, model_config) for each, options in extensions_of(config))
+    return [transform for transform in found if transform is not None]

@@ -19,7 +19,6 @@ from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.masking import check_documents_apart
-from llm.models.mup import scales_of
 from llm.models.patches.document_attention import use_document_attention
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
@@ -39,6 +38,7 @@ from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evalua
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
+from llm.trainers.gpt.seams import transforms_of
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 from llm.trainers.gpt.trained_model import generation_settings
 
@@ -62,6 +62,7 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
         seed=setup.seed,
         vocab_size=len(setup.tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
+        transforms=transforms_of(config, setup.model_config),
     )
     # Ranks that hold shards draw or read them once the model is sharded.
     model = build(device=device if setup.layout.is_replicated else torch.device("meta"))
@@ -155,8 +156,8 @@ def make_strategy(
         optimizer = make_optimizer(
             config, model, accum_steps=accum_steps, seed=setup.seed, whole=whole, order=order
         )
-        if config.mup:
-            scale_learning_rates(optimizer, model, scales_of(config, setup.model_config).rate)
+        for transform in transforms_of(config, setup.model_config):
+            scale_learning_rates(optimizer, model, transform.rate_factor)
         return optimizer
 
     strategy.prepare(loss, optimizer_factory)

@@ -26,6 +26,7 @@ from llm.runtime.counts import counted
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.ranks import divide_ranks
+from llm.trainers.gpt.seams import transforms_of
 
 MOST_ACCUM_STEPS = 8
 
@@ -109,7 +110,12 @@ def choose_strategy(
     if model.device.type == "meta":
         files = find_weight_files(model, weights_from) if weights_from else None
         init_weights = partial(
-            fill_model, config, seed=seed, device=accelerator.device, files=files or ()
+            fill_model,
+            config,
+            seed=seed,
+            device=accelerator.device,
+            files=files or (),
+            transforms=transforms_of(config, model.config),
         )
     decentralized = config.data_parallel != "allreduce" and not config.eval_only
     if decentralized and not dims.is_replicated:

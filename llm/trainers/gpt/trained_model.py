@@ -25,6 +25,7 @@ from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.presets import is_complete
+from llm.trainers.gpt.seams import transforms_of
 
 if TYPE_CHECKING:
     import torch
@@ -247,18 +248,20 @@ def build_untrained(
 
     config = with_copies(config, chosen)
     tokenizer = tokenizer_of(config)
+    model_config = load_config(config)
     model = build_model(
         dataclasses.replace(
             config,
             attention_implementation=None,
             activation_checkpointing="none",
         ),
-        load_config(config),
+        model_config,
         weights_from=None,
         seed=config.seed or 0,
         device=torch.device(device),
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
+        transforms=transforms_of(config, model_config),
     )
     settings = generation_settings(chosen)
     if settings is not None:
@@ -286,7 +289,6 @@ def export_trained(
         card: The name of the model, and more entries of the card.
     """
     from llm.models.export import export_model, write_model_card
-    from llm.models.mup import scales_of
 
     export_model(
         config=model.config,
@@ -296,7 +298,7 @@ def export_trained(
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
         dtype=config.export_dtype,
-        attention_factor=scales_of(config, model.config).attention,
+        transforms=transforms_of(config, model.config),
     )
     write_model_card(
         folder, {"name": card["name"], "architecture": model.config.model_type} | {**card}

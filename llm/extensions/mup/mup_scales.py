@@ -28,16 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from llm.errors import ConfigError
-from llm.models.options import ModelOptions
-from llm.models.sizes import SHAPED, head_width
+from llm.models.transforms import Transform
 
 _IN_BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
 _BRANCH_OUTPUT = re.compile(r"\.(c_proj|o_proj|down_proj|dense|dense_4h_to_h)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scales:
+class Scales(Transform):
     """What muP changes in a model, relative to its base model.
 
     Attributes:
@@ -63,7 +61,7 @@ class Scales:
         depth = math.sqrt(self.depth) if self.starts_by_depth else self.depth
         return self._factor(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
 
-    def rate(self, name: str, ndim: int, is_muon: bool) -> float:
+    def rate_factor(self, name: str, ndim: int, is_muon: bool) -> float:
         """Return the factor of a parameter's learning rate.
 
         Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
@@ -84,66 +82,25 @@ class Scales:
         return factor / depth if _BRANCH_OUTPUT.search(name) else factor
 
     @torch.no_grad()
-    def scale_weights(self, model: nn.Module) -> None:
+    def initial(self, model: nn.Module) -> None:
         """Multiply the library's initial weights, or this rank's shards of them, in place."""
         for name, parameter in model.named_parameters():
             factor = self.deviation(name, parameter.ndim)
             if factor != 1:
                 parameter.mul_(factor)
 
-    def scale_attention(self, model: nn.Module) -> None:
+    def modules(self, model: nn.Module) -> None:
         """Multiply the scale that each attention passes to its kernel."""
         if self.attention != 1:
             for module in model.modules():
                 if "scaling" in vars(module):
                     vars(module)["scaling"] *= self.attention
 
-
-def scales_of(options: ModelOptions, config: PreTrainedConfig) -> Scales:
-    """Return what muP changes in a model; without `mup`, nothing.
-
-    Args:
-        options: The base model.
-        config: The model's configuration.
-
-    Raises:
-        ConfigError: muP has no rule for the architecture, or the base model cannot be.
-    """
-    if not options.mup or options.mup_base_width is None:
-        return Scales()
-    kind, text_config = config.model_type, config.get_text_config()
-    if kind not in SHAPED:
-        raise ConfigError(
-            f"--mup is for {', '.join(SHAPED)}, and this model is {kind}; leave it out."
-        )
-    width, head_dim = text_config.hidden_size, head_width(text_config)
-    base_width, base_head_dim = options.mup_base_width, options.mup_base_head_dim or head_dim
-    if text_config.num_attention_heads * head_dim == width and base_width % base_head_dim:
-        raise ConfigError(
-            f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; make "
-            "it a multiple, or give the width of the base model's heads by --mup_base_head_dim."
-        )
-    base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
-    return Scales(
-        width=width / base_width,
-        depth=text_config.num_hidden_layers / base_layers,
-        attention=math.sqrt(base_head_dim / head_dim),
-        starts_by_depth=kind == "gpt2",
-    )
-
-
-def check_mup(options: ModelOptions, config: PreTrainedConfig, *, weights_from: str | None) -> None:
-    """Refuse muP for models without a rule.
-
-    Raises:
-        ConfigError: As for `scales_of`, or the model has trained weights.
-    """
-    scales_of(options, config)
-    if options.mup and weights_from is not None:
-        raise ConfigError(
-            f"--mup scales initial weights, and {weights_from} has trained ones; add "
-            "--from_scratch to start from initial ones, or leave --mup out."
-        )
+    def exported(
+        self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
+    ) -> Mapping[str, Tensor]:
+        """Return weights whose queries have taken over the factor of the attention logits."""
+        return fold_attention(state_dict, config, self.attention)
 
 
 def fold_attention(

@@ -4,15 +4,17 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.mup import Scales, check_mup, scales_of
-from llm.models.options import ModelOptions
+from llm.extensions.mup.mup_scales import Scales
+from llm.extensions.mup.options import MuPOptions
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import Inputs
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -65,28 +67,34 @@ CASES = [
 HALF = {"mup": True, "mup_base_width": 16, "mup_base_num_layers": 1, "mup_base_head_dim": 8}
 
 
+def scaled_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
+    """The tiny model under muP."""
+    return tiny_model(config, transforms=[GPTConfig(**options).transform(config)])
+
+
 @pytest.mark.parametrize(("family", "name", "ndim", "deviation", "adamw", "muon"), CASES)
 def test_each_kind_of_weight_has_its_deviation_and_its_rates(
     family, name, ndim, deviation, adamw, muon
 ):
     scales = Scales(width=4, depth=4, starts_by_depth=family == "gpt2")
     assert scales.deviation(name, ndim) == deviation
-    assert scales.rate(name, ndim, False) == adamw
-    assert scales.rate(name, ndim, True) == muon
+    assert scales.rate_factor(name, ndim, False) == adamw
+    assert scales.rate_factor(name, ndim, True) == muon
 
 
 def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
-    options = ModelOptions(model_type="gpt2", **HALF)
-    scales = scales_of(options, tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6))
+    options = GPTConfig(**HALF)
+    scales = options.transform(tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6))
     assert scales == Scales(width=4, depth=6, attention=0.5, starts_by_depth=True)
-    assert scales_of(options, tiny_config("qwen3")) == Scales(width=2, depth=2, attention=0.5**0.5)
-    assert scales_of(ModelOptions(model_type="opt"), tiny_config("opt")) == Scales()
+    wider = options.transform(tiny_config("qwen3"))
+    assert wider == Scales(width=2, depth=2, attention=0.5**0.5)
+    assert GPTConfig().transform(tiny_config("opt")) is None
 
 
 @pytest.mark.parametrize("family", SHAPED)
 def test_at_the_base_width_a_model_starts_as_without_mup(family):
     plain = tiny_model(tiny_config(family)).state_dict()
-    base = tiny_model(
+    base = scaled_model(
         tiny_config(family), mup=True, mup_base_width=32, mup_base_num_layers=2
     ).state_dict()
     assert all(torch.equal(base[name], weight) for name, weight in plain.items())
@@ -95,7 +103,7 @@ def test_at_the_base_width_a_model_starts_as_without_mup(family):
 @pytest.mark.parametrize("family", SHAPED)
 def test_initial_weights_are_the_librarys_times_their_factor(family):
     plain = dict(tiny_model(tiny_config(family)).named_parameters())
-    model = tiny_model(tiny_config(family), **HALF)
+    model = scaled_model(tiny_config(family), **HALF)
     scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
     changed = set()
     for name, parameter in model.named_parameters():
@@ -110,12 +118,12 @@ def test_initial_weights_are_the_librarys_times_their_factor(family):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", SHAPED)
 def test_an_export_has_the_logits_of_the_model_in_training(family, tied, tmp_path):
-    model = tiny_model(tiny_config(family, tie_word_embeddings=tied), **HALF)
+    model = scaled_model(tiny_config(family, tie_word_embeddings=tied), **HALF)
     moved_from_its_start(model, by=0.3)
     ids = torch.arange(20).view(2, 10)
     logits = {}
     for factor in (0.5**0.5, 1.0):
-        export_to(tmp_path, model, attention_factor=factor)
+        export_to(tmp_path, model, transforms=[Scales(attention=factor)])
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
         logits[factor] = loaded(ids).logits
@@ -146,7 +154,7 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
 def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer):
     """The factors of tables 8 and 1 of the two papers, instead of ours in the weights."""
     scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
-    folded = tiny_model(tiny_config(family), **HALF).eval().double()
+    folded = scaled_model(tiny_config(family), **HALF).eval().double()
     multiplied = with_multipliers(folded, scales)
     settings = OptimizerOptions(
         optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1, eps=1e-300
@@ -158,7 +166,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
 
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []
-    for model, factor_of in ((folded, scales.rate), (multiplied, rate_in_the_papers)):
+    for model, factor_of in ((folded, scales.rate_factor), (multiplied, rate_in_the_papers)):
         stepper = make_optimizer(settings, model)
         scale_learning_rates(stepper, model, factor_of)
         losses.append([])
@@ -175,9 +183,9 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SHAPED])
 def test_other_families_are_refused_by_name(family):
-    options = ModelOptions(model_type=family, mup=True, mup_base_width=16)
+    options = GPTConfig(mup=True, mup_base_width=16)
     with pytest.raises(ConfigError, match=rf"--mup is for gpt2, .* this model is {family}"):
-        scales_of(options, tiny_config(family))
+        options.transform(tiny_config(family))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +203,8 @@ def test_other_families_are_refused_by_name(family):
 def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(
     changes, weights_from, sentence
 ):
-    options = ModelOptions(model_type="gpt2", mup=True, **changes)
+    inputs = Inputs(
+        start=None, init_from=None, model_config=tiny_config("gpt2"), weights_from=weights_from
+    )
     with pytest.raises(ConfigError, match=sentence):
-        check_mup(options, tiny_config("gpt2"), weights_from=weights_from)
+        MuPOptions.read(GPTConfig(mup=True, **changes), inputs)

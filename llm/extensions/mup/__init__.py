@@ -1,0 +1,1 @@
+"""muP: scales by which the best learning rate transfers across widths (`--mup`)."""

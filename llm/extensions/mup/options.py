@@ -1,0 +1,125 @@
+"""Options of muP, and the scales that they ask for."""
+
+import math
+from typing import TYPE_CHECKING
+
+from llm.config.options import option, option_group
+from llm.errors import ConfigError
+from llm.trainers.gpt.seams import Extension
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from llm.extensions.mup.mup_scales import Scales
+    from llm.trainers.gpt.seams import Inputs
+
+
+@option_group("muP", resume="fixed", extension=True)
+class MuPOptions(Extension):
+    """muP and the narrow model that its learning rate is from."""
+
+    mup: bool = option(
+        False,
+        "Train under muP: initial weights and learning rates are scaled so that the optimal "
+        "learning rate transfers across widths. For GPT-2- and Llama-shaped models.",
+    )
+    mup_base_width: int | None = option(
+        None,
+        "Width at which the hyperparameters were tuned; at this width muP changes nothing.",
+        requires=("mup",),
+        at_least=1,
+    )
+    mup_base_num_layers: int | None = option(
+        None,
+        "Layers of the narrow model, if they are fewer: completeP's rule for the depth. Without "
+        "it, depth changes nothing.",
+        requires=("mup",),
+        at_least=1,
+    )
+    mup_base_head_dim: int | None = option(
+        None,
+        "Width of a head of the narrow model, if heads grow with the width and not their number.",
+        requires=("mup",),
+        at_least=1,
+    )
+
+    def problems(self) -> list[str]:
+        """Return a sentence for a missing width, and for an optimizer that muP has no rule for."""
+        problems = []
+        if self.mup and self.mup_base_width is None:
+            problems.append(
+                "--mup needs --mup_base_width, the width at which the learning rate was tuned."
+            )
+        allowed = (None, "adamw", "accumadamw", "muon")
+        if self.mup and (self.kfac or self.optimizer not in allowed):
+            other = "kfac" if self.kfac else f"optimizer {self.optimizer}"
+            problems.append(
+                f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
+                "leave one of them out."
+            )
+        return problems
+
+    def read(self, inputs: "Inputs") -> None:
+        """Refuse muP for models without a rule.
+
+        Raises:
+            ConfigError: As for `scales_of`; or the model has trained weights, or was trained with
+                another scale of attention.
+        """
+        MuPOptions.transform(self, inputs.model_config)
+        if self.mup and inputs.weights_from is not None:
+            raise ConfigError(
+                f"--mup scales initial weights, and {inputs.weights_from} has trained ones; add "
+                "--from_scratch to start from initial ones, or leave --mup out."
+            )
+        if inputs.init_from is None:
+            return
+        own, name = self.mup_base_head_dim, "mup_base_head_dim"
+        saved = inputs.init_from.metadata["fixed"].get(name)
+        if saved != own:
+            raise ConfigError(
+                f"--init_from {self.init_from} was trained with --{name} {saved}, which scales "
+                f"attention, and this run has {own}; give the same, or start from its exported "
+                "model by --model_name_or_path."
+            )
+
+    def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
+        """Return the scales of a model; None without `mup`."""
+        if not self.mup or self.mup_base_width is None:
+            return None
+        return scales_of(self, model_config)
+
+
+def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
+    """Return what muP changes in a model.
+
+    Args:
+        options: The base model.
+        config: The model's configuration.
+
+    Raises:
+        ConfigError: muP has no rule for the architecture, or the base model cannot be.
+    """
+    from llm.extensions.mup.mup_scales import Scales
+    from llm.models.sizes import SHAPED, head_width
+
+    kind, text_config = config.model_type, config.get_text_config()
+    if kind not in SHAPED:
+        raise ConfigError(
+            f"--mup is for {', '.join(SHAPED)}, and this model is {kind}; leave it out."
+        )
+    width, head_dim = text_config.hidden_size, head_width(text_config)
+    base_width = options.mup_base_width or width
+    base_head_dim = options.mup_base_head_dim or head_dim
+    if text_config.num_attention_heads * head_dim == width and base_width % base_head_dim:
+        raise ConfigError(
+            f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; make "
+            "it a multiple, or give the width of the base model's heads by --mup_base_head_dim."
+        )
+    base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
+    return Scales(
+        width=width / base_width,
+        depth=text_config.num_hidden_layers / base_layers,
+        attention=math.sqrt(base_head_dim / head_dim),
+        starts_by_depth=kind == "gpt2",
+    )

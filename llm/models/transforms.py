@@ -1,0 +1,40 @@
+"""Changes to a model that an extension makes from outside."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+
+class Transform:
+    """A change to a model, its initial weights, and its learning rates; by itself it does nothing.
+
+    The model's configuration stays that of the model that is exported.
+    """
+
+    def initial(self, model: nn.Module) -> None:
+        """Change the weights that were just drawn, or this rank's shards of them, in place."""
+
+    def modules(self, model: nn.Module) -> None:
+        """Change modules in place; the model may be on the meta device."""
+
+    def rate_factor(self, name: str, ndim: int, is_muon: bool) -> float:
+        """Return the factor of a parameter's learning rate.
+
+        Args:
+            name: The parameter's name in the whole model.
+            ndim: Its number of dimensions.
+            is_muon: Whether Muon trains it, with the step length of `llm.optim.muon`.
+        """
+        return 1.0
+
+    def exported(
+        self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
+    ) -> Mapping[str, Tensor]:
+        """Return the weights of an unchanged model that computes the same.
+
+        Args:
+            state_dict: Every weight by its name in the model; not changed.
+            config: The model's configuration.
+        """
+        return state_dict
