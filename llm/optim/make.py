@@ -6,7 +6,6 @@ import torch
 
 from llm.optim.accum_adamw import make_accum_adamw
 from llm.optim.adamw import make_adamw
-from llm.optim.bf16_adamw import make_bf16_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
@@ -19,7 +18,6 @@ def make_optimizer(
     model: torch.nn.Module,
     *,
     accum_steps: int | None = None,
-    seed: int = 0,
     whole: WholeMatrices | None = None,
     order: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
@@ -29,7 +27,6 @@ def make_optimizer(
         options: Which optimizer, and its settings.
         model: The model to train.
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
-        seed: The run's seed, for the rounding of moments in bf16.
         whole: Who updates which matrix, for optimizers that need whole ones; by default every rank
             updates all.
         order: For SOAP, what `basis_order` returns for a model that is divided over ranks.
@@ -47,8 +44,6 @@ def make_optimizer(
         case "adamw" | "accumadamw" | None:
             if accum_steps is not None:
                 return make_accum_adamw(options, model, accum_steps=accum_steps)
-            if options.moment_dtype == "bf16":
-                return make_bf16_adamw(options, model, seed=seed)
             return make_adamw(options, model)
 
 

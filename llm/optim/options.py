@@ -29,11 +29,6 @@ class OptimizerOptions(KFACOptions):
         "are trained side by side, 8 at most.",
         at_least=1,
     )
-    moment_dtype: Literal["fp32", "bf16"] = option(
-        "fp32",
-        "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
-        "memory.",
-    )
     embedding_learning_rate: float | None = option(
         None,
         "Peak learning rate of embeddings, output head and one-dimensional weights; learning_rate "

@@ -25,7 +25,7 @@ from llm.optim.groups import scale_learning_rates
 from llm.optim.make import make_optimizer
 from llm.plan import render
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.seams import transforms_of
+from llm.trainers.gpt.seams import optimizer_of, transforms_of
 
 _STEPS = 4
 _SAMPLES = 4
@@ -102,7 +102,7 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
         vocab_size=vocab_size,
         transforms=transforms,
     ).eval()  # without dropout
-    optimizer = make_optimizer(options, model)
+    optimizer = optimizer_of(options, model, seed=0) or make_optimizer(options, model)
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
     loss = LanguageModelLoss(model, chunked=False)  # whose logits are an activation of the head

@@ -21,7 +21,7 @@ from llm.optim.make import make_optimizer
 from llm.optim.whole import units_of
 from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.seams import extensions_of
+from llm.trainers.gpt.seams import extensions_of, optimizer_of
 
 FP32 = 4
 """Bytes of a number."""
@@ -163,7 +163,9 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     if not options.kfac:
         uses_blocks = options.optimizer == "accumadamw"
         accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
-        optimizer = make_optimizer(options, model, accum_steps=accum_steps)
+        optimizer = optimizer_of(options, model, seed=0)
+        if optimizer is None:
+            optimizer = make_optimizer(options, model, accum_steps=accum_steps)
         matrices = bool(units_of(optimizer))
         per_element = _per_element(optimizer, model) + kept
         return OptimizerMemory(per_element=per_element, matrices=matrices)

@@ -17,6 +17,7 @@ from tests.support.training import Bench, Run
 EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
+    "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
     "mup": ({"mup": True, "mup_base_width": 16}, 2, "was trained with --mup and --mup_base_width"),
     "profiler": ({"profile": "0:1"}, 0, ""),
     "spikes": (

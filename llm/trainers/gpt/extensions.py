@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm.extensions.averaging.options import AveragingOptions
+from llm.extensions.bf16_moments.options import MomentOptions
 from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
 from llm.extensions.spikes.options import SpikeOptions
@@ -19,6 +20,7 @@ from llm.trainers.gpt.seams import Extension
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(
     AveragingOptions,
+    MomentOptions,
     MuPOptions,
     ProfilerOptions,
     SpikeOptions,

@@ -144,16 +144,6 @@ def _optimizer_problems(config: CoreConfig) -> list[str]:
             f"--optimizer {kind} does not go with --kfac, beside which only adamw, or with its "
             "method ekfac soap, trains the other weights; leave one of them out."
         )
-    others = [] if kind in (None, "adamw") else [f"optimizer {kind}"]
-    others += ["kfac"] if config.kfac else []
-    others += (
-        [] if config.data_parallel == "allreduce" else [f"data_parallel {config.data_parallel}"]
-    )
-    if config.moment_dtype != "fp32" and others:
-        problems.append(
-            f"--moment_dtype {config.moment_dtype} is for AdamW with gradients averaged over all "
-            f"ranks, not for --{' and --'.join(others)}; leave one of them out."
-        )
     if config.data_parallel != "allreduce" and kind not in (*_ELEMENTWISE, "muon"):
         state = "bases" if kind == "soap" else "a state"
         problems.append(

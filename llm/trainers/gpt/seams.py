@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llm.trainers.gpt.config import CoreConfig
 
 if TYPE_CHECKING:  # options are read and checked before torch is imported
+    from torch import nn
+    from torch.optim import Optimizer
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from llm.checkpoint.format import Checkpoint
@@ -175,6 +177,15 @@ class Extension(CoreConfig):
         """Return what it changes in the model from outside; None without such a change."""
         return None
 
+    def make_optimizer(self, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+        """Return the optimizer of a model; None if the core makes it.
+
+        Args:
+            model: The model, or this rank's shards of it.
+            seed: The run's seed.
+        """
+        return None
+
     def in_loop(self, running: Running) -> LoopExtension | None:
         """Return its part in training or evaluation; None if the options do not ask for it."""
         return None
@@ -201,3 +212,11 @@ def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list
     """Return what all extensions change in a model."""
     found = (each.transform(options, model_config) for each, options in extensions_of(config))
     return [transform for transform in found if transform is not None]
+
+
+def optimizer_of(config: CoreConfig, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+    """Return the optimizer that an extension makes; None if the core makes it."""
+    made = (
+        each.make_optimizer(options, model, seed=seed) for each, options in extensions_of(config)
+    )
+    return next((optimizer for optimizer in made if optimizer is not None), None)

@@ -38,7 +38,7 @@ from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evalua
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import transforms_of
+from llm.trainers.gpt.seams import optimizer_of, transforms_of
 from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 from llm.trainers.gpt.trained_model import generation_settings
 
@@ -152,10 +152,12 @@ def make_strategy(
                 )
             strategy.second_order = kfac
             return kfac.optimizer
-        accum_steps = setup.replicas.accum_steps
-        optimizer = make_optimizer(
-            config, model, accum_steps=accum_steps, seed=setup.seed, whole=whole, order=order
-        )
+        optimizer = optimizer_of(config, model, seed=setup.seed)
+        if optimizer is None:
+            accum_steps = setup.replicas.accum_steps
+            optimizer = make_optimizer(
+                config, model, accum_steps=accum_steps, whole=whole, order=order
+            )
         for transform in transforms_of(config, setup.model_config):
             scale_learning_rates(optimizer, model, transform.rate_factor)
         return optimizer

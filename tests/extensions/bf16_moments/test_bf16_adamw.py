@@ -6,11 +6,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm.data.loader import MicroBatch
+from llm.extensions.bf16_moments import bf16_adamw
+from llm.extensions.bf16_moments.bf16_adamw import (
+    BF16AdamW,
+    make_bf16_adamw,
+    random_bits,
+    round_stochastically,
+)
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim import bf16_adamw
 from llm.optim.adamw import make_adamw
-from llm.optim.bf16_adamw import BF16AdamW, make_bf16_adamw, random_bits, round_stochastically
 from llm.optim.options import OptimizerOptions
 from tests.support.device_reads import Reads
 from tests.support.layouts import make_strategy

@@ -1,0 +1,41 @@
+"""Options of bf16 moments."""
+
+from typing import TYPE_CHECKING, Literal
+
+from llm.config.options import option, option_group
+from llm.trainers.gpt.seams import Extension
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@option_group("Moments in bf16", resume="fixed", extension=True)
+class MomentOptions(Extension):
+    """The precision of AdamW's moments."""
+
+    moment_dtype: Literal["fp32", "bf16"] = option(
+        "fp32",
+        "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
+        "memory.",
+    )
+
+    def problems(self) -> list[str]:
+        """Return a sentence if another optimizer trains the run."""
+        others = [] if self.optimizer in (None, "adamw") else [f"--optimizer {self.optimizer}"]
+        others += ["--kfac"] if self.kfac else []
+        others += [self.several_models] if self.several_models else []
+        if self.moment_dtype == "fp32" or not others:
+            return []
+        return [
+            f"--moment_dtype {self.moment_dtype} is for AdamW with gradients averaged over all "
+            f"ranks, not for {' and '.join(others)}; leave one of them out."
+        ]
+
+    def make_optimizer(self, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+        """Return AdamW with bf16 moments; None for float32 ones."""
+        if self.moment_dtype == "fp32":
+            return None
+        from llm.extensions.bf16_moments.bf16_adamw import make_bf16_adamw
+
+        return make_bf16_adamw(self, model, seed=seed)
