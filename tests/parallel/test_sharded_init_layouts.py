@@ -30,9 +30,8 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     """A strategy of the layout whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
     run = GPTConfig(no_bias=options.get("no_bias", False))
-    strategy = choose_strategy(
-        run, ONE, dims_of(**sizes), cpu_accelerator(), model, weights_from=None, seed=1
-    )
+    start = {"weights_from": None, "seed": 1, "transforms": ()}
+    strategy = choose_strategy(run, ONE, dims_of(**sizes), cpu_accelerator(), model, **start)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy
 

@@ -16,7 +16,7 @@ from llm.trainers.gpt import resume
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.rules import check
-from tests.support.package import MODULES, name_of
+from tests.support.package import MODULES, PACKAGE, name_of
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]
 ENOUGH = ["--dataset_name", "wikitext", "--model_name_or_path", "gpt2"]
@@ -359,12 +359,15 @@ def test_every_option_is_read_somewhere():
         "checkpoint",
         "metrics",
         "trainers",
+        "extensions",
     )
     readers = [path for path in MODULES if name_of(path).startswith(rooms)]
     readers = [path for path in readers if '__name__ == "__main__"' not in path.read_text()]
     source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
     source = re.sub(r"^ *from .*", "", source, flags=re.MULTILINE)
     read = set(re.findall(r"(?:config|options)\.(\w+)", source))
+    for path in PACKAGE.glob("extensions/*/options.py"):
+        read |= set(re.findall(r"self\.(\w+)", path.read_text(encoding="utf-8")))
     assert {field.name for field in fields(GPTConfig)} - read == set()
 
 

@@ -106,6 +106,7 @@ def make_strategy(
 ) -> AcceleratedStrategy:
     """Form the process groups, and prepare the strategy with the model and its optimizer."""
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
+    transforms = transforms_of(config, setup.model_config)
     strategy = choose_strategy(
         config,
         setup.replicas,
@@ -114,6 +115,7 @@ def make_strategy(
         model,
         weights_from=setup.weights_from,
         seed=setup.seed,
+        transforms=transforms,
     )
     on_cpu = strategy.device.type == "cpu"
     loss = LanguageModelLoss(
@@ -140,12 +142,11 @@ def make_strategy(
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
         # An evaluation takes the weights only.
         if config.kfac and not config.eval_only:
-            compiled = bool(config.torch_compile)
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
                 kfac = make_kfac(
                     config,
                     model,
-                    torch_compile=compiled,
+                    torch_compile=bool(config.torch_compile),
                     coverage=coverage,
                     whole=whole,
                     order=order,
@@ -154,11 +155,9 @@ def make_strategy(
             return kfac.optimizer
         optimizer = optimizer_of(config, model, seed=setup.seed)
         if optimizer is None:
-            accum_steps = setup.replicas.accum_steps
-            optimizer = make_optimizer(
-                config, model, accum_steps=accum_steps, whole=whole, order=order
-            )
-        for transform in transforms_of(config, setup.model_config):
+            steps = setup.replicas.accum_steps
+            optimizer = make_optimizer(config, model, accum_steps=steps, whole=whole, order=order)
+        for transform in transforms:
             scale_learning_rates(optimizer, model, transform.rate_factor)
         return optimizer
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint, Stateful
 from llm.checkpoint.load import load_state, read_tensors
 from llm.errors import CheckpointError
+from llm.models.transforms import Transform
 from llm.models.weight_files import find_weight_files
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
@@ -26,7 +27,6 @@ from llm.runtime.counts import counted
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.ranks import divide_ranks
-from llm.trainers.gpt.seams import transforms_of
 
 MOST_ACCUM_STEPS = 8
 
@@ -94,6 +94,7 @@ def choose_strategy(
     *,
     weights_from: str | None,
     seed: int,
+    transforms: Sequence[Transform],
 ) -> AcceleratedStrategy:
     """Return the strategy of a run, which is given the model by its `prepare`.
 
@@ -105,6 +106,7 @@ def choose_strategy(
         model: On the meta device if each rank is to draw or read the weights of its shards.
         weights_from: Where pretrained weights come from, or None.
         seed: The run's seed.
+        transforms: What extensions change in the model.
     """
     init_weights = None
     if model.device.type == "meta":
@@ -115,7 +117,7 @@ def choose_strategy(
             seed=seed,
             device=accelerator.device,
             files=files or (),
-            transforms=transforms_of(config, model.config),
+            transforms=transforms,
         )
     decentralized = config.data_parallel != "allreduce" and not config.eval_only
     if decentralized and not dims.is_replicated:
