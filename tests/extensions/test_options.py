@@ -1,0 +1,44 @@
+"""What the options of extensions have in common: names, and what a run records of them."""
+
+from collections import Counter
+
+from llm.config.options import fields
+from llm.config.toml import to_toml
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.resume import recorded_options
+from llm.trainers.gpt.seams import Extension
+from tests.support.package import PACKAGE
+
+LISTED = GPTConfig().listed
+
+
+def test_every_folder_is_listed_once():
+    folders = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/options.py"))
+    assert sorted(each.__module__.split(".")[2] for each in LISTED) == folders
+
+
+def test_no_two_extensions_define_the_same_name():
+    inherited = {*dir(Extension)}
+    names = Counter(name for each in LISTED for name in vars(each) if name not in inherited)
+    names -= Counter(dict.fromkeys(names, 1))
+    assert set(names) == set()
+
+
+def test_the_options_of_the_core_come_first():
+    names = [field.name for field in fields(GPTConfig)]
+    core = [field.name for field in fields(CoreConfig)]
+    assert names[: len(core)] == core
+
+
+def test_a_run_records_an_extensions_options_only_if_they_are_given():
+    plain, given = GPTConfig(), GPTConfig(mup=True, mup_base_width=64, ema_decay=0.9)
+    assert "ema_decay = 0.9\n" in to_toml(given)
+    assert "mup_base_width = 64\n" in to_toml(given)
+    assert "ema_decay" not in to_toml(plain)
+    assert "mup_base_width" not in to_toml(plain)
+    more = {
+        kind: set(values) - set(recorded_options(plain)[kind])
+        for kind, values in recorded_options(given).items()
+    }
+    assert more == {"fixed": {"mup", "mup_base_width"}, "logged": {"ema_decay"}}
