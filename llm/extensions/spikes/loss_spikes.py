@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from llm.data.corpus import Corpus
 from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, RestartError
 from llm.extensions.spikes.find_spikes import Spike, find_spike, remember
-from llm.extensions.spikes.options import SpikeOptions
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import inspect_command
 from llm.trainers.gpt.seams import LoopExtension
@@ -22,9 +21,11 @@ class LossSpikes(LoopExtension):
     """Looks for spikes in the losses of a run; every rank sees the same losses.
 
     Args:
-        options: What to do about a spike.
         corpus: Where the samples come from.
         run: Folder of the run, for the command that shows a step's text.
+        action: What to do about a spike, as `on_loss_spike` names it.
+        max_rewinds: Times that the run goes back before it stops.
+        margin: Steps before a spike whose samples are left out with it.
 
     Attributes:
         losses: Losses of the last steps that were not skipped.
@@ -34,8 +35,17 @@ class LossSpikes(LoopExtension):
     part = "spikes"
     words = "record of losses, to tell a spike by"
 
-    def __init__(self, options: SpikeOptions, corpus: Corpus, *, run: str) -> None:
-        self._options, self._corpus, self._run = options, corpus, run
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        run: str,
+        action: Literal["warn", "stop", "rewind"],
+        max_rewinds: int = 0,
+        margin: int = 0,
+    ) -> None:
+        self._corpus, self._run, self._action = corpus, run, action
+        self._max_rewinds, self._margin = max_rewinds, margin
         self.losses: list[float] = []
         self.rewinds = 0
 
@@ -57,31 +67,29 @@ class LossSpikes(LoopExtension):
                 self._report(step, loss, spike, loader)
                 spikes.append(step)
             self.losses = remember(loss, self.losses)
-        if spikes and self._options.on_loss_spike != "warn":
+        if spikes and self._action != "warn":
             self._stop(spikes, loader)
 
     def _stop(self, spikes: list[int], loader: TrainLoader) -> None:
-        kind = self._options.on_loss_spike
         first, stop = loader.samples_of(spikes[0], spikes[-1] + 1)
         message = (
-            f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {kind}): "
+            f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
             f"look at its text by {inspect_command(self._run, spikes[0] + 1)}, and go on from the "
             f"last checkpoint by --resume_from_checkpoint with --skip_samples {first}:{stop}, a "
             "lower --learning_rate, or --on_loss_spike warn. What was saved before is untouched."
         )
-        if kind == "stop":
+        if self._action == "stop":
             raise DivergedError(message)
-        if self.rewinds >= self._options.max_rewinds:
+        if self.rewinds >= self._max_rewinds:
             raise DivergedError(
                 f"{message} The run has gone back {self.rewinds} times already (--max_rewinds)."
             )
         self.rewinds += 1
-        # The updates of a logging interval before the spike may have led to it.
         raise RestartError(
             message,
-            first=spikes[0] - self._options.logging_steps,
+            first=spikes[0] - self._margin,
             reason=f"the spike at step {spikes[0] + 1} (time {self.rewinds} of --max_rewinds "
-            f"{self._options.max_rewinds})",
+            f"{self._max_rewinds})",
         )
 
     def _report(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:

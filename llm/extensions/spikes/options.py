@@ -42,4 +42,11 @@ class SpikeOptions(Extension):
             return None
         from llm.extensions.spikes.loss_spikes import LossSpikes
 
-        return LossSpikes(self, running.setup.corpus, run=str(running.setup.run.path))
+        return LossSpikes(
+            running.setup.corpus,
+            run=str(running.setup.run.path),
+            action=self.on_loss_spike,
+            max_rewinds=self.max_rewinds,
+            # The updates of a logging interval before the spike may have led to it.
+            margin=self.logging_steps,
+        )

@@ -240,7 +240,7 @@ def test_another_mixture_of_the_data_is_no_spike(tmp_path):
         device=torch.device("cpu"),
     )
     corpus = Corpus(train=tuple(sources), validation=(), stages=tuple(stages))
-    spikes = LossSpikes(GPTConfig(on_loss_spike="stop"), corpus, run="runs/staged")
+    spikes = LossSpikes(corpus, run="runs/staged", action="stop")
 
     def report(steps: range, loss: float) -> None:
         spikes.after_steps([(step, False, loss) for step in steps], loader)
