@@ -121,6 +121,12 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
         (1, ""),
         pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
         pytest.param(2, "--data_parallel_shard_size 2 --model_type llama", marks=SLOW),
+        pytest.param(
+            2,
+            "--data_parallel_shard_size 2 --gradient_accumulation_steps 2 --unsharded_gradients "
+            "--num_layers 2",
+            marks=SLOW,
+        ),
         pytest.param(2, "--data_parallel_shard_size 2 --optimizer muon", marks=SLOW),
         pytest.param(2, "--data_parallel_shard_size 2 --kfac", marks=SLOW),
         pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
