@@ -1,14 +1,16 @@
 """Eigenbases of symmetric matrices, their fallbacks, and rotations into a basis."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llm.runtime.float32 import full_float32
+from llm.runtime.float32 import full_float32, may_use_tf32, product_of_three
 
 Blocks = list[Tensor] | None
-"""The blocks of a block-diagonal matrix, [n, n] each; None is the identity."""
+"""The blocks of a block-diagonal matrix, [n, n] each, or of a stack of such matrices, with the
+dimensions of the stack in front; None is the identity."""
 
 
 class Solution(NamedTuple):
@@ -60,40 +62,49 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     their Rayleigh quotients, largest first; the values are the quotients of the previous basis.
 
     Args:
-        matrix: [n, n], symmetric, fp32.
-        basis: [n, n], orthonormal, the previous basis; it is kept if the next is not finite.
+        matrix: [..., n, n], symmetric, fp32.
+        basis: [..., n, n], orthonormal, the previous basis; it is kept if the next is not finite.
     """
     product = matrix @ basis
-    quotients = torch.linalg.vecdot(basis, product, dim=0)
-    order = torch.argsort(quotients, descending=True, stable=True)
+    quotients = torch.linalg.vecdot(basis, product, dim=-2)
+    order = torch.argsort(quotients, dim=-1, descending=True, stable=True)
+    in_order = torch.take_along_dim(product, order.unsqueeze(-2), -1)
     # The Q of `torch.linalg.qr`, without the cost of its R.
-    vectors = torch.linalg.householder_product(*torch.geqrf(product[:, order]))
-    finite = torch.isfinite(vectors).all()
-    values = quotients[order].nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
-    order = torch.where(finite, order, torch.arange(len(basis), device=basis.device))
+    vectors = torch.linalg.householder_product(*torch.geqrf(in_order))
+    finite = torch.isfinite(vectors).all(-1).all(-1)
+    values = torch.take_along_dim(quotients, order, -1).nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
+    unsorted = torch.arange(basis.shape[-1], device=basis.device)
+    order = torch.where(finite.unsqueeze(-1), order, unsorted)
+    vectors = torch.where(finite[..., None, None], vectors, basis)
     # Fallback 3 where the previous basis is kept: computed on the device, without waiting.
-    return Solution(torch.where(finite, vectors, basis), values, 3.0 * (~finite), order)
+    return Solution(vectors, values, 3.0 * (~finite), order)
 
 
-@full_float32()
 def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right, in full float32.
+    """Return left^T @ matrix @ right for block-diagonal left and right, as exact as in float32.
 
     Optimizers divide entries of the result by their own size: they would enlarge the error of TF32
-    to a full step.
+    to a full step. So where the device has TF32 and may use it, a product is that of three; else it
+    is in full float32.
 
     Args:
         matrix: [..., rows, columns].
         left: Blocks of a matrix [rows, rows].
         right: Blocks of a matrix [columns, columns].
     """
-    return _times_blocks(_times_blocks(matrix, right, dim=-1), left, dim=-2)
+    if may_use_tf32(matrix.device):
+        turned = _times_blocks(matrix, right, product_of_three, dim=-1)
+        return _times_blocks(turned, left, product_of_three, dim=-2)
+    with full_float32():
+        turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
+        return _times_blocks(turned, left, torch.matmul, dim=-2)
 
 
 def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
     """Return left @ matrix @ right^T, which undoes `rotate`, in the precision that is set."""
-    left, right = (blocks and [block.T for block in blocks] for blocks in (left, right))
-    return _times_blocks(_times_blocks(matrix, right, dim=-1), left, dim=-2)
+    left, right = (blocks and [block.mT for block in blocks] for blocks in (left, right))
+    turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
+    return _times_blocks(turned, left, torch.matmul, dim=-2)
 
 
 def _attempts(matrix: Tensor) -> list[Tensor]:
@@ -127,15 +138,17 @@ def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
 
 
-def _times_blocks(matrix: Tensor, blocks: Blocks, *, dim: Literal[-1, -2]) -> Tensor:
+def _times_blocks(
+    matrix: Tensor, blocks: Blocks, multiply: Callable[..., Tensor], *, dim: Literal[-1, -2]
+) -> Tensor:
     """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""
     if blocks is None:
         return matrix
     if len(blocks) == 1:
-        return matrix @ blocks[0] if dim == -1 else blocks[0].T @ matrix
-    product, widths = torch.empty_like(matrix), [len(block) for block in blocks]
+        return multiply(matrix, blocks[0]) if dim == -1 else multiply(blocks[0].mT, matrix)
+    product, widths = torch.empty_like(matrix), [block.shape[-1] for block in blocks]
     slices = zip(matrix.split(widths, dim), blocks, product.split(widths, dim), strict=True)
     for values, block, out in slices:
         # Written in place, which saves the concatenation of the products.
-        torch.matmul(*((values, block) if dim == -1 else (block.T, values)), out=out)
+        multiply(*((values, block) if dim == -1 else (block.mT, values)), out=out)
     return product

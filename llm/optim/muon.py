@@ -1,7 +1,7 @@
 """Muon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from llm.optim.adamw import adamw_settings
 from llm.optim.fused import Fusion, fused_weights, fusion_of
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
 from llm.optim.options import OptimizerOptions
-from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
+from llm.optim.whole import (
+    MatrixOptimizer,
+    Unit,
+    WholeMatrices,
+    batches,
+    groups_of,
+    stacked_state,
+)
 from llm.runtime.float32 import has_half_products
 
 
@@ -54,8 +61,9 @@ class MuonAndAdamW(MatrixOptimizer):
                 shapes=[p.shape],
                 fusion=fusion_of(p, fusions or {}),
                 cost=p.numel(),
+                kind=number,
             )
-            for group in self.param_groups
+            for number, group in enumerate(self.param_groups)
             for p in group["params"]
             if group["is_muon"]
         ]
@@ -68,6 +76,7 @@ class MuonAndAdamW(MatrixOptimizer):
             if self._whole.owns(unit):  # of the whole shape, also where the weight is sharded
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
+        self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()
@@ -80,26 +89,39 @@ class MuonAndAdamW(MatrixOptimizer):
         self._step_adamw()
         groups = groups_of(self)
 
-        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-            return [self._direction(unit, gradients[0], groups[unit.weight]["momentum"])]
+        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
+            return [self._directions(units, gradients[0], groups[units[0].weight]["momentum"])]
 
-        for unit, (direction,) in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
-            p, group = unit.weight, groups[unit.weight]
-            updated = p * (1 - group["lr"] * group["weight_decay"])
+        def factor_of(unit: Unit) -> float:
             length, *_ = _lengths(unit).values()
-            self._overwrite(p, updated.add_(direction, alpha=-group["lr"] * length))
+            return -float(groups[unit.weight]["lr"]) * length
 
-    def _direction(self, unit: Unit, gradient: Tensor, momentum: float) -> Tensor:
-        """Update the momentum of a unit; return what its step is a multiple of."""
-        buffer = self.state[unit.weight]["momentum_buffer"]
-        updated = torch.lerp(buffer, gradient, 1 - momentum)
-        parts = unit.fusion.split(gradient.lerp(updated, momentum))
-        self._overwrite(buffer, updated)
-        lengths = _lengths(unit)
+        for updates in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
+            self._add_updates(updates, factor_of)
+
+    def _directions(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
+        """Update the momentum of units; return what their steps are multiples of.
+
+        Args:
+            units: Units that are alike.
+            gradients: [units, ...].
+            momentum: Of all.
+        """
+        with stacked_state([self.state[unit.weight] for unit in units]) as state:
+            buffer = state["momentum_buffer"]
+            updated = torch.lerp(buffer, gradients, 1 - momentum)
+            ahead = gradients.lerp(updated, momentum)
+            self._overwrite(buffer, updated)
+        if self.found_inf is not None:
+            ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # whose direction is zero
+        fusion, lengths = units[0].fusion, _lengths(units[0])
+        parts = fusion.split(ahead, fusion.dim + 1)
         first, *_ = lengths.values()
-        return unit.fusion.join(
-            {name: orthogonalized(part) * (lengths[name] / first) for name, part in parts.items()}
-        )
+        directions = {
+            name: direction if lengths[name] == first else direction * (lengths[name] / first)
+            for name, direction in zip(parts, orthogonalized_all([*parts.values()]), strict=True)
+        }
+        return fusion.join(directions, fusion.dim + 1)
 
 
 def _lengths(unit: Unit) -> dict[str, float]:
@@ -108,25 +130,38 @@ def _lengths(unit: Unit) -> dict[str, float]:
     return {name: 0.2 * math.sqrt(max(shape)) for name, shape in shapes.items()}
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U V^T of a matrix U S V^T, roughly, in bf16: its singular values are 0.7 to 1.2.
+def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `orthogonalized` does for stacks of matrices, those of equal shape as one."""
+    found: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(stack.shape for stack in stacks):
+        alike = [number for number, stack in enumerate(stacks) if stack.shape == shape]
+        joint = torch.cat([stacks[number] for number in alike])
+        found |= zip(alike, orthogonalized(joint).chunk(len(alike)), strict=True)
+    return [found[number] for number in range(len(stacks))]
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Return U V^T of matrices U S V^T, roughly, in bf16: the singular values are 0.7 to 1.2.
 
     By five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's Muon,
     but in float32 where the device is slow in bf16.
 
     Args:
-        matrix: [rows, columns].
+        matrices: [number, rows, columns].
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrix.bfloat16() if has_half_products(matrix.device) else matrix.float()
-    if matrix.shape[0] > matrix.shape[1]:
-        wide = wide.T
-    wide = wide / wide.norm().clamp(min=1e-7)  # so that no singular value is above 1
+    wide = matrices.bfloat16() if has_half_products(matrices.device) else matrices.float()
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    if is_tall:
+        wide = wide.mT
+    # So that no singular value is above 1.
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        gram = wide @ wide.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.baddbmm(wide, factor, wide, beta=a)
     orthogonal = wide.bfloat16()
-    return orthogonal.T if matrix.shape[0] > matrix.shape[1] else orthogonal
+    return orthogonal.mT if is_tall else orthogonal
 
 
 def make_muon(

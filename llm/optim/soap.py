@@ -11,7 +11,14 @@ from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_bac
 from llm.optim.fused import Fusion, fused_weights, fusion_of, joint_state, matrix_state
 from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
 from llm.optim.options import OptimizerOptions
-from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
+from llm.optim.whole import (
+    MatrixOptimizer,
+    Unit,
+    WholeMatrices,
+    batches,
+    groups_of,
+    stacked_state,
+)
 
 MAX_DIM = 10_000
 """Width of the widest side that has a basis."""
@@ -69,11 +76,21 @@ class SOAP(MatrixOptimizer):
         self._update_steps = update_steps
         self._whole = whole or WholeMatrices()
         self.units = []
+        groups_and_numbers = enumerate(self.param_groups)
+        number_of = {p: number for number, group in groups_and_numbers for p in group["params"]}
         for p, its in sides.items():
             fusion = fusion_of(p, fusions or {})
             squares = [s[side] ** 2 for s in fusion.shapes(p.shape).values() for side in its]
             cost = 2 * p.numel() + 2 * sum(squares)
-            self.units.append(Unit(parameters=[p], shapes=[p.shape], fusion=fusion, cost=cost))
+            self.units.append(
+                Unit(
+                    parameters=[p],
+                    shapes=[p.shape],
+                    fusion=fusion,
+                    cost=cost,
+                    kind=(number_of[p], *its),
+                )
+            )
         self._whole.assign(self.units)
         names = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
         offsets = spread_offsets(len(names), update_steps) if offsets is None else offsets
@@ -83,6 +100,7 @@ class SOAP(MatrixOptimizer):
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
             kept = shapes.items() if self._whole.owns(unit) else ()
             self.state[p] = joint_state({k: _new_state(p, shape, sides[p]) for k, shape in kept})
+        self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()
@@ -99,22 +117,42 @@ class SOAP(MatrixOptimizer):
         keep = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
         if self.found_inf is not None:
             keep = keep * (1.0 - self.found_inf)
-        keep_of, groups = dict(zip(self.units, keep, strict=True)), groups_of(self)
+        groups = groups_of(self)
 
-        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-            p, parts = unit.weight, unit.fusion.split(gradients[0])
+        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
+            fusion = units[0].fusion
             updates = {
-                name: self._step_matrix(
-                    matrix_state(self.state[p], name), part, groups[p], self._offset_of[unit, name]
+                name: self._step_matrices(
+                    [matrix_state(self.state[unit.weight], name) for unit in units],
+                    part,
+                    groups[units[0].weight],
+                    [self._offset_of[unit, name] for unit in units],
                 )
-                for name, part in parts.items()
+                for name, part in fusion.split(gradients[0], fusion.dim + 1).items()
             }
-            return [unit.fusion.join(updates)]
+            return [fusion.join(updates, fusion.dim + 1)]
 
-        for unit, (update,) in self._whole.updates(self.units, compute):
-            p, group = unit.weight, groups[unit.weight]
-            p.mul_(1 - group["lr"] * group["weight_decay"] * keep_of[unit])
-            p.sub_(update)
+        kept = self._kept_by_decay(keep)
+        for updates in self._whole.updates(self.units, compute):
+            for unit, _ in updates:
+                unit.weight.mul_(kept[unit])
+            if updates:
+                weights = [unit.weight for unit, _ in updates]
+                torch._foreach_sub_(weights, [update for _, (update,) in updates])
+
+    def _kept_by_decay(self, keep: Tensor) -> dict[Unit, Tensor]:
+        """Return what weight decay multiplies the weight of each unit by.
+
+        Args:
+            keep: 1.0 for each unit that decays, else 0.0.
+        """
+        groups = groups_of(self)
+        decays = [groups[u.weight]["lr"] * groups[u.weight]["weight_decay"] for u in self.units]
+        # One product for all of equal decay.
+        kept = {decay: (1 - decay * keep).unbind() for decay in dict.fromkeys(decays)}
+        return {
+            unit: kept[d][i] for i, (unit, d) in enumerate(zip(self.units, decays, strict=True))
+        }
 
     def _has_basis(self, unit: Unit) -> Tensor:
         """Return 1.0 if this rank owns a unit and its bases have begun, else 0.0."""
@@ -122,32 +160,43 @@ class SOAP(MatrixOptimizer):
             return torch.zeros((), device=unit.weight.device)
         return matrix_state(self.state[unit.weight], next(iter(unit.fusion.sizes)))["has_basis"]
 
-    def _step_matrix(
-        self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], offset: int
+    def _step_matrices(
+        self,
+        states: Sequence[dict[str, Tensor]],
+        gradients: Tensor,
+        group: dict[str, Any],
+        offsets: Sequence[int],
     ) -> Tensor:
-        """Update a matrix's state; return what is subtracted from it.
+        """Update the state of matrices that are alike; return what is subtracted from them.
 
         Args:
-            state: As `_new_state` returns it.
-            gradient: Of the matrix.
-            group: The parameter's.
-            offset: The step in the interval at which the bases are updated.
+            states: Of each, as `_new_state` returns it.
+            gradients: [matrices, rows, columns].
+            group: Their parameter group.
+            offsets: The step in the interval at which the bases of each are updated.
         """
-        gradient, keep = kept_gradient(gradient, self.found_inf)
-        update = _descend(state, gradient, group, keep=keep * state["has_basis"])
-        for side in _sides(state):
-            square = gradient @ gradient.T if side == 0 else gradient.T @ gradient
-            state[f"factor.{side}"].lerp_(square, (1 - group["betas"][1]) * keep)
-        state["calls"] += 1
-        calls = int(state["calls"])  # On the host, so that nothing waits for the device.
-        # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one succeeds.
-        if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-            for side in _sides(state):
-                factor = state[f"factor.{side}"]
-                state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
-                state["has_basis"].copy_(factor.trace() > 0)
-        elif (calls - 1 - offset) % self._update_steps == 0 and calls > 1:
-            _update_bases(state, keep * state["has_basis"] > 0)
+        gradients, keep = kept_gradient(gradients, self.found_inf)
+        on_device = [{k: v for k, v in state.items() if k != "calls"} for state in states]
+        with stacked_state(on_device) as joint:
+            update = _descend(joint, gradients, group, keep=keep * joint["has_basis"])
+            for side in _sides(joint):
+                g = gradients if side == 0 else gradients.mT
+                joint[f"factor.{side}"].lerp_(g @ g.mT, (1 - group["betas"][1]) * keep)
+        due = []
+        for state, offset in zip(states, offsets, strict=True):
+            state["calls"] += 1
+            calls = int(state["calls"])  # On the host, so that nothing waits for the device.
+            # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one
+            # succeeds.
+            if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
+                for side in _sides(state):
+                    factor = state[f"factor.{side}"]
+                    state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
+                    state["has_basis"].copy_(factor.trace() > 0)
+            elif (calls - 1 - offset) % self._update_steps == 0 and calls > 1:
+                due.append(state)
+        if due:
+            _update_bases(due, keep)
         return update
 
 
@@ -174,34 +223,49 @@ def _sides(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _descend(
-    state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], *, keep: Tensor
+    state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, keep: Tensor
 ) -> Tensor:
-    """Return AdamW's step in the basis where `keep` is 1, and zeros where it is 0."""
+    """Return AdamW's step in the basis where `keep` is 1, and zeros where it is 0.
+
+    Args:
+        state: Of some matrices, stacked.
+        gradients: [matrices, rows, columns].
+        group: Their parameter group.
+        keep: [matrices].
+    """
     beta1, beta2 = group["betas"]
     bases = (state.get(f"basis.{side}") for side in (0, 1))
     left, right = (None if basis is None else [basis] for basis in bases)
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
     step += keep
-    first.lerp_(gradient, (1 - beta1) * keep)
-    second.lerp_(rotate(gradient, left, right).square(), (1 - beta2) * keep)
-    ahead = first.lerp(gradient, 1 - beta1) if group["nesterov"] else first
+    keep = keep.view(-1, 1, 1)
+    first.lerp_(gradients, (1 - beta1) * keep)
+    second.lerp_(rotate(gradients, left, right).square(), (1 - beta2) * keep)
+    ahead = first.lerp(gradients, 1 - beta1) if group["nesterov"] else first
     direction = rotate(ahead, left, right) / (second.sqrt() + group["eps"])
     direction = rotate_back(direction, left, right)
     corrected = bias_correction(beta2, step).sqrt()
     corrected = corrected / bias_correction(beta1, step + group["nesterov"])
-    length: Tensor = group["lr"] * corrected * keep
+    length: Tensor = group["lr"] * corrected.view(-1, 1, 1) * keep
     return direction * length
 
 
-def _update_bases(state: dict[str, Tensor], keep: Tensor) -> None:
-    """Let the bases follow the factors, and sort the second moment as their columns."""
-    for side in _sides(state):
-        basis, second = state[f"basis.{side}"], state["exp_avg_sq"]
-        solution = power_iteration(state[f"factor.{side}"], basis)
-        assert solution.order is not None
-        sorted_second = second.index_select(side, solution.order)
-        second.copy_(torch.where(keep, sorted_second, second))
-        basis.copy_(torch.where(keep, solution.basis, basis))
+def _update_bases(states: Sequence[dict[str, Tensor]], keep: Tensor) -> None:
+    """Let the bases of matrices that are alike follow the factors.
+
+    The second moments are sorted as the columns of the bases.
+    """
+    for side in _sides(states[0]):
+        keys = "exp_avg_sq", "has_basis", f"factor.{side}", f"basis.{side}"
+        with stacked_state([{key: state[key] for key in keys} for state in states]) as joint:
+            second, has_basis, factor, basis = (joint[key] for key in keys)
+            kept = (keep * has_basis > 0).view(-1, 1, 1)
+            solution = power_iteration(factor, basis)
+            assert solution.order is not None
+            order = solution.order.unsqueeze(2 - side)
+            in_order = torch.take_along_dim(second, order, side + 1)
+            second.copy_(torch.where(kept, in_order, second))
+            basis.copy_(torch.where(kept, solution.basis, basis))
 
 
 def make_soap(

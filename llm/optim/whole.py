@@ -1,6 +1,7 @@
 """Matrices that an optimizer updates as a whole, and which rank does so."""
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class Unit:
         fusion: How the weight divides into matrices.
         cost: What owners are balanced by: elements of the state, with which the work grows.
         owner: The rank that keeps the state and computes the update; None if every rank does.
+        kind: What an optimizer tells units of equal shapes apart by.
     """
 
     parameters: list[nn.Parameter]
@@ -29,6 +31,7 @@ class Unit:
     fusion: Fusion
     cost: float
     owner: int | None = None
+    kind: Hashable = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -36,8 +39,12 @@ class Unit:
         return self.parameters[0]
 
 
-Compute = Callable[[Unit, list[Tensor]], list[Tensor]]
-"""From whole gradients of a unit's parameters to the whole updates."""
+Compute = Callable[[Sequence[Unit], list[Tensor]], list[Tensor]]
+"""From units that are alike, and whole gradients [units, ...] of their first, second, ...
+parameters, to the whole updates, stacked in the same way."""
+
+Updates = list[tuple[Unit, list[Tensor]]]
+"""Units with the updates of their parameters, or with this rank's shards of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +100,7 @@ class WholeMatrices:
 
     def updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
-    ) -> Iterator[tuple[Unit, list[Tensor]]]:
+    ) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
@@ -101,10 +108,84 @@ class WholeMatrices:
             compute: Called by the owner.
             dtype: Type of the updates, where they are sent.
         """
-        for unit in units:
-            gradients = gradients_of(unit.parameters)
-            if gradients is not None:
-                yield unit, compute(unit, gradients)
+        for alike in batches([unit for unit in units if unit.weight.grad is not None]):
+            gradients = [gradients_of(unit.parameters) or [] for unit in alike]
+            yield updates_of(alike, gradients, compute, alike[0].weight.dtype)
+
+
+def batch_cost(device: torch.device) -> float:
+    """Return the cost of units that are updated together, at least, unless no more are alike.
+
+    On a GPU a product of small matrices takes less time than its launch, and does not fill the
+    device; the bound limits the memory. A CPU computes one unit after another: it has no launches
+    to save, stacks leave its caches, and a sum does not depend on which units a rank owns.
+    """
+    return 0 if device.type == "cpu" else 1 << 26
+
+
+def batches(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Divide units into batches that are alike and cost about `batch_cost`."""
+    batches, latest = list[list[Unit]](), dict[Hashable, list[Unit]]()
+    for unit in units:
+        fusion = unit.fusion
+        key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
+        if key not in latest or len(latest[key]) * unit.cost >= batch_cost(unit.weight.device):
+            latest[key] = []
+            batches.append(latest[key])
+        latest[key].append(unit)
+    return batches
+
+
+def updates_of(
+    units: Sequence[Unit],
+    gradients: Sequence[Sequence[Tensor]],
+    compute: Compute,
+    dtype: torch.dtype,
+) -> Updates:
+    """Return the updates of units that are alike, from the gradients of each, in a type."""
+    stacks = [stacked(its) for its in zip(*gradients, strict=True)]
+    updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
+    return [(unit, list(its)) for unit, its in zip(units, updates, strict=True)]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one [number, ...]: a view where they lie one after another in memory."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.unsqueeze(0)
+    storage, size = first.untyped_storage()._cdata, first.numel()
+    places = [
+        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.is_contiguous())
+        for tensor in tensors
+    ]
+    start = first.storage_offset()
+    if places == [(storage, start + number * size, True) for number in range(len(tensors))]:
+        return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    return torch.stack(list(tensors))
+
+
+def lay_together(states: Sequence[dict[str, Tensor]]) -> None:
+    """Move states that are alike into one stack for each key, which `stacked` need not copy."""
+    for key in states[0] if len(states) > 1 else ():
+        stack = torch.stack([state[key] for state in states])
+        for state, tensor in zip(states, stack.unbind(), strict=True):
+            state[key] = tensor
+
+
+@contextlib.contextmanager
+def stacked_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the states of matrices that are alike as stacks, which may be changed in place."""
+    stacks = {key: stacked([state[key] for state in states]) for key in states[0]}
+    yield stacks
+    for key, stack in stacks.items():
+        # Only what is no view was copied.
+        if stack.untyped_storage()._cdata != states[0][key].untyped_storage()._cdata:
+            torch._foreach_copy_([state[key] for state in states], list(stack.unbind()))
+
+
+def num_elements(unit: Unit) -> int:
+    """Return the number of elements of a unit's parameters."""
+    return sum(shape.numel() for shape in unit.shapes)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -125,6 +206,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add the state of all parameters that have none."""
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
+    def _lay_state_together(self, batches: Sequence[Sequence[Unit]]) -> None:
+        """Make the state of units that are alike adjacent in memory, so that it is a stack."""
+        for units in batches:
+            lay_together([self.state[unit.weight] for unit in units])
+
     def _step_adamw(self) -> None:
         """Update all parameters that are in no unit."""
         matrices = {p for unit in self.units for p in unit.parameters}
@@ -133,10 +219,31 @@ class MatrixOptimizer(torch.optim.Optimizer):
             adamw_step(group, others, self.state, self.found_inf)
 
     def _overwrite(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy new values into a weight or a state, but where the step is skipped."""
+        """Copy new values into a state, but where the step is skipped."""
         if self.found_inf is not None:
             values = torch.where(self.found_inf > 0, tensor, values)
         tensor.copy_(values)
+
+    def _add_updates(self, updates: Updates, factor_of: Callable[[Unit], float]) -> None:
+        """Decay weights and add updates, which are zero where the step is skipped.
+
+        Args:
+            updates: Of weights.
+            factor_of: Returns what multiplies a unit's update.
+        """
+        alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        groups = groups_of(self)
+        for unit, (update,) in updates:
+            group = groups[unit.weight]
+            key = 1 - group["lr"] * group["weight_decay"], factor_of(unit)
+            alike.setdefault(key, []).append((unit.weight, update))
+        for (kept, factor), pairs in alike.items():
+            weights, its = map(list, zip(*pairs, strict=True))
+            if self.found_inf is None:
+                torch._foreach_mul_(weights, kept)
+            else:
+                torch._foreach_mul_(weights, torch.where(self.found_inf > 0, 1.0, kept))
+            torch._foreach_add_(weights, its, alpha=factor)
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:

@@ -8,6 +8,7 @@ matrices travel while the owners compute those of another.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -16,10 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llm.optim.whole import Compute, FactorRanks, Unit, WholeMatrices, gradients_of
+from llm.optim.whole import (
+    Compute,
+    FactorRanks,
+    Unit,
+    Updates,
+    WholeMatrices,
+    batches,
+    gradients_of,
+    num_elements,
+    updates_of,
+)
 
 BUCKET = 1 << 24
-"""Elements of the gradients that are sent together, at least, unless there are no more."""
+"""Elements of the gradients that an owner gets together, at least, unless there are no more."""
 
 _AXES = ("tensor", "shard")
 """In the order in which they divide a weight: FSDP shards what tensor parallelism leaves."""
@@ -93,7 +104,7 @@ class ShardedMatrices(WholeMatrices):
 
     def updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
-    ) -> Iterator[tuple[Unit, list[Tensor]]]:
+    ) -> Iterator[Updates]:
         """Yield the units that have gradients, with this rank's shards of the updates.
 
         Args:
@@ -108,16 +119,19 @@ class ShardedMatrices(WholeMatrices):
         if not buckets:
             return
         gather = self._gather(buckets[0])
-        scatter: Callable[[], list[tuple[Unit, list[Tensor]]]] = list  # nothing was sent yet
+        scatter: Callable[[], Updates] = list  # nothing was sent yet
         for bucket, following in itertools.pairwise([*buckets, []]):
             gradients = gather()
             # The next gradients and the last updates travel while this bucket is computed.
             gather = self._gather(following) if following else dict
-            updates = {unit: compute(unit, gradients.pop(unit)) for unit in list(gradients)}
+            updates = dict[Unit, list[Tensor]]()
+            for alike in batches(list(gradients)):
+                its = [gradients.pop(unit) for unit in alike]
+                updates |= updates_of(alike, its, compute, dtype)
             last, scatter = scatter, self._scatter(bucket, updates, dtype)
-            yield from last()
+            yield last()
             del last  # and the memory that it received into
-        yield from scatter()
+        yield scatter()
 
     def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return what waits for those of this rank's units."""
@@ -128,30 +142,31 @@ class ShardedMatrices(WholeMatrices):
         own = [unit for unit in bucket if self.owns(unit)]
         pieces = [self._shapes(own, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
-        arrival = self._all_to_all(sent, pieces, dtype, device)
+        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
 
         def finish() -> dict[Unit, list[Tensor]]:
             whole = {
                 unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
                 for unit in own
             }
-            for rank, values in enumerate(arrival()):
-                for part, value in zip(self._pieces(whole, rank), values, strict=True):
-                    part.copy_(value)
+            pieces = [piece for rank in range(self.size) for piece in self._pieces(whole, rank)]
+            values = [value for its in arrival() for value in its]
+            if pieces:
+                torch._foreach_copy_(pieces, values)
             return whole
 
         return finish
 
     def _scatter(
         self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
-    ) -> Callable[[], list[tuple[Unit, list[Tensor]]]]:
+    ) -> Callable[[], Updates]:
         """Send shards of updates from their owners; return what waits for those of this rank."""
         sent = [self._pieces(updates, rank) for rank in range(self.size)]
         by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
         pieces = [self._shapes(units, self.rank) for units in by_owner]
-        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight.device)
+        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
 
-        def finish() -> list[tuple[Unit, list[Tensor]]]:
+        def finish() -> Updates:
             found: dict[Unit, list[Tensor]] = {}
             for units, values in zip(by_owner, arrival(), strict=True):
                 parts = iter(values)
@@ -165,21 +180,28 @@ class ShardedMatrices(WholeMatrices):
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[torch.Size]],
         dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
     ) -> Callable[[], list[list[Tensor]]]:
-        """Send tensors to each rank; return what waits for those of the given shapes from each."""
+        """Send tensors to each rank; return what waits for those of the given shapes from each.
+
+        Args:
+            sent: By the rank that gets them.
+            received: Shapes, by the rank that they come from.
+            dtype: Type of the tensors that are sent.
+            like: Has the device and the type of what is returned.
+        """
         out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
-        nothing = torch.empty(0, dtype=dtype, device=device)  # `cat` needs a tensor
+        nothing = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
         flat = torch.cat([nothing, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-        result = torch.empty(sum(in_sizes), dtype=dtype, device=device)
+        result = torch.empty(sum(in_sizes), dtype=dtype, device=like.device)
         work = dist.all_to_all_single(
             result, flat, in_sizes, out_sizes, group=self._group, async_op=True
         )
 
         def finish() -> list[list[Tensor]]:
             work.wait()
-            parts = zip(result.split(in_sizes), received, strict=True)
+            parts = zip(result.to(like.dtype).split(in_sizes), received, strict=True)
             return [_shaped(part, shapes) for part, shapes in parts]
 
         return finish
@@ -227,15 +249,17 @@ def _sharded_dims(parameter: Tensor) -> dict[str, int]:
 
 
 def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Divide units into runs of `BUCKET` elements."""
-    buckets: list[list[Unit]] = []
-    room = 0
-    for unit in units:
-        if room <= 0:
+    """Divide units, ordered by their shapes, into runs of `BUCKET` elements of an owner.
+
+    So all owners have work in a bucket, and units that are alike are in one.
+    """
+    buckets, loads = list[list[Unit]](), Counter[int | None]()
+    for unit in sorted(units, key=lambda unit: unit.shapes):
+        if not buckets or loads[unit.owner] >= BUCKET:
             buckets.append([])
-            room = BUCKET
+            loads.clear()
         buckets[-1].append(unit)
-        room -= sum(shape.numel() for shape in unit.shapes)
+        loads[unit.owner] += num_elements(unit)
     return buckets
 
 

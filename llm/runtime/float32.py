@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -22,6 +23,39 @@ def full_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def may_use_tf32(device: torch.device) -> bool:
+    """Return whether a device multiplies float32 matrices in TF32, as `--tf32` lets it."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    allowed = torch.get_float32_matmul_precision() != "highest"
+    return allowed and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def product_of_three(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in float32, by three products in TF32, which are faster than one in float32.
+
+    Each factor is split into the part that TF32 can hold and the rest; the product of both rests,
+    2^-22 of the whole, is left out (3xTF32 of NVIDIA's CUTLASS). Where the device does not use
+    TF32, the result is that of float32, more slowly.
+
+    Args:
+        a: [..., rows, n], fp32.
+        b: [..., n, columns], fp32.
+        out: Where to write the product.
+    """
+    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    # The smallest first.
+    return torch.add((a_low @ b_high).add_(a_high @ b_low), a_high @ b_high, out=out)
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 values rounded to the ten bits of mantissa that TF32 has, and the rest."""
+    # Half of the last kept bit is added, and the 13 bits below it are cleared.
+    high = (values.view(torch.int32) + (1 << 12)).bitwise_and_(-(1 << 13))
+    rounded = high.view(torch.float32)
+    return rounded, values - rounded
 
 
 def has_half_products(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:

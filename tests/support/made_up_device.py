@@ -166,7 +166,9 @@ def _add_missing_shapes() -> None:
     """Say what two operations return that fake tensors cannot run."""
     shapes = torch.library.Library("aten", "IMPL", "Meta")
     shapes.impl("_fused_sgd_", lambda *args, **kwargs: None)
-    shapes.impl("geqrf", lambda a: (torch.empty_like(a), a.new_empty(min(a.shape))))
+    shapes.impl(
+        "geqrf", lambda a: (torch.empty_like(a), a.new_empty(*a.shape[:-2], min(a.shape[-2:])))
+    )
     _libraries.append(shapes)
 
 

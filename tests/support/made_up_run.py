@@ -3,8 +3,9 @@
 Only one of the ranks exists. Call `run` in a process of its own.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,14 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
         "gradient" and "update" of the third one, "log", "evaluation" and "save", and the "next
         step". Then the time-outs of all process groups that the package has made.
     """
+    timeouts = _note_timeouts()
+    with prepared(case) as (strategy, strict, config):
+        return _train(case, strategy, strict, config), timeouts
+
+
+@contextlib.contextmanager
+def prepared(case: Case) -> Iterator[tuple[AcceleratedStrategy, Strict, GPTConfig]]:
+    """Yield the strategy of a case in bf16, the mode that takes its notes, and the options."""
     # With a rank, Accelerate would join groups that this device does not have.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -73,11 +82,9 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(min(RANKS_PER_NODE, case.world_size))
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{made_up_device.NAME}:0"
     device = made_up_device.install(case.rank, case.world_size)
-    timeouts = _note_timeouts()
     config = GPTConfig(mixed_precision="bf16", **case.options)
     with Strict() as strict:
-        strategy = _prepare(case, config, device)
-        return _train(case, strategy, strict, config), timeouts
+        yield _prepare(case, config, device), strict, config
 
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:

@@ -22,6 +22,11 @@ from tests.support.made_up_device import NAME, SideStream
 from tests.support.package import PACKAGE
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "convolution"}
+# They write nothing, or only reserve memory. Views are recognized by their schema.
+_WITHOUT_LAUNCH = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("_unsafe_view", "_reshape_alias", "set_", "resize_", "record_stream", "_local_scalar_dense"),
+}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
 _ANSWERS = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 
@@ -34,6 +39,8 @@ class Notes:
         reads: Where the host waits for a value of the device.
         host_messages: Where a process group of the device is given a tensor of the host.
         wide_products: Where matrices in float32 are multiplied.
+        launches: How often each operation that computes something was called for tensors of the
+            device. One on lists of tensors counts once, and so does a decomposition.
         collectives: How often each collective was called for tensors of the device.
         peak: Most bytes that tensors of the device took at once.
         in_flight: Where a buffer of an asynchronous message is used before the wait for it, or a
@@ -43,6 +50,7 @@ class Notes:
     reads: list[str] = field(default_factory=list)
     host_messages: list[str] = field(default_factory=list)
     wide_products: list[str] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     peak: int = 0
     in_flight: list[str] = field(default_factory=list)
@@ -91,6 +99,8 @@ class Strict(TorchDispatchMode):
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(name.strip("_"), tensors, leaves)
+        elif _launches(func, name) and _is_on_device(leaves):
+            self._notes.launches[name] += 1
         if any(tensor.device.type == NAME for tensor in tensors):
             if aside is not None:
                 self._launch(aside, func, args, kwargs)
@@ -100,7 +110,7 @@ class Strict(TorchDispatchMode):
                 self._notes.wide_products.append(f"{name} at {_where()}")
             if name == "_local_scalar_dense":
                 return _ANSWERS.get(tensors[0].dtype, 1)
-        elif not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in leaves):
+        elif not _is_on_device(leaves):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         # Given a tensor of the host only, FakeTensorMode would allocate memory on the device.
@@ -152,6 +162,16 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(value)
         else:
             yield value
+
+
+def _is_on_device(leaves: Iterable[Any]) -> bool:
+    """Whether an operation has a tensor of the device, or makes one."""
+    devices = (leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return any(isinstance(each, torch.device) and each.type == NAME for each in devices)
+
+
+def _launches(func: Any, name: str) -> bool:
+    return func.namespace != "prim" and not func.is_view and name not in _WITHOUT_LAUNCH
 
 
 def _device_types(leaf: Any) -> list[str]:

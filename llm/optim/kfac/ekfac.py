@@ -11,10 +11,18 @@ from llm.optim.adamw import adamw_state, adamw_step, nesterov_step
 from llm.optim.eigenbases import Blocks, rotate, rotate_back
 from llm.optim.fused import joint_state, matrix_state
 from llm.optim.kfac.curvature import Curvature
+from llm.optim.kfac.factors import Factor
 from llm.optim.kfac.layers import Layer
 from llm.optim.kfac.units import CoveredUnits
 from llm.optim.soap import SOAP
-from llm.optim.whole import MatrixOptimizer, Unit, WholeMatrices, groups_of
+from llm.optim.whole import (
+    MatrixOptimizer,
+    WholeMatrices,
+    groups_of,
+    lay_together,
+    stacked,
+    stacked_state,
+)
 
 NOISE = 3e-6
 """Entries of a rotated matrix below this fraction of its root mean square are set to zero.
@@ -81,6 +89,14 @@ class EKFAC(MatrixOptimizer):
         self._nesterov = nesterov
         self._covered = CoveredUnits(curvature, whole)
         self.units = list(self._covered.layers)
+        self._unit_of = {
+            layer: unit for unit, layers in self._covered.layers.items() for layer in layers
+        }
+        for number, group in enumerate(self.param_groups):
+            own = set(group["params"])
+            for unit in self.units:
+                if unit.weight in own:
+                    unit.kind = unit.kind, number
         # Created here and not in the first step, so that a checkpoint can be loaded before it.
         self._owner_of: dict[Tensor, int | None] = {}
         for unit, layers in self._covered.layers.items():
@@ -90,6 +106,7 @@ class EKFAC(MatrixOptimizer):
             if not curvature.is_replicated:
                 owner = curvature.owner_of(f"{layers[0].name}.G")
                 self._owner_of.update(dict.fromkeys(unit.parameters, owner))
+        self._lay_together()
         self._others = others() if others else None
         if self._others is not None:
             for group in self._others.param_groups:
@@ -116,20 +133,28 @@ class EKFAC(MatrixOptimizer):
         rotations, groups = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered.layers.items():
             for layer in layers if self._covered.works_on(unit) else ():
-                state = matrix_state(self.state[unit.weight], layer.part)
-                self._rotate_moments(layer, state, rotations)
+                self._rotate_moments(layer, rotations)
 
-        def update(unit: Unit, layer: Layer, gradient: Tensor) -> Tensor:
-            state = matrix_state(self.state[unit.weight], layer.part)
-            return self._update(layer, state, gradient, groups[unit.weight])
+        def update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+            group = groups[self._unit_of[layers[0]].weight]
+            return self._update(layers, gradients, group | {"weight_decay": 0.0})
 
         keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        for unit, updates in self._covered.updates(update):
-            for parameter, values in zip(unit.parameters, updates, strict=True):
+        for updates in self._covered.updates(update):
+            pairs = [
+                (parameter, values)
+                for unit, its in updates
+                for parameter, values in zip(unit.parameters, its, strict=True)
+            ]
+            decay: dict[float, list[Tensor]] = {}
+            for parameter, _ in pairs:
                 group = groups[parameter]
-                if group["weight_decay"]:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"] * keep)
-                parameter.add_(values)
+                decay.setdefault(group["lr"] * group["weight_decay"], []).append(parameter)
+            for factor, parameters in decay.items():
+                if factor:
+                    torch._foreach_mul_(parameters, 1 - factor * keep)
+            if pairs:
+                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         if self._others is None:
             self._step_adamw()
         else:
@@ -145,32 +170,67 @@ class EKFAC(MatrixOptimizer):
         soap.found_inf = self.found_inf
         soap.step()
 
-    def _rotate_moments(
-        self, layer: Layer, state: dict[str, Tensor], rotations: dict[str, list[Tensor]]
-    ) -> None:
+    def _lay_together(self) -> None:
+        """Make the moments and bases of layers that are alike adjacent, so that they are stacks."""
+        for units in self._covered.batches():
+            lay_together([self.state[unit.weight] for unit in units])
+            for unit in units:  # The bias has the first part's step in its state.
+                layer = self._covered.layers[unit][0]
+                for parameter in unit.parameters[1:]:
+                    self.state[parameter]["step"] = self._state_of(layer)["step"]
+            for layers in self._covered.parts_of(units):
+                for factors in zip(*map(self.curvature.factors_of, layers), strict=True):
+                    for number in range(len(factors[0].bases) if len(factors) > 1 else 0):
+                        stack = torch.stack([factor.bases[number] for factor in factors])
+                        for factor, basis in zip(factors, stack.unbind(), strict=True):
+                            factor.bases[number] = basis
+
+    def _state_of(self, layer: Layer) -> dict[str, Tensor]:
+        return matrix_state(self.state[self._unit_of[layer].weight], layer.part)
+
+    def _rotate_moments(self, layer: Layer, rotations: dict[str, list[Tensor]]) -> None:
         """Express the moments in a basis that has just changed."""
         inputs, outputs = self.curvature.factors_of(layer)
         left, right = rotations.get(outputs.name), rotations.get(inputs.name)
         if left is None and right is None:
             return
+        state = self._state_of(layer)
         first, second = state["exp_avg"], state["exp_avg_sq"]
         self._overwrite(first, _without_noise(rotate(first, left, right)))
         self._overwrite(second, rotate(second, _squares(left), _squares(right)))
 
-    def _update(
-        self, layer: Layer, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]
-    ) -> Tensor:
-        """Return what AdamW in the eigenbasis adds to a layer, apart from weight decay."""
-        inputs, outputs = self.curvature.factors_of(layer)
-        rotated = _without_noise(rotate(gradient, outputs.bases, inputs.bases))
+    def _update(self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return what AdamW in the eigenbasis adds to layers, apart from weight decay.
+
+        Args:
+            layers: Layers that are alike.
+            gradients: As `Layer.matrix` returns them, stacked.
+            group: Their parameter group, without weight decay.
+        """
+        inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
+        left, right = _joint_bases(outputs), _joint_bases(inputs)
+        rotated = _without_noise(rotate(gradients, left, right))
+        states = [self._state_of(layer) for layer in layers]
         if self._nesterov:
-            update = nesterov_step(group, rotated, state, self.found_inf)
-            return rotate_back(update, outputs.bases, inputs.bases)
-        # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
-        update = torch.zeros_like(rotated)
-        update.grad = rotated
-        adamw_step(group | {"weight_decay": 0.0}, [update], {update: state}, self.found_inf)
-        return rotate_back(update, outputs.bases, inputs.bases)
+            with stacked_state(states) as joint:
+                # For each matrix one, beside its rows and columns.
+                state = joint | {"step": joint["step"].view(-1, 1, 1)}
+                updates = nesterov_step(group, rotated, state, self.found_inf)
+        else:
+            # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
+            updates = torch.zeros_like(rotated)
+            state_of = dict(zip(updates.unbind(), states, strict=True))
+            for update, gradient in zip(state_of, rotated.unbind(), strict=True):
+                update.grad = gradient
+            adamw_step(group, list(state_of), state_of, self.found_inf)
+        return rotate_back(updates, left, right)
+
+
+def _joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
+    """Return the bases of factors of equal widths, each block of several as a stack."""
+    if len(factors) == 1:
+        return factors[0].bases
+    return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
 
 
 def _without_noise(rotated: Tensor) -> Tensor:

@@ -82,17 +82,18 @@ class Layer:
         """Return the gradient in fp32, the bias' as the last column.
 
         Args:
-            gradients: Of `parameters`.
+            gradients: Of `parameters`; of layers that are alike, stacked in a dimension in front.
 
         Returns:
             [rows, columns], or [experts, rows, columns] for a stack; maybe a view.
         """
-        weight = self.fusion.split(gradients[0])[self.part]
-        weight = weight.T if self.transposed else weight
+        front = gradients[0].ndim - self.weight.ndim
+        weight = self.fusion.split(gradients[0], self.fusion.dim + front)[self.part]
+        weight = weight.mT if self.transposed else weight
         if len(gradients) == 1:
             return weight.float()
-        bias = self.fusion.split(gradients[1], 0)[self.part]
-        return torch.cat([weight, bias.unsqueeze(1)], dim=1).float()
+        bias = self.fusion.split(gradients[1], front)[self.part]
+        return torch.cat([weight, bias.unsqueeze(-1)], dim=-1).float()
 
     def gradient(self) -> Tensor | None:
         """Return the `matrix` of the gradients that there are; None if the weight has none."""
@@ -101,9 +102,9 @@ class Layer:
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """Return views of a matrix as weight and bias store it, in the order of `parameters`."""
-        weight = matrix if self.bias is None else matrix[:, :-1]
-        weight = weight.T if self.transposed else weight
-        return [weight] if self.bias is None else [weight, matrix[:, -1]]
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        weight = weight.mT if self.transposed else weight
+        return [weight] if self.bias is None else [weight, matrix[..., -1]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """K-FAC as a preconditioner: it changes the gradient, and any optimizer takes the step."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from llm.optim.eigenbases import rotate, rotate_back
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
 from llm.optim.kfac.units import CoveredUnits
-from llm.optim.whole import Unit, WholeMatrices
+from llm.optim.whole import WholeMatrices, stacked
 
 
 class Preconditioner:
@@ -66,7 +67,7 @@ class Preconditioner:
         """
         skipped = 1.0 - self._covered.all_finite(self._parameters)
         self.curvature.update(skipped)
-        results = dict(self._covered.updates(self._result))
+        results = dict(itertools.chain.from_iterable(self._covered.updates(self._results)))
         if not results:
             return
         self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
@@ -77,7 +78,10 @@ class Preconditioner:
         self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
         self._num_steps += 1
 
-    def _result(self, _: Unit, layer: Layer, gradient: Tensor) -> Tensor:
+    def _results(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+        return stacked([*map(self._result, layers, gradients.unbind())])
+
+    def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
         """Return what the gradient of a layer is replaced by."""
         inputs, outputs = self.curvature.factors_of(layer)
         result = rotate(gradient, outputs.bases, inputs.bases)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
-from llm.optim.whole import Unit, WholeMatrices, gradients_of
+from llm.optim.whole import Unit, Updates, WholeMatrices, batches, gradients_of, updates_of
 
-Update = Callable[[Unit, Layer, Tensor], Tensor]
-"""From the gradient of a layer of a unit, as `Layer.matrix` returns it, to the update."""
+Update = Callable[[Sequence[Layer], Tensor], Tensor]
+"""From layers that are alike and their gradients, as `Layer.matrix` returns them, with the layers
+in a dimension in front, to the updates."""
 
 
 class CoveredUnits:
@@ -40,6 +41,8 @@ class CoveredUnits:
                 cost=sum(_num_elements(curvature, layer) for layer in layers),
                 fusion=layers[0].fusion,
                 owner=curvature.updater_of(layers[0]),
+                # The matrices of a stack of experts are products of their own already.
+                kind=layers[0].name if layers[0].is_stack else None,
             )
             self.layers[unit] = layers
         self._whole.assign(list(self.layers))
@@ -48,18 +51,27 @@ class CoveredUnits:
         """Return whether this rank keeps the bases of a unit and computes its update."""
         return self._curvature.works_on(self.layers[unit][0])
 
-    def updates(self, update: Update) -> Iterator[tuple[Unit, list[Tensor]]]:
+    def batches(self) -> list[list[Unit]]:
+        """Return the units that this rank works on, those that are alike together."""
+        return batches([unit for unit in self.layers if self.works_on(unit)])
+
+    def parts_of(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
+        """Return the layers of units that are alike: for each part, one of each unit."""
+        return list(zip(*(self.layers[unit] for unit in units), strict=True))
+
+    def updates(self, update: Update) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
-            update: Called for each layer by the ranks that work on its unit.
+            update: Called by the ranks that work on the units.
         """
 
-        def compute(unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
+        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
             matrices = {
-                layer: update(unit, layer, layer.matrix(gradients)) for layer in self.layers[unit]
+                layers[0]: update(layers, layers[0].matrix(gradients))
+                for layers in self.parts_of(units)
             }
-            return _as_stored(unit, matrices)
+            return _as_stored(units[0], matrices)
 
         yield from self._whole.updates(list(self.layers), compute)
 
@@ -91,9 +103,9 @@ def _num_elements(curvature: Curvature, layer: Layer) -> int:
 
 
 def _as_stored(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
-    """Return matrices as weight and bias store them: undo `matrix` of all layers of a unit."""
+    """Return stacks of matrices as weights and biases store them: undo `matrix` of all layers."""
     stored = [layer.split(matrix) for layer, matrix in matrices.items()]
-    dims = (unit.fusion.dim, 0)  # of the outputs of a weight and of a bias
+    dims = (1 + unit.fusion.dim, 1)  # of the outputs of weights and of biases
     names = [layer.part for layer in matrices]
     return [
         unit.fusion.join(dict(zip(names, parts, strict=True)), dim)

@@ -183,7 +183,7 @@ def test_the_moments_are_rotated_with_the_basis():
     before, energy = first_moment(), state["exp_avg_sq"].sum()
     old = inputs.bases[0].clone()
     inputs.sums[0].copy_(torch.diag(torch.arange(1.0, 8.0)))
-    optimizer._rotate_moments(layer, state, optimizer.curvature._decompose([inputs], None))
+    optimizer._rotate_moments(layer, optimizer.curvature._decompose([inputs], None))
 
     assert not torch.allclose(inputs.bases[0], old)
     torch.testing.assert_close(first_moment(), before)
