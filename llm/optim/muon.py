@@ -16,6 +16,7 @@ from llm.optim.whole import (
     MatrixOptimizer,
     Unit,
     WholeMatrices,
+    batch_cost,
     batches,
     groups_of,
     stacked_state,
@@ -132,6 +133,8 @@ def _lengths(unit: Unit) -> dict[str, float]:
 
 def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Return what `orthogonalized` does for stacks of matrices, those of equal shape as one."""
+    if not batch_cost(stacks[0].device):  # a CPU, which is faster with one after another
+        return [orthogonalized(stack) for stack in stacks]
     found: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
         alike = [number for number, stack in enumerate(stacks) if stack.shape == shape]

@@ -137,7 +137,7 @@ class SOAP(MatrixOptimizer):
             for unit, _ in updates:
                 unit.weight.mul_(kept[unit])
             if updates:
-                weights = [unit.weight for unit, _ in updates]
+                weights: list[Tensor] = [unit.weight for unit, _ in updates]
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
 
     def _kept_by_decay(self, keep: Tensor) -> dict[Unit, Tensor]:

@@ -219,7 +219,7 @@ class StagePlan:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
             if stepping and optimizer.matrices and ranks > 1:
                 # Of gradients and of updates: one bucket that is computed, two that are sent.
-                buffers += int(6 * FP32 * min(BUCKET, self.own * ranks) / ranks)
+                buffers += int(6 * FP32 * min(BUCKET, self.own))
             buffers += fresh
             if not stepping:
                 buffers += self._gathered(backward=fresh > 0 or done, with_head=with_head)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm.optim import whole
+from llm.optim import muon, whole
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
@@ -37,7 +37,8 @@ class Training:
     """A model and an optimizer whose batches have a cost, at least."""
 
     def __init__(self, monkeypatch, kind, *, cost, family="gpt2"):
-        monkeypatch.setattr(whole, "batch_cost", lambda device: cost)
+        for module in (whole, muon):
+            monkeypatch.setattr(module, "batch_cost", lambda device: cost)
         options = OptimizerOptions(
             learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
         )

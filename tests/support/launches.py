@@ -24,7 +24,7 @@ def launches_of_updates(case: Case, steps: int) -> list[Counter[str]]:
     """
     # So that PyTorch clips by operations on lists, as on a GPU.
     _foreach_utils._foreach_supported_types.append(FakeTensor)
-    with prepared(case) as (strategy, strict, config):
+    with prepared(case) as (strategy, strict, config, _):
         tokens = torch.zeros(case.shape, dtype=torch.long, device=strategy.device)
         batch, counts = MicroBatch(tokens, tokens), []
         kfac = strategy.second_order

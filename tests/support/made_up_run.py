@@ -66,14 +66,18 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
         "gradient" and "update" of the third one, "log", "evaluation" and "save", and the "next
         step". Then the time-outs of all process groups that the package has made.
     """
-    timeouts = _note_timeouts()
-    with prepared(case) as (strategy, strict, config):
+    with prepared(case) as (strategy, strict, config, timeouts):
         return _train(case, strategy, strict, config), timeouts
 
 
 @contextlib.contextmanager
-def prepared(case: Case) -> Iterator[tuple[AcceleratedStrategy, Strict, GPTConfig]]:
-    """Yield the strategy of a case in bf16, the mode that takes its notes, and the options."""
+def prepared(
+    case: Case,
+) -> Iterator[tuple[AcceleratedStrategy, Strict, GPTConfig, set[timedelta]]]:
+    """Yield the strategy of a case in bf16, the mode that takes its notes, and the options.
+
+    And the time-outs of the process groups that the package makes.
+    """
     # With a rank, Accelerate would join groups that this device does not have.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -82,9 +86,10 @@ def prepared(case: Case) -> Iterator[tuple[AcceleratedStrategy, Strict, GPTConfi
     os.environ["LOCAL_WORLD_SIZE"] = str(min(RANKS_PER_NODE, case.world_size))
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{made_up_device.NAME}:0"
     device = made_up_device.install(case.rank, case.world_size)
+    timeouts = _note_timeouts()
     config = GPTConfig(mixed_precision="bf16", **case.options)
     with Strict() as strict:
-        yield _prepare(case, config, device), strict, config
+        yield _prepare(case, config, device), strict, config, timeouts
 
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llm.optim.kfac.curvature import Curvature
 from llm.optim.kfac.layers import Layer
-from llm.optim.whole import Unit, Updates, WholeMatrices, batches, gradients_of, updates_of
+from llm.optim.whole import Unit, Updates, WholeMatrices, batches, gradients_of
 
 Update = Callable[[Sequence[Layer], Tensor], Tensor]
 """From layers that are alike and their gradients, as `Layer.matrix` returns them, with the layers
