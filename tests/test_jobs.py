@@ -17,7 +17,7 @@ from llm.trainers.gpt.main import parse_args
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(
     path
-    for path in [*EXAMPLES.glob("slurm/*"), *EXAMPLES.glob("pbs/*")]
+    for path in [*EXAMPLES.glob("*/*.sh"), *EXAMPLES.glob("*/*.pbs")]
     if path.stem != "prepare_data"
 )
 MY_DATA = 'model_name_or_path = "gpt2"\ntrain_file = "a.txt"\n'
@@ -437,7 +437,7 @@ def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
         (
             ["--nodes", "3"],
             ["--global_batch_size", "64"],
-            "--global_batch_size 64 is no multiple of --per_device_train_batch_size 8 times 12",
+            "--global_batch_size 64 is not a multiple of 96 (--per_device_train_batch_size 8 x 12",
         ),
         (
             ["--sweep", "tensor_parallel_size=2,8"],
@@ -479,7 +479,7 @@ def test_only_a_run_that_this_start_has_preempted_is_queued_again(
     status, code, queued_again, tmp_path
 ):
     """With stand-ins for Slurm's clients; the former start was preempted as well."""
-    run = tmp_path / "runs/gpt-neo-125m"
+    run = tmp_path / "runs/gpt2"
     run.mkdir(parents=True)
     (run / "status.json").write_text('{\n "status": "preempted",\n "step": 4\n}\n')
     written = "" if status is None else f'{{\n "status": "{status}",\n "step": 9\n}}\n'

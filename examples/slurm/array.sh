@@ -25,18 +25,19 @@
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 VALUES=(1e-4 3e-4 1e-3)  # one for each job of the array
 OPTIONS=(
+    --model_name_or_path gpt2
     --from_scratch
-    --dataset_name wikitext
-    --dataset_config_name wikitext-2-raw-v1
-    --model_name_or_path EleutherAI/gpt-neo-125m
+    --data_path data/web_text_document
+    --preset pretrain
+    --num_warmup_tokens 100M
+    --max_train_tokens 2.5B
+    --per_device_train_batch_size 8
+    --global_batch_size 512
+    --mixed_precision bf16
+    --output_dir runs/gpt2
     --checkpointing_minutes 30
     --keep_checkpoints 2
     --resume_from_checkpoint
-    --max_train_steps 10000
-    --per_device_train_batch_size 8
-    --global_batch_size 128
-    --mixed_precision bf16
-    --output_dir runs/gpt-neo-125m
 )
 
 # What sbatch was given in place of a directive is in the job's record.

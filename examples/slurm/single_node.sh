@@ -22,18 +22,20 @@
 # The virtual environment of the llm package: by default the one that is active at sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 OPTIONS=(
+    --model_name_or_path gpt2
     --from_scratch
-    --dataset_name wikitext
-    --dataset_config_name wikitext-2-raw-v1
-    --model_name_or_path EleutherAI/gpt-neo-125m
-    --output_dir runs/gpt-neo-125m
+    --data_path data/web_text_document
+    --preset pretrain
+    --learning_rate 6e-4
+    --num_warmup_tokens 100M
+    --max_train_tokens 2.5B
+    --per_device_train_batch_size 8
+    --global_batch_size 512
+    --mixed_precision bf16
+    --output_dir runs/gpt2
     --checkpointing_minutes 30
     --keep_checkpoints 2
     --resume_from_checkpoint
-    --max_train_steps 10000
-    --per_device_train_batch_size 8
-    --global_batch_size 128
-    --mixed_precision bf16
 )
 
 # What sbatch was given in place of a directive is in the job's record.

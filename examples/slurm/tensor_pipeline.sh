@@ -41,7 +41,7 @@ OPTIONS=(
     --max_train_steps 20000
     --learning_rate 1.2e-4
     --min_learning_rate 1.2e-5
-    --lr_scheduler_type cosine
+    --preset pretrain
     --num_warmup_steps 500
     --per_device_train_batch_size 1
     --global_batch_size 512

@@ -125,7 +125,7 @@ NEMO = {  # NeMo and Lightning, without what precedes the last dot
     "val_check_interval": "eval_steps",
 }
 
-NANOGPT = {  # and torchtitan, OLMo-core and litgpt where they have one word for it
+NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "beta1": "betas BETA1 BETA2",
     "beta2": "betas BETA1 BETA2",
     "compile": "torch_compile",
@@ -179,7 +179,8 @@ _WARMUP = "is not an option: give steps to --num_warmup_steps or tokens to --num
 _WORKERS = "is not needed: batches are read from memory-mapped token files"
 _TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output_dir"
 
-# What has no counterpart, as the end of a sentence. Only programs with the options in it say it.
+# The end of a sentence about each name without a counterpart. Only programs that have the options
+# in it say it.
 REMARKS = {
     "cpu": _HIDE_GPUS,
     "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",

@@ -27,7 +27,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
             of a run, the preset adds nothing: the run is resumed with the values that it recorded.
 
     Raises:
-        ConfigError: There is no such preset, or the run is a branch.
+        ConfigError: The preset does not exist, or the run is a branch.
     """
     name = values.get("preset")
     if name is None or is_complete(values):
@@ -48,7 +48,7 @@ def read_preset(name: str) -> dict[str, Any]:
     """Return the options in the file of a preset.
 
     Raises:
-        ConfigError: There is no such preset.
+        ConfigError: The preset does not exist.
     """
     files = {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
     if name not in files:

@@ -1,0 +1,113 @@
+#!/bin/bash
+# Pretrain on 8 nodes of 8 GPUs through Slurm, with one torchrun per node.
+# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
+# after the name of this script replace OPTIONS:
+#
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#
+# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
+# the training has finished.
+#
+# Made by: python -m llm.jobs slurm --nodes 8 --gpus_per_node 8 --time 6:00:00 --requeue --name llama-1b -- OPTIONS
+#
+#SBATCH --job-name=llama-1b
+#SBATCH --account=__ALLOCATION__
+#SBATCH --partition=__QUEUE__
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=64
+#SBATCH --gpus-per-node=8
+#SBATCH --time=06:00:00
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+# The virtual environment of the llm package: by default the one that is active at sbatch.
+VENV=${VENV:-${VIRTUAL_ENV:-venv}}
+OPTIONS=(
+    --config examples/llama-1b/train.toml
+    --resume_from_checkpoint
+)
+
+# What sbatch was given in place of a directive is in the job's record.
+left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
+left=$(xargs <<< "$left")
+if [[ -n "$left" ]]; then
+    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
+    exit 2
+fi
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if (($#)); then
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+fi
+
+# Only now, as modules and conda use unset variables.
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+# The ranks meet on the first host, at a port that other jobs are unlikely to use.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+NNODES=${#HOSTS[@]}
+PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+GPUS=${SLURM_GPUS_PER_NODE:-8}
+GPUS=${GPUS##*:}  # without the type in a100:4
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
+
+# The folder that the trainer reads from OPTIONS, where the command line overrides CONFIG.toml.
+RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+
+# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# srun does not inherit --cpus-per-task from sbatch.
+EACH_GPU=(
+    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    --cpus-per-task="$OMP_NUM_THREADS"
+    python
+)
+LAUNCH=(
+    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+    "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
+    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+)
+
+echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+"${EACH_GPU[@]}" -m llm.preflight
+
+# Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
+status() {  # the run's status, if this job has written one
+    [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
+    sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
+}
+BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
+echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
+"${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
+STEP=$!
+# Slurm signals only this shell, which passes the signal on; the trap interrupts wait.
+ASKED=
+trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
+while
+    CODE=0
+    wait "$STEP" || CODE=$?
+    kill -0 "$STEP" 2>/dev/null
+do :; done
+
+STATUS=$(status)
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # signalled before training began
+if [[ "$STATUS" == preempted ]]; then
+    echo "$(date): the job goes into the queue again, to go on from its checkpoint."
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"

@@ -1,0 +1,70 @@
+"""The dry runs of the tutorials, run as the pages show them, and the plan that a page shows."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llm.plan.__main__ import main as plan
+from tests.support.package import ROOT
+from tests.support.ranks import run_ranks, values
+
+MODULES = {"llm.trainers.gpt": "llm.trainers.gpt.main"}
+"""The modules with the `main` of the programs that are packages."""
+
+
+def commands_of_dry_run(page: str) -> list[list[str]]:
+    text = (ROOT / "docs/tutorials" / page).read_text(encoding="utf-8")
+    (block,) = re.findall(r'^```bash title="dry run"\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+    return [shlex.split(line) for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+
+
+def run_in_turn(folder: Path, commands: list[list[str]]) -> list[int]:
+    """Run programs of the package in a folder, one after the other in this process."""
+    os.chdir(folder)
+    codes = []
+    for _, _, module, *words in commands:
+        codes.append(importlib.import_module(MODULES.get(module, module)).main(words))
+    return codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "parameters"), [("llama-1b.md", 10_532_160), ("gpt2-124m.md", 3_327_744)]
+)
+def test_the_dry_run_of_a_tutorial_trains_twenty_steps(page, parameters, tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    commands = commands_of_dry_run(page)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+
+    (outcome,) = run_ranks(run_in_turn, 1, tmp_path, commands, environment=offline, timeout=280)
+
+    (codes,) = values([outcome])
+    assert codes == [0, 0, 0], outcome.output
+    assert f"{parameters:,} parameters" in outcome.output
+    assert "length: 20 steps" in outcome.output
+    assert "preset pretrain: " in outcome.output
+    lines = (tmp_path / "runs/dry-run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+    assert (tmp_path / "runs/dry-run/model.safetensors").is_file()
+
+
+def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
+    """Its sizes; the times depend on the versions of libraries in the last digits."""
+    monkeypatch.chdir(ROOT)
+    shown = (ROOT / "examples/llama-1b/plan.txt").read_text(encoding="utf-8").splitlines()
+
+    assert plan(["examples/llama-1b/train.toml", "--nodes", "8", "--device", "h100-80gb"]) == 0
+
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:3] == shown[:3]
+    assert "1,086,932,992 parameters, on 8 nodes of 8 h100-80gb: 64 ranks" in printed[0]
+    assert any(line.startswith("It fits: ") for line in shown)
+    assert any(line.startswith("22,000,001,024 tokens take ") for line in shown)
