@@ -2,6 +2,7 @@
 
 import ast
 import bz2
+import importlib
 import os
 import re
 import runpy
@@ -458,3 +459,26 @@ def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
 def test_a_page_with_an_unknown_option_is_detected():
     with pytest.raises(ConfigError, match="no option --learning_rat"):
         parse_args(["--learning_rat", "1"])
+
+
+@pytest.mark.parametrize(
+    ("program", "usage", "options"),
+    [
+        ("llm.report.__main__", "RUNS ... [--config FILE]", ReportOptions),
+        ("llm.data.inspect", "PATH [--config FILE]", InspectOptions),
+        ("llm.jobs.__main__", "SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS", JobOptions),
+        ("llm.plan.__main__", "[CONFIG.toml] [--OPTION VALUE ...]", None),
+    ],
+)
+def test_help_names_what_comes_first_and_shows_a_command(program, usage, options, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main(["--help"])
+    text, command = capsys.readouterr().out, f"python -m {program.removesuffix('.__main__')}"
+    assert text.startswith(f"usage: {command} {usage}")
+    shown = re.findall(rf"\nexample:\n  {command} (.*)\n$", text)
+    assert len(shown) == (options is not None)
+    for words in map(shlex.split, shown):
+        positional = usage.split()[0].lower()
+        own = words[: words.index("--")] if "--" in words else words
+        read_options = parse(options, own, prog="", description="", positional=positional)
+        assert getattr(read_options, positional)

@@ -544,7 +544,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "llm.report.page", raising=False)
     monkeypatch.setitem(sys.modules, "bokeh.resources", None)
     assert main([str(run)]) == 2
-    assert "pip install 'llm-trainers[report]'" in capsys.readouterr().err
+    assert f"{sys.executable} -m pip install bokeh matplotlib" in capsys.readouterr().err
     assert not (run / "report.html").exists()
 
 

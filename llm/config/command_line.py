@@ -48,6 +48,8 @@ def parse(
     prog: str,
     description: str,
     positional: str | None = None,
+    usage: str | None = None,
+    example: str | None = None,
     inherit: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> ConfigT:
     """Read options: default < TOML file (`--config`) < command line.
@@ -59,6 +61,8 @@ def parse(
         description: What the program does, for `--help`.
         positional: Option whose name can be left out: the first word that belongs to no other
             option is its value; all such words are, if it takes several.
+        usage: What follows the program's name in the usage line, if not the positional option.
+        example: Arguments of a command that `--help` shows.
         inherit: Returns options of a preset or another run, given those of the file and the command
             line, which override them.
 
@@ -77,9 +81,12 @@ def parse(
         if sys.argv[0].startswith(f"{COMMAND} "):
             prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
         parser.prog, parser.description = prog, description
+        parser.usage = f"%(prog)s {usage or _usage(cls, positional)}"
         parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options; end.")
         parser.epilog = _other_topics(cls) if common(cls) else None
         sys.stdout.write(parser.format_help())
+        if example is not None:
+            sys.stdout.write(f"\nexample:\n  {prog} {example}\n")
         raise SystemExit(0)
     given = _given(words, cls, positional)
     path = given.pop("config", None)
@@ -100,6 +107,13 @@ def parse(
             )
     check_library_versions()  # not for --help
     return config
+
+
+def _usage(cls: type, positional: str | None) -> str:
+    """Return the usage of a program without its name: `RUNS ... [--config FILE] ...`."""
+    many = any(field.many for field in fields(cls) if field.name == positional)
+    word = "" if positional is None else f"{positional.upper()}{' ...' * many} "
+    return f"{word}[--config FILE] [--OPTION VALUE ...]"
 
 
 def _check_text(config: Any) -> None:
@@ -228,7 +242,6 @@ def _other_topics(cls: type) -> str:
 
 def _parser(declared: list[Field]) -> _Parser:
     parser = _Parser(
-        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,

@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         description="Show what is in token files, look for damage in them, or show the text "
         "of a run's step.",
         positional="path",
+        example="data/web_text_document --documents 2 --tokenizer_name gpt2",
     )
     _check(options)
     code = 0

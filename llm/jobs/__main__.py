@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m llm.jobs",
         description="Write a job script; the trainer's options follow after --.",
         positional="scheduler",
+        usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
+        example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
     text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
     if options.output is None:

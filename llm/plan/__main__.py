@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         words,
         prog="python -m llm.plan",
         description=_HELP,
+        usage="[CONFIG.toml] [--OPTION VALUE ...]",
         inherit=preset_options,
     )
     check(options)

@@ -51,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
         ReportOptions,
         argv,
         prog="python -m llm.report",
-        description="Show the curves of runs, finished or under way, as a page for a browser.",
+        description="Show the curves of runs, finished or under way, as a page for a browser. "
+        "The packages bokeh and matplotlib draw it: pip install bokeh matplotlib.",
         positional="runs",
+        example="runs/quickstart runs/other --output compare.html",
     )
     written = write_report(options)
     sys.stdout.write("".join(f"{path}\n" for path in written))
@@ -89,7 +91,8 @@ def write_report(options: ReportOptions) -> list[Path]:
         from llm.report.page import make_page
     except ImportError as error:
         raise ConfigError(
-            f"llm.report needs the package {error.name}: pip install 'llm-trainers[report]'."
+            f"llm.report needs the package {error.name}: run {sys.executable} -m pip install "
+            "bokeh matplotlib, which are the extra `report`."
         ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)

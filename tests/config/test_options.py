@@ -263,3 +263,19 @@ def test_options_have_the_heading_and_the_resume_rule_of_their_class():
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         Both().seed = 1
+
+
+def test_the_usage_names_the_positional_option_and_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse(
+            Settings, ["--help"], prog="show", description="", positional="name", example="a --mix"
+        )
+    text = capsys.readouterr().out
+    assert text.startswith("usage: show NAME [--config FILE] [--OPTION VALUE ...]\n")
+    assert text.endswith("\nexample:\n  show a --mix\n")
+    with pytest.raises(SystemExit):
+        parse(Settings, ["--help"], prog="show", description="", positional="text")
+    assert capsys.readouterr().out.startswith("usage: show TEXT ... [--config FILE]")
+    with pytest.raises(SystemExit):
+        parse(Settings, ["--help"], prog="show", description="", usage="WORD -- REST")
+    assert capsys.readouterr().out.startswith("usage: show WORD -- REST\n")
