@@ -103,7 +103,8 @@ class ShardedStrategy(AcceleratedStrategy):
             register_fsdp_forward_method(self.loss, "predictions")
             self._shard_ends(*ends)
             _prefetch(self.loss, *ends[:1], *blocks, *ends[1:])
-        self._materialize([self.loss])
+        # The head's group is that of its loss, which is not inside the model.
+        self._materialize([self.loss, *([] if self._head is None else [self._head])])
 
     def _divide_layers(self) -> None:
         """Apply tensor parallelism, which comes before FSDP: that shards what is left."""
@@ -178,7 +179,7 @@ class ShardedStrategy(AcceleratedStrategy):
         if half:
             head.register_forward_pre_hook(_keep_float32_gradients)
 
-    def _materialize(self, roots: Sequence[nn.Module]) -> None:
+    def _materialize(self, roots: Sequence[nn.Module | FSDPModule]) -> None:
         """Allocate and initialize a model on the meta device.
 
         Args:

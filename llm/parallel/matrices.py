@@ -161,7 +161,9 @@ class ShardedMatrices(WholeMatrices):
         self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
     ) -> Callable[[], Updates]:
         """Send shards of updates from their owners; return what waits for those of this rank."""
-        sent = [self._pieces(updates, rank) for rank in range(self.size)]
+        # They were computed in another order, and shapes do not tell two of them apart.
+        own = {unit: updates[unit] for unit in bucket if unit in updates}
+        sent = [self._pieces(own, rank) for rank in range(self.size)]
         by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
         pieces = [self._shapes(units, self.rank) for units in by_owner]
         arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)

@@ -68,7 +68,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         sums = FP32 * (layers * block + others)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
         once = FP32 * others
-        if layout.pipeline == 1 and t == 1 and not param_counts.is_tied:
+        if layout.pipeline == 1 and t == 1 and not param_counts.shares_ends:
             once -= (FP32 - sent_width) * num_elements(param_counts.head)
         reductions = 1 if options.unsharded_gradients else micro_batches
         size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n

@@ -91,7 +91,7 @@ class StagePlan:
         self.sharded = not layout.is_replicated and (ranks > 1 or layout.replicate > 1)
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
         # Pipelines, and tied weights, have embedding and head in one group with the final norm.
-        self.has_own_ends = layout.pipeline == 1 and not self.param_counts.is_tied
+        self.has_own_ends = layout.pipeline == 1 and not self.param_counts.shares_ends
         self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
         head, is_first = self.param_counts.head, stage == 0

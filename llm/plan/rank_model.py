@@ -95,6 +95,11 @@ class ParamCounts:
         """Elements of all parameters."""
         return num_elements(itertools.chain(self.others, *self.blocks))
 
+    @property
+    def shares_ends(self) -> bool:
+        """Whether the output head and the input embedding share a parameter."""
+        return not self.embedding.isdisjoint(self.head)
+
 
 def count_parameters(model: PreTrainedModel) -> ParamCounts:
     """List the parameters of a model, which may be on the meta device."""

@@ -52,7 +52,8 @@ def on_all_ranks(
     try:
         result = action()
     except Exception as error:
-        if not is_shared(error):
+        # Nobody comes to hear that another rank is lost.
+        if not (is_shared(error) or isinstance(error, PeerLostError)):
             _exchange(None, error, group, patience)
         raise
     _exchange(None, None, group, patience)

@@ -13,7 +13,9 @@ import json
 import logging
 import math
 import os
+import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,8 @@ _CONNECT_SECONDS = 20.0
 _SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
 _END_SECONDS = 3.0  # for the training thread to exit by itself
 _LEAVE_SECONDS = 20.0
+_STRANGER_SECONDS = 2  # for the rest of a message, which a port scanner may never send
+_MESSAGE_BYTES = 4096
 _STUCK_SECONDS = 30.0  # after the limit, for the others to name a rank that cannot run Python
 
 logger = logging.getLogger("llm")
@@ -88,6 +92,7 @@ class Health:
         self._lines: dict[Connection, _Peer | None] = {}
         self._armed = -math.inf
         self._phase: Phase = "start"
+        self._key = ""  # of the run; strangers may connect to rank 0, but do not know it
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
@@ -95,10 +100,11 @@ class Health:
             return
         if rank == 0:
             self._server = _listen(world_size)
-            share((socket.gethostname(), self._server.getsockname()[1]))
+            self._key = secrets.token_hex(16)
+            share((socket.gethostname(), self._server.getsockname()[1], self._key))
             self._thread = threading.Thread(target=self._lead, daemon=True)
         else:
-            host, port = share(None)
+            host, port, self._key = share(None)
             line = _connect(host, port)
             if line is None:
                 logger.warning(
@@ -155,6 +161,7 @@ class Health:
 
     def _beat(self) -> dict[str, Any]:
         return {
+            "key": self._key,
             "name": self._name,
             "step": self._step,
             "phase": self._phase,
@@ -180,20 +187,27 @@ class Health:
         while ready := wait([self._server, *self._lines], 0):
             for line in ready:
                 if line is self._server:
-                    self._lines[Connection(self._server.accept()[0].detach())] = None
+                    accepted = self._server.accept()[0]
+                    limit = struct.pack("ll", _STRANGER_SECONDS, 0)
+                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                    self._lines[Connection(accepted.detach())] = None
                     continue
                 assert isinstance(line, Connection)
                 try:
-                    self._lines[line] = _Peer(json.loads(line.recv_bytes()), time.monotonic())
-                except (OSError, EOFError):
+                    beat = json.loads(line.recv_bytes(_MESSAGE_BYTES))
+                    if beat["key"] != self._key:
+                        raise ValueError("The sender is not a rank of this run.")
+                    self._lines[line] = _Peer(beat, time.monotonic())
+                except (OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger's bytes
                     last = self._lines.pop(line)
                     if last is not None and not last.beat["left"]:
                         return f"{last.beat['name']} has died, about step {last.beat['step']}"
         return None
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for line in self._lines:
-            _send(line, message)
+        for line, peer in self._lines.items():
+            if peer is not None:
+                _send(line, message)
 
     def _wait_for_others(self, seconds: float) -> None:
         """Wait until all have hung up: a message may be lost if this process exits before."""

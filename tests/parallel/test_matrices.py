@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import split_state
+from llm.optim import whole
 from llm.parallel import matrices
 from tests.support.matrix_runs import (
     KINDS,
@@ -88,6 +89,27 @@ def test_shards_train_bit_for_bit_as_replicas_do():
         assert shards[kind][0] == replicas[kind][0]
         for name, weight in replicas[kind][1].items():
             assert torch.equal(shards[kind][1][name], weight), (kind, name)
+
+
+def run_batches(cost):
+    """Weights after Muon's updates, of batches as a GPU has them if a cost is given."""
+    if cost:
+        whole.batch_cost = lambda device: cost
+    torch.manual_seed(0)
+    # The fused attention weight and the feed-forward weight have the same shape.
+    config = tiny_config("gpt2", n_layer=4, n_embd=16, n_inner=48)
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    strategy = make_strategy("muon", {"shard": 2}, AutoModelForCausalLM.from_config(config))
+    train(strategy, range(2))
+    weights = whole_weights(strategy)
+    strategy.close()
+    return weights
+
+
+def test_each_weight_gets_its_own_update_from_a_batch_of_equal_shapes():
+    batched, single = (values(run_ranks(run_batches, 2, cost))[0] for cost in (2**26, 0))
+    for name, weight in single.items():
+        torch.testing.assert_close(batched[name], weight, rtol=0, atol=1e-5)
 
 
 def run_experts(sizes):

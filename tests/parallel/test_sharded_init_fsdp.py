@@ -98,6 +98,23 @@ def test_sharded_ranks_train_as_one_rank_with_any_recomputation():
             )
 
 
+def weights_without_updates() -> list[str]:
+    """Weights of a Llama in uneven parts that the optimizer no longer reaches after a step."""
+    strategy = start(cpu_accelerator(), tiny_config("llama", vocab_size=321), shard=2)
+    tokens = torch.randint(321, (2, 17))
+    strategy.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], num_tokens=64)
+    names = {parameter: name for name, parameter in strategy.model.named_parameters()}
+    return [
+        names[parameter]
+        for parameter, local in zip(strategy.parameters, strategy.local_parameters, strict=True)
+        if parameter.to_local().data_ptr() != local.data_ptr()
+    ]
+
+
+def test_the_optimizer_updates_every_uneven_part_of_an_untied_model():
+    assert values(run_ranks(weights_without_updates, 2)) == [[], []]
+
+
 def test_a_sharded_run_has_the_losses_of_an_unsharded_one(tmp_path):
     bench = Bench(tmp_path, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     whole = bench.train_well("whole", max_train_steps=2, per_device_train_batch_size=8)

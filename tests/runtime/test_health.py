@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -150,6 +151,37 @@ def test_ranks_that_end_at_once_leave_no_thread_and_lose_no_rank(end):
 
     assert codes == [0, 0]
     assert ranks.said() == {}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0\0\0\x08\xffSMBabcd",
+        b"\0\0\0\x02{}",
+        b"\0\0\0\x02[]",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0\0",
+    ],
+)
+def test_bytes_of_a_stranger_do_not_end_the_watchdog(sent):
+    addresses = []
+    health = Health(
+        rank=0,
+        world_size=2,
+        timeout=0,
+        share=addresses.append,
+        on_loss=print,
+        stacks=Path(),
+    )
+    with socket.create_connection(("127.0.0.1", addresses[0][1])) as stranger:
+        stranger.sendall(sent)
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""  # rank 0 hangs up
+
+    assert health._thread.is_alive()
+    assert health.failure is None
+    health.stop()
 
 
 def test_a_single_rank_is_not_watched():
