@@ -301,9 +301,11 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     config = GPTConfig(model_name_or_path=str(folder), seed=1)
     model = tiny_model(load_config(config))
     weights = {name: p.detach() for name, p in model.named_parameters()}
+    copies = {f"tokenizer/{path.name}": path.read_bytes() for path in folder.iterdir()}
     saver = Saver(
-        CheckpointOptions(async_checkpoint=False), run / "checkpoints",
-        parts={"strategy": Part({"model": weights})}, metadata={}, rank=0, world_size=1,
+        CheckpointOptions(async_checkpoint=False), run / "checkpoints", metadata={},
+        parts={"strategy": Part({"model": weights})}, rank=0, world_size=1,
+        copies={**copies, "model/config.json": copies["tokenizer/config.json"]},
     )  # fmt: skip
     for step in (1, 2):
         saver.save(step=step, eval_loss=None)

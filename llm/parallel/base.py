@@ -337,8 +337,16 @@ class AcceleratedStrategy:
         """
         if self.rank != 0:
             return {}
-        # Copies on a CPU too: with averaged weights the live ones change back.
-        return {name: t.to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+        # Copies on a CPU too: with averaged weights the live ones change back. A tied weight stays
+        # one tensor.
+        whole: dict[str, Tensor] = {}
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            key = tensor.data_ptr(), tensor.shape
+            if key not in copies:
+                copies[key] = tensor.to("cpu", copy=True)
+            whole[name] = copies[key]
+        return whole
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:

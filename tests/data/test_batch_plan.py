@@ -62,7 +62,7 @@ def test_steps_samples_and_batch_size_follow_from_the_options(changes, batch, st
 
 
 def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"--global_batch_size 10 .* times 2 ranks = 4"):
+    with pytest.raises(ConfigError, match=r"--global_batch_size 10 is not a multiple of 4 "):
         plan(global_batch_size=10, world_size=2)
 
 
@@ -244,13 +244,15 @@ def test_a_budget_of_less_than_one_step_is_refused(options, sentence):
 
 
 def test_a_schedule_of_one_phase_is_a_plain_batch():
-    with pytest.raises(ConfigError, match=r"--global_batch_size 4@0 .* times 4 ranks = 8"):
+    with pytest.raises(ConfigError, match=r"--global_batch_size 4@0 is not a multiple of 8 "):
         plan(global_batch_size="4@0", world_size=4)
 
 
 @pytest.mark.parametrize("schedule", ["2@0,8@40", "6@0,8@40", "8@0,20@40"])
 def test_a_phase_that_the_ranks_cannot_divide_is_refused(schedule):
-    with pytest.raises(ConfigError, match="times 4 ranks = 8; take one, or a smaller"):
+    with pytest.raises(
+        ConfigError, match=r"not a multiple of 8 .* x 4 ranks\); take one, or a smaller"
+    ):
         plan(global_batch_size=schedule, world_size=4)
 
 

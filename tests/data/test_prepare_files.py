@@ -161,7 +161,7 @@ def test_a_second_preparation_rewrites_missing_or_truncated_files(
     prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
 
     assert content(path.parent) == before
-    (said,) = [line for line in caplog.messages if line.endswith("made it, so it is made anew.")]
+    (said,) = [line for line in caplog.messages if line.endswith("made it, so it is made again.")]
     assert fault in said
 
 

@@ -110,7 +110,7 @@ def test_an_unusable_folder_is_refused_before_the_text_is_read(bench, trained, t
 
 
 def test_batch_sizes_that_do_not_divide(bench):
-    assert_refused(bench, global_batch_size=6, words=["--global_batch_size 6", "no multiple"])
+    assert_refused(bench, global_batch_size=6, words=["--global_batch_size 6", "not a multiple"])
 
 
 def test_an_unknown_override_names_its_neighbours(bench):

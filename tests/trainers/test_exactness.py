@@ -167,7 +167,7 @@ def refusal_of_different_starts(what: str) -> str:
         }
     )
     try:
-        check_same_start(inputs, strategy)
+        check_same_start(inputs)
     except ParallelError as error:
         return str(error)
     return ""

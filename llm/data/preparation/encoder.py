@@ -42,6 +42,8 @@ _PROBES = (
     "  leading and trailing  ",
 )
 
+_thread_owner = 0  # id of the first process that used threads of the libraries
+
 Ids = NDArray[Any]
 Counts = NDArray[np.int64]
 
@@ -136,6 +138,8 @@ class ReferenceEncoder:
         elif len(texts) == 1:  # without any thread, so that this process can still fork
             lists = [self._backend.encode(texts[0], add_special_tokens=False).ids]
         else:
+            if not _may_use_threads():
+                os.environ["TOKENIZERS_PARALLELISM"] = "false"
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
             lists = [encoding.ids for encoding in encodings]
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
@@ -211,7 +215,8 @@ class FastEncoder:
             arrays = [ids for array in arrays if array.size for ids in (array, end)]
             ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
             return ids, counts + (counts > 0) * end.size
-        batch = self._fast.encode_batch(list(texts), parallel=self._threads > 1)
+        parallel = self._threads > 1 and _may_use_threads()
+        batch = self._fast.encode_batch(list(texts), parallel=parallel)
         offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
         return _with_ends(ids.astype(self._dtype), np.diff(offsets), end)
@@ -240,6 +245,16 @@ def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> 
     except (ImportError, OtherIds) as error:
         log.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference
+
+
+def _may_use_threads() -> bool:
+    """Return whether no process that this one was forked from has used the libraries' threads.
+
+    Using threads after a fork deadlocks: the copy of the thread pool has no threads.
+    """
+    global _thread_owner
+    _thread_owner = _thread_owner or os.getpid()
+    return _thread_owner == os.getpid()
 
 
 def _with_ends(ids: Ids, counts: Counts, end: Ids) -> tuple[Ids, Counts]:
