@@ -27,6 +27,7 @@ from llm.data.formats.sidecar import damage
 from llm.errors import DataError
 from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.files import sync_folder, try_lock
+from llm.runtime.world import world_from_environment
 
 _OPTION = "--data_cache_dir"
 _POLL_SECONDS = 1.0  # between two looks at what another launch prepares
@@ -62,11 +63,18 @@ class TokenCache:
                 cache cannot be written.
         """
         folder = self.folder / key
+        is_main = world_from_environment().is_main
         prepared = waits = False
         while True:
             with contextlib.ExitStack() as lock:
                 elect = partial(self._elect, folder, lock, anew=self.overwrite and not waits)
-                state = on_all_ranks(lambda: "done" if prepared else elect())  # noqa: B023
+                state = "done" if prepared else ""
+                # Rank 0 first: the log of the run is its log.
+                for is_next in (is_main, not is_main):
+                    if is_next and not state:
+                        state = on_all_ranks(elect)
+                    else:
+                        on_all_ranks(lambda: None)
                 states = gather(state)
                 # Locks are held until all have prepared: each file system has one rank that does.
                 if state == "elected":
@@ -101,8 +109,12 @@ class TokenCache:
             if locked is None:
                 return "waits"
             # Again: another process may have prepared it before this one had the lock.
-            if not anew and self._is_done(folder):
-                return "done"
+            if not anew:
+                if self._is_done(folder):
+                    return "done"
+                # Here, and so once: the others only wait.
+                if faults := self._faults(folder):
+                    log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
             return "elected" if locked else "elected, no locks"
 
     @contextmanager
@@ -117,16 +129,12 @@ class TokenCache:
 
     def _is_done(self, folder: Path) -> bool:
         """Return whether a folder holds what this launch may use."""
+        return (folder / "absent").exists() or self._faults(folder) == []
+
+    def _faults(self, folder: Path) -> list[str] | None:
+        """Return what is wrong with token files; None if there are none."""
         prefix = folder / "tokens"
-        if (folder / "absent").exists():
-            return True
-        if not beside(prefix, ".bin").exists():
-            return False
-        faults = damage(prefix, row_bytes=True)
-        if faults:
-            log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
-            return False
-        return True
+        return damage(prefix, row_bytes=True) if beside(prefix, ".bin").exists() else None
 
     def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         with self._explained():

@@ -92,9 +92,12 @@ def _prepared(
     )
     workers = bounded_workers(options.preprocessing_num_workers)
     texts = _texts(options, trust_remote_code)
-    keys = {split: encoding.key(text) for split, text in texts.items()}  # all are checked first
+    files = {split: text.files() for split, text in texts.items()}  # all are checked first
     train, validation = (
-        cache.token_files(keys[split], encoding.prepare(texts[split], workers=workers))
+        cache.token_files(
+            encoding.key(texts[split], files[split]),
+            encoding.prepare(texts[split], files[split], workers=workers),
+        )
         if split in texts
         else None
         for split in ("train", "validation")

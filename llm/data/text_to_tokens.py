@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 from llm.data.text_identity import (
     Json,
+    Stamps,
     check_file,
     dataset_files,
     dataset_identity,
@@ -62,29 +63,36 @@ class Text:
     keep_linebreaks: bool
     trust_remote_code: bool
 
-    def identity(self) -> dict[str, Json]:
-        """Return what distinguishes it from any other text.
+    def files(self) -> Stamps:
+        """Return the state of its files on this machine.
 
         Raises:
             DataError: The file or folder does not exist, or is of another kind.
         """
+        if self.split is not None:
+            return dataset_files(self.name, "--train_file")
+        path = Path(self.name)
+        check_file(path, self.option)
+        return {path: stamp(path)}
+
+    def identity(self, files: Stamps) -> dict[str, Json]:
+        """Return what distinguishes it, with its files in this state, from any other text."""
         if self.split is not None:
             return dataset_identity(
                 self.name,
                 self.config_name,
                 split=self.split,
                 text_column=self.text_column,
-                files=dataset_files(self.name, "--train_file"),
+                files=files,
             )
         path = Path(self.name)
-        check_file(path, self.option)
         options = file_options(
             path,
             text_column=self.text_column,
             keep_linebreaks=self.keep_linebreaks,
             text_unit="file",
         )
-        return file_identity(path, stamp(path), options)
+        return file_identity(path, files[path], options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +124,7 @@ class TextJob:
 
     Attributes:
         text: The text.
+        files: State of its files by path; another state is refused.
         tokenizer: What makes tokens of it.
         end_token: Id that ends each document; None for nothing.
         dtype: Dtype of the ids on the disk.
@@ -124,6 +133,7 @@ class TextJob:
     """
 
     text: Text
+    files: dict[str, dict[str, int]]
     tokenizer: TokenizerCopy
     end_token: int | None
     dtype: str
@@ -148,24 +158,25 @@ class TextEncoding:
     end_token: int | None
     dtype: str
 
-    def key(self, text: Text) -> str:
+    def key(self, text: Text, files: Stamps) -> str:
         """Return the digest of the token files that a text becomes: equal digests, equal bytes."""
         return recipe_digest(
             recipe(
-                [text.identity()],
+                [text.identity(files)],
                 tokenizer_fingerprint=self.fingerprint,
                 end_token=self.end_token,
                 dtype=self.dtype,
             )
         )
 
-    def prepare(self, text: Text, *, workers: int) -> Callable[[Path], None]:
+    def prepare(self, text: Text, files: Stamps, *, workers: int) -> Callable[[Path], None]:
         """Return a function that makes the token files `tokens.*` of a text in a folder.
 
         It leaves the file `absent` instead where a data set has no validation split.
 
         Args:
             text: The text.
+            files: The state of its files, as `key` had it: another state is refused.
             workers: Cores to use.
         """
 
@@ -188,6 +199,7 @@ class TextEncoding:
                 run_job(
                     TextJob(
                         text=text,
+                        files={str(path): stamped for path, stamped in files.items()},
                         tokenizer=tokenizer,
                         end_token=self.end_token,
                         dtype=self.dtype,
@@ -223,16 +235,19 @@ def run_job(job: TextJob) -> None:
         _log_lines(process.stdout, said)
         code = process.wait()
     except BaseException:
-        process.stdin.close()  # as if this process had died: it ends, and says what is kept
+        _close(process.stdin)  # as if this process had died: it ends, and says what is kept
         timer = threading.Timer(_END_SECONDS, process.kill)
+        timer.daemon = True
         timer.start()
-        _log_lines(process.stdout, said)
-        timer.cancel()
+        try:
+            _log_lines(process.stdout, said)
+        finally:  # after a second Ctrl-C too
+            timer.cancel()
         raise
     finally:
         process.kill()
         process.wait()
-        process.stdin.close()
+        _close(process.stdin)
         process.stdout.close()
     begins = (number for number, line in enumerate(said) if line.startswith(_ERROR))
     sentence = next(begins, len(said))
@@ -248,6 +263,11 @@ def run_job(job: TextJob) -> None:
         )
     if code != 0:
         raise RuntimeError(f"{PROGRAM} has failed with the exit code {code}")
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # closing writes again what was not read
+        pipe.close()
 
 
 def _log_lines(lines: IO[bytes], said: list[str]) -> None:

@@ -5,8 +5,11 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import IO, Any
+
+_POLL_SECONDS = 0.1  # between two attempts to lock a file
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -75,24 +78,31 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def try_lock(descriptor: int, *, wait: bool = False) -> bool:
+def try_lock(descriptor: int, *, seconds: float = 0.0) -> bool:
     """Lock an open file for this process; the kernel releases it when the process ends.
 
     Args:
         descriptor: The file's.
-        wait: Wait until no other process holds the lock.
+        seconds: How long to wait while another process holds the lock.
 
     Returns:
         Whether the file system supports locks.
 
     Raises:
-        BlockingIOError: Another process holds the lock.
+        BlockingIOError: Another process still holds the lock.
         OSError: The file system fails.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP):
-            raise
-        return False
-    return True
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP):
+                raise
+            return False
+        else:
+            return True

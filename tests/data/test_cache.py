@@ -119,7 +119,7 @@ def test_whatever_changes_the_bytes_has_its_own_cache(tmp_path):
 
 @pytest.mark.parametrize("damage", ["bin", "idx", "json", "bytes"])
 @pytest.mark.parametrize("how", ["cut short", "removed"])
-def test_a_damaged_cache_is_rebuilt(tmp_path, damage, how):
+def test_a_damaged_cache_is_rebuilt(tmp_path, caplog, damage, how):
     prefix = cache_bytes(tmp_path)
     path = prefix.with_suffix(f".{damage}")
     before = path.read_bytes()
@@ -130,6 +130,8 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, damage, how):
 
     assert cache_bytes(tmp_path) == prefix
     assert path.read_bytes() == before
+    if damage != "bin" or how != "removed":  # the name of a whole cache
+        (_,) = (line for line in caplog.messages if "cannot be used" in line)
 
 
 def test_a_text_that_changes_while_it_is_read_is_not_cached(tmp_path):
@@ -255,6 +257,24 @@ def test_one_rank_of_each_file_system_reads_the_text(tmp_path, kind, reads):
     assert first == again
     assert len(set(first)) == reads
     assert (tmp_path / "reads").read_text() == "read\n" * reads
+
+
+def rank_that_prepares(folder):
+    """The rank that has prepared the text; rank 0 is the last to ask for it."""
+    rank = int(os.environ["RANK"])
+
+    class ByRank(ListSource):
+        def batches(self, faults=None):
+            write(folder / "rank", str(rank))
+            yield from super().batches(faults)
+
+    time.sleep(0.3 if rank == 0 else 0.0)
+    cache_bytes(folder / "cache", ByRank(["ab"]))
+    return (folder / "rank").read_text()
+
+
+def test_rank_0_prepares_the_text_as_its_log_is_read(tmp_path):
+    assert values(run_ranks(rank_that_prepares, 2, tmp_path)) == ["0", "0"]
 
 
 def test_all_ranks_raise_the_error_of_the_one_that_prepares(tmp_path):

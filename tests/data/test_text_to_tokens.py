@@ -1,12 +1,14 @@
 """A run makes token files of its text in another process, and is told what that says."""
 
+import fcntl
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from transformers import ByT5Tokenizer
 from llm.data import text_to_tokens
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
+from llm.data.preparation import run_text
+from llm.data.text_identity import stamp
 from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
-from llm.errors import DataError
+from llm.errors import ConfigError, DataError
 from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
 from tests.support.corpora import write
 from tests.support.tokenizers import tiny_tokenizer
@@ -41,7 +45,7 @@ def text(path, **changes):
 def prepared(folder, source, tokenizer=None):
     """The token files that the process makes of a text."""
     folder.mkdir()
-    encoding(tokenizer).prepare(source, workers=2)(folder)
+    encoding(tokenizer).prepare(source, source.files(), workers=2)(folder)
     return TokenFile(folder / "tokens")
 
 
@@ -61,6 +65,17 @@ def test_the_sentence_of_the_process_is_the_error_of_the_run(tmp_path):
 
     with pytest.raises(DataError, match=r"^\S+a\.jsonl, line 2\b"):
         prepared(tmp_path / "made", text(file))
+
+
+def test_a_text_that_changes_after_its_key_was_made_is_refused(tmp_path):
+    source = text(write(tmp_path / "a.txt", "old\n"))
+    files = source.files()
+    write(tmp_path / "a.txt", "newer\n")
+
+    with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared"):
+        encoding().prepare(source, files, workers=1)(tmp_path)
+
+    assert not list(tmp_path.glob("tokens*"))
 
 
 def test_a_tokenizer_in_python_gives_the_same_ids_in_the_process(tmp_path):
@@ -85,6 +100,7 @@ def job_of(file):
     )
     return TextJob(
         text=text(file),
+        files={str(file): stamp(file)},
         tokenizer=copy,
         end_token=0,
         dtype="uint16",
@@ -125,6 +141,53 @@ def test_warnings_of_libraries_are_no_part_of_the_sentence(tmp_path, monkeypatch
 
     assert str(raised.value) == "one\nand two"
     assert caplog.messages == ["a warning"]
+
+
+def test_a_process_that_reads_nothing_of_a_long_job_is_still_quoted(tmp_path, monkeypatch):
+    run_instead(monkeypatch, tmp_path, "import sys; print('error: no memory'); sys.exit(2)")
+    job = job_of(write(tmp_path / "a.txt", "a\n"))
+    longer = replace(job.tokenizer, backend="x" * 1_000_000)  # than what a pipe holds
+
+    with pytest.raises(DataError, match=r"^no memory$"):
+        run_job(replace(job, tokenizer=longer))
+
+
+def test_a_second_interruption_leaves_no_timer(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text_to_tokens, "_log_lines", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
+
+
+def test_the_process_waits_for_the_process_of_a_killed_run(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    with open(tmp_path / "tokens.parts.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def release_soon(record):
+            if record.getMessage().startswith("tokenizing"):  # the lock is next
+                threading.Timer(1.0, lock.close).start()
+            return True
+
+        monkeypatch.setattr(text_to_tokens.log, "filters", [release_soon])
+        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+
+    assert (tmp_path / "tokens.bin").exists()
+
+
+def test_an_error_about_a_saved_tokenizer_names_the_tokenizer(tmp_path):
+    (tmp_path / "saved").mkdir()
+    job = job_of(write(tmp_path / "a.txt", "a\n"))
+    in_python = replace(job.tokenizer, backend=None, folder=str(tmp_path / "saved"))
+
+    with pytest.raises(ConfigError, match=r"^The tokenizer tiny cannot be loaded .*llm\.data\.pr"):
+        run_text.make_token_files(replace(job, tokenizer=in_python))
 
 
 # The work on each part takes long, and leaves a line in a file.

@@ -40,6 +40,7 @@ class Output:
         overwrite: Replace existing files.
         row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, which a run needs to split
             them.
+        lock_seconds: Seconds to wait for another program at the same output.
         option: The option that chooses the path, for messages.
     """
 
@@ -49,6 +50,7 @@ class Output:
     shuffle_seed: int | None = None
     overwrite: bool = False
     row_bytes: bool = False
+    lock_seconds: float = 0.0
     option: str = "--output_prefix"
 
     @property

@@ -209,7 +209,7 @@ def _locked(output: Output) -> Iterator[None]:
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            locked = try_lock(descriptor)
+            locked = try_lock(descriptor, seconds=output.lock_seconds)
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(

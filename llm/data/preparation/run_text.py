@@ -18,6 +18,7 @@ from llm.config.program import program
 from llm.data.text.sources import Source
 from llm.data.text_to_tokens import TextJob, TokenizerCopy
 from llm.errors import ConfigError
+from llm.runtime.logging import quiet_libraries
 from llm.tokenizers.fast import TextTokenizer
 
 _END_SECONDS = 5.0  # to say what is kept, and to end
@@ -77,10 +78,15 @@ def make_token_files(job: TextJob) -> None:
     from llm.data.preparation.encoder import Encoding
     from llm.data.preparation.output_files import Output
     from llm.data.preparation.prepare_files import prepare_files
+    from llm.data.text.sources import check_unchanged
 
     prefix = Path(job.prefix)
     source = _source(job)
-    if job.text.split == "validation" and not source.exists():
+    # Of when the run chose the name of the token files: they must not be made of a later text.
+    source.files = {Path(path): stamped for path, stamped in job.files.items()}
+    is_absent = job.text.split == "validation" and not source.exists()
+    check_unchanged([source])
+    if is_absent:
         (prefix.parent / "absent").touch()
         return
     size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
@@ -89,7 +95,13 @@ def make_token_files(job: TextJob) -> None:
         [
             (
                 [source],
-                Output(prefix=prefix, overwrite=True, row_bytes=True, option="--data_cache_dir"),
+                Output(
+                    prefix=prefix,
+                    overwrite=True,
+                    row_bytes=True,
+                    lock_seconds=2 * _END_SECONDS,  # the process of a killed run ends by then
+                    option="--data_cache_dir",
+                ),
             )
         ],
         encoding=Encoding(
@@ -140,14 +152,20 @@ def _tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
+    quiet_libraries()
     options = TokenizerOptions(tokenizer_name=copy.folder, use_slow_tokenizer=True)
-    tokenizer = from_transformers(
-        load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name
-    )
+    remedy = "the text cannot be prepared in a run; prepare it ahead with llm.data.prepare."
+    try:
+        tokenizer = from_transformers(
+            load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name
+        )
+    except ConfigError as error:  # which names the temporary folder
+        raise ConfigError(
+            f"The tokenizer {copy.name} cannot be loaded once it is saved, so {remedy}"
+        ) from error
     if tokenizer.fingerprint != copy.fingerprint:
         raise ConfigError(
-            f"The tokenizer {copy.name} gives other ids once it is saved and loaded, so the text "
-            "cannot be prepared in a run; prepare it ahead with llm.data.prepare."
+            f"The tokenizer {copy.name} gives other ids once it is saved and loaded, so {remedy}"
         )
     return tokenizer
 
