@@ -300,6 +300,7 @@ def test_one_task_for_each_gpu_has_that_many_tasks(capsys):
     found = directives(script)
     assert (found["ntasks-per-node"], found["cpus-per-task"]) == ("4", "8")
     assert "torchrun" not in script
+    assert "--kill-on-bad-exit=1" in script
 
 
 def test_a_polaris_script_has_the_required_directives(capsys):

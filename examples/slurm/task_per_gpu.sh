@@ -75,6 +75,7 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # sbatch.
 EACH_GPU=(
     srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    --kill-on-bad-exit=1  # else the tasks would wait for one that has died
     python
 )
 LAUNCH=("${EACH_GPU[@]}")

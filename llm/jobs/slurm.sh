@@ -142,6 +142,7 @@ OPTIONS+=(--output_dir "$RUN/{{ sweep }}-$VALUE")
 # sbatch.
 EACH_GPU=(
     srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    --kill-on-bad-exit=1  # else the tasks would wait for one that has died
 {% if job.container %}
     "${CONTAINER[@]}"
 {% endif %}
