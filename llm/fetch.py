@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from llm.config.command_line import parse
 from llm.config.options import given, option, option_group
 from llm.config.program import program
-from llm.config.toml import given_as_toml, read_toml
+from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -97,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     config = GPTConfig(**named)
     local = fetch(config, folder)
-    write_whole(folder / "run.toml", given_as_toml(local))
+    # Options at their default too: they override those of a preset, or of the parent of a branch.
+    values = {name: getattr(local, name) for name in named}
+    write_whole(folder / "run.toml", values_as_toml(values))
     check(local)
     logger.info(f"train without a network: --config {folder / 'run.toml'}")
     return 0

@@ -186,6 +186,21 @@ def test_an_interrupted_download_continues_with_what_is_missing(hub, tmp_path):
     }
 
 
+def test_the_written_file_keeps_defaults_that_override_the_preset(hub, tmp_path):
+    written = (
+        'preset = "pretrain"\nlr_scheduler_type = "linear"\nnum_warmup_steps = 0\n'
+        "weight_decay = 0.0\nmax_train_steps = 2\n"
+    )
+    (tmp_path / "run.toml").write_text('model_name_or_path = "me/tiny"\n' + written)
+    command = ["offline", "--config", "run.toml", "--from_scratch"]
+    assert fetch(hub, tmp_path, command) == [(0, "")]
+    assert tomllib.loads((tmp_path / "offline" / "run.toml").read_text()) == {
+        "model_name_or_path": str(tmp_path / "offline" / "models" / "me" / "tiny"),
+        "from_scratch": True,
+        **tomllib.loads(written),
+    }
+
+
 def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path):
     (hub.folder("me/closed") / "config.json").write_text("{}")
     hub.gated = {"me/closed"}

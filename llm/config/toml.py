@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,9 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def given_as_toml(config: Any) -> str:
-    """Return the options that do not have their default as TOML, one-shot options too."""
-    return "".join(f"{name} = {_toml(value)}\n" for name, value in given(config).items())
+def values_as_toml(values: Mapping[str, Any]) -> str:
+    """Return options by name as TOML, in their order; none of the values is None."""
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 
 def _toml(value: Any) -> str:

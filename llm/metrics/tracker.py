@@ -274,8 +274,9 @@ def _scientific(number: float) -> str:
 
 def _thousands(number: float) -> str:
     """Return a number such as 478, 16.2k or 1.03M."""
-    for size, suffix in ((1e6, "M"), (1e3, "k")):
-        if number >= size:
+    # From where the smaller unit would be rounded up to 1000.
+    for least, size, suffix in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):
+        if number >= least:
             digits = 1 if number >= 10 * size else 2
             return f"{number / size:.{digits}f}{suffix}"
     return f"{number:.0f}"

@@ -9,6 +9,7 @@ from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_opti
 from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+_WARMUPS = ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens")
 
 
 @option_group("Optimizer and learning rate", resume="fixed")
@@ -137,7 +138,7 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the optimizer's options."""
     problems = []
     phases = (
-        ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens"),
+        _WARMUPS,
         ("num_decay_steps", "num_decay_tokens"),
     )
     for names in phases:
@@ -175,9 +176,13 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
-    warmup = options.num_warmup_steps or options.num_warmup_samples or options.num_warmup_tokens
-    if warmup and kind not in (*_DECAYING, "constant_with_warmup"):
-        problems.append(f"--lr_scheduler_type {kind} has no warm-up; choose constant_with_warmup.")
+    if kind not in (*_DECAYING, "constant_with_warmup"):
+        problems += [
+            f"--{name} {getattr(options, name)} is a warm-up, and --lr_scheduler_type {kind} has "
+            "none; choose constant_with_warmup."
+            for name in _WARMUPS
+            if getattr(options, name)
+        ]
     try:
         scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:

@@ -1,13 +1,16 @@
 """What the options of extensions have in common: names, and what a run records of them."""
 
+import pkgutil
 from collections import Counter
+from importlib import import_module
 
+from llm import extensions
 from llm.config.options import fields
 from llm.config.toml import to_toml
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.resume import recorded_options
-from llm.trainers.gpt.seams import Extension
+from llm.trainers.gpt.seams import Extension, LoopExtension
 from tests.support.package import PACKAGE
 
 LISTED = GPTConfig().listed
@@ -23,6 +26,15 @@ def test_no_two_extensions_define_the_same_name():
     names = Counter(name for each in LISTED for name in vars(each) if name not in inherited)
     names -= Counter(dict.fromkeys(names, 1))
     assert set(names) == set()
+
+
+def test_every_part_of_a_checkpoint_has_another_name():
+    for module in pkgutil.walk_packages(extensions.__path__, "llm.extensions."):
+        import_module(module.name)
+    shipped = [each for each in LoopExtension.__subclasses__() if each.__module__[:4] == "llm."]
+    parts = ["strategy", "train", "meter", "kfac", *(each.part for each in shipped if each.part)]
+    assert {"ema", "spikes"} < {*parts}
+    assert len(parts) == len({*parts})
 
 
 def test_the_options_of_the_core_come_first():

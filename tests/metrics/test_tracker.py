@@ -261,6 +261,15 @@ def test_the_line_of_the_longest_runs_has_at_most_100_columns():
     assert len(line) <= 100
 
 
+def test_a_rate_never_shows_a_thousand_of_a_unit():
+    rates = (999.4, 999.6, 16_234.0, 999_949.0, 999_951.0)
+    lines = [
+        step_line({**RECORD, "tokens_per_second": rate}, step=1, total_steps=2) for rate in rates
+    ]
+    words = [line.partition(" tok/s")[0].rpartition(" ")[2] for line in lines]
+    assert words == ["999", "1.00k", "16.2k", "999.9k", "1.00M"]
+
+
 def test_a_duration_is_in_minutes_hours_or_days():
     lines = [
         step_line({**RECORD, "ms_per_step": 1000.0}, step=0, total_steps=steps)

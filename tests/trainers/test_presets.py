@@ -44,6 +44,11 @@ def test_a_warmup_in_tokens_is_in_place_of_that_of_the_preset():
     assert (config.num_warmup_tokens, config.num_warmup_steps) == (10_000_000, 0)
 
 
+def test_an_unset_warmup_in_tokens_leaves_that_of_the_preset():
+    config = read("--preset", "pretrain", "--num_warmup_tokens", "none")
+    assert (config.num_warmup_tokens, config.num_warmup_steps) == (None, 2000)
+
+
 def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
     config = read("--preset", "pretrain", "--num_warmup_tokens", "10M", "--betas", "0.9", "0.9")
     file = tmp_path / "config.toml"
@@ -67,6 +72,12 @@ def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
         (
             ("--preset", "pretrain", "--optimizer", "sgd"),
             "--preset pretrain sets --betas; give another value, or no preset.",
+        ),
+        (
+            ("--preset", "pretrain", "--lr_scheduler_type", "constant"),
+            "--num_warmup_steps 2000 is a warm-up, and --lr_scheduler_type constant has none; "
+            "choose constant_with_warmup. --preset pretrain sets --num_warmup_steps; give another "
+            "value, or no preset.",
         ),
     ],
 )

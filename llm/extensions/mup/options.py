@@ -64,7 +64,7 @@ class MuPOptions(Extension):
 
         Raises:
             ConfigError: As for `scales_of`; or the model has trained weights, or was trained with
-                another scale of attention.
+                another scale of attention and is to be evaluated, or trained further.
         """
         MuPOptions.transform(self, inputs.model_config)
         if self.mup and inputs.weights_from is not None:
@@ -72,15 +72,18 @@ class MuPOptions(Extension):
                 f"--mup scales initial weights, and {inputs.weights_from} has trained ones; add "
                 "--from_scratch to start from initial ones, or leave --mup out."
             )
-        if inputs.init_from is None:
+        # What resumes or branches keeps every option, which the core checks.
+        source = inputs.start if self.eval_only else inputs.init_from
+        if source is None:
             return
+        named = source.path if self.eval_only else f"--init_from {self.init_from}"
         own, name = self.mup_base_head_dim, "mup_base_head_dim"
-        saved = inputs.init_from.metadata["fixed"].get(name)
+        saved = source.metadata["fixed"].get(name)
         if saved != own:
             raise ConfigError(
-                f"--init_from {self.init_from} was trained with --{name} {saved}, which scales "
-                f"attention, and this run has {own}; give the same, or start from its exported "
-                "model by --model_name_or_path."
+                f"{named} was trained with --{name} {saved}, which scales attention, and this run "
+                f"has {own}; give the options of muP with which it was trained, or name its "
+                "exported model by --model_name_or_path."
             )
 
     def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":

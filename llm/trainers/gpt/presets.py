@@ -40,7 +40,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
     return {
         option: value
         for option, value in read_preset(name).items()
-        if not any(other in values for other in _IN_PLACE_OF.get(option, ()))
+        if all(values.get(other) is None for other in _IN_PLACE_OF.get(option, ()))
     }
 
 

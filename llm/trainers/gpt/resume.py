@@ -95,7 +95,7 @@ def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint with fixed options of an extension that is not installed.
+    """Refuse a checkpoint with fixed options that this installation does not have.
 
     Raises:
         CheckpointError: It names them; without them the run would silently train another model.
@@ -106,8 +106,8 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
         names = " and ".join(f"--{name}" for name in sorted(unknown))
         raise CheckpointError(
             f"{checkpoint.path} was trained with {names}, which this installation does not have. "
-            "Install the extension that has it, or start another run from the exported model by "
-            "--model_name_or_path."
+            "Install the extension or the version of llm-trainers that has them, or start another "
+            "run from the exported model by --model_name_or_path."
         )
 
 

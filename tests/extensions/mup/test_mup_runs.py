@@ -85,6 +85,15 @@ def test_weights_of_another_attention_scale_are_no_start(bench, alone):
     assert_refused(bench, words=["--mup_base_head_dim 8", "this run has None"], **options)
 
 
+def test_an_evaluation_has_the_attention_scale_of_training(bench, alone):
+    last = alone.folder / "checkpoints" / "step_00000020"
+    options = {"eval_only": True, "resume_from_checkpoint": last}
+    assert_refused(bench, words=["--mup_base_head_dim 8", "this run has None"], **options)
+    run = bench.train_well("evaluated", **options, **BASE)
+    expected = alone.read_json("all_results.json")["eval_loss"]
+    assert run.read_json("eval_results.json")["loss"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_trained_weights_are_no_start(bench, alone):
     assert_refused(
         bench,
