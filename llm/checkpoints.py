@@ -43,6 +43,8 @@ from llm.trainers.gpt.trained_model import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llm.models.model_card import Card
+
 _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 
@@ -268,11 +270,13 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
 
     chosen, model, tokenizer = read_while_training(folder, read)
     known: dict[str, object] = {"steps": chosen.step}
+    loss = None if options.ema else chosen.metadata.get("eval_loss")
     if options.ema:
         known["weights"] = "their exponential moving average"
-    elif (loss := chosen.metadata.get("eval_loss")) is not None:
+    elif loss is not None:
         known["eval loss"] = loss
-    _write(target, run, config, model, tokenizer, model.state_dict(), known)
+    card = _card(run, config, chosen, known, results={} if loss is None else {"loss": loss})
+    _write(target, config, model, tokenizer, model.state_dict(), card)
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
@@ -289,7 +293,8 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
         folder, lambda: _read_mean(config, folder, number)
     )
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
-    _write(target, run, config, model, tokenizer, state, {"mean of steps": steps})
+    card = _card(run, config, chosen[-1], {"mean of steps": steps}, results={})
+    _write(target, config, model, tokenizer, state, card)
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
     write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
@@ -334,17 +339,42 @@ def _prepare_libraries() -> None:
     quiet_libraries()
 
 
+def _card(
+    run: Path,
+    config: CoreConfig,
+    checkpoint: Checkpoint,
+    known: dict[str, object],
+    *,
+    results: dict[str, float],
+) -> "Card":
+    """Return the card of a model from a checkpoint, with some rows of its table."""
+    from llm.trainers.gpt.card import describe_data, make_card
+
+    return make_card(
+        config,
+        name=run.resolve().name,
+        rows={
+            "initial weights": checkpoint.metadata["initial_weights"],
+            "data": describe_data(config),
+            **known,
+            "seed": config.seed,
+        },
+        results=results,
+        task_results={},
+        initial_weights=checkpoint.metadata["initial_weights"],
+        ranks=checkpoint.world_size,
+    )
+
+
 def _write(
     target: Path,
-    run: Path,
     config: CoreConfig,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     state: dict[str, Any],
-    card: dict[str, object],
+    card: "Card",
 ) -> None:
-    """Export a model, with some entries of its card."""
-    card = {"name": run.resolve().name, **card, "seed": config.seed}
+    """Export a model and its card."""
     weights = {name: tensor.detach() for name, tensor in state.items()}
     try:
         export_trained(config, model, tokenizer, weights, folder=target, card=card)

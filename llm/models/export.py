@@ -1,4 +1,4 @@
-"""Exports a model as an ordinary Hugging Face folder with a model card."""
+"""Exports a model as an ordinary Hugging Face folder."""
 
 import copy
 import logging
@@ -21,7 +21,6 @@ from transformers import (
 
 from llm.errors import ConfigError
 from llm.models.transforms import Transform
-from llm.runtime.files import write_whole
 from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 
@@ -122,39 +121,6 @@ def _check_tokenizer(
         )
 
 
-def write_model_card(folder: str | Path, entries: Mapping[str, object]) -> None:
-    """Write README.md: a model card with a table about the training.
-
-    Args:
-        folder: The exported model's folder.
-        entries: The rows of the table, in order; "name" becomes the title.
-    """
-    rows = [f"| {name} | {_cell(value)} |" for name, value in entries.items() if name != "name"]
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- text-generation",
-        "- llm-trainers",
-        "---",
-        "",
-        f"# {_cell(entries.get('name', Path(folder).resolve().name))}",
-        "",
-        "A causal language model, pretrained with llm-trainers. Load it with",
-        "`transformers.AutoModelForCausalLM.from_pretrained` and",
-        "`transformers.AutoTokenizer.from_pretrained`.",
-        "",
-        "## Training",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *rows,
-        "",
-    ]
-    write_whole(Path(folder) / "README.md", "\n".join(lines))
-
-
 def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Drop the rows that pad the vocabulary, if the tensor has some."""
     if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
@@ -180,8 +146,3 @@ def _move_into_place(staging: Path, folder: Path) -> None:
         target = folder / file.relative_to(staging)
         target.parent.mkdir(exist_ok=True)
         os.replace(file, target)
-
-
-def _cell(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return " ".join(text.replace("|", "\\|").split())

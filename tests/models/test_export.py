@@ -5,11 +5,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.models import export
-from llm.models.export import write_model_card
 from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.models import (
     FAMILIES,
@@ -176,14 +174,3 @@ def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     export_to(tmp_path, tiny_model(tiny_config("gpt2")))
 
     assert not list(tmp_path.glob(".export-*"))
-
-
-def test_the_model_card_is_one_that_the_hub_understands(tmp_path: Path) -> None:
-    metadata = {"name": "tiny|gpt", "loss": 3.14159265, "data": "a | b\nc", "steps": 1000}
-    write_model_card(tmp_path, metadata)
-    card = ModelCard.load(tmp_path / "README.md")
-
-    assert card.data.library_name == "transformers"
-    assert card.data.pipeline_tag == "text-generation"
-    assert "# tiny\\|gpt" in card.text
-    assert "| loss | 3.14159 |\n| data | a \\| b c |\n| steps | 1000 |" in card.text

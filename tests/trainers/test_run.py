@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,9 +88,11 @@ def test_metrics_results_and_card_say_what_was_trained(bench):
     windows = re.search(r"validation data: .* tokens, (\d+) windows", run.output)[1]
     assert f"samples: 16 in training, {windows} in validation, 0 in test\n" in run.output
     assert re.search(r"^initialized in \d+\.\d s$", run.output, re.MULTILINE)
-    card = (run.folder / "README.md").read_text()
-    assert "pipeline_tag: text-generation" in card
-    assert "| block size | 32 |" in card
+    card = ModelCard.load(run.folder / "README.md", ignore_metadata_errors=False)
+    assert card.data.pipeline_tag == "text-generation"
+    evaluated = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert evaluated["loss"] == results["eval_loss"]
+    assert "| block size | 32 |" in card.text
 
     board = EventAccumulator(str(run.folder / "tensorboard"))
     board.Reload()

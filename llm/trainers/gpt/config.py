@@ -114,6 +114,13 @@ class RunOptions:
         "fp32",
         "Precision of the weights in the exported model; training and checkpoints stay float32.",
     )
+    model_license: str | None = option(
+        None,
+        "License of the trained model for its card, as the Hub names it: apache-2.0, mit, other.",
+    )
+    model_languages: tuple[str, ...] = option(
+        (), "Languages of the text for the model's card, as codes such as en de."
+    )
     push_to_hub: bool = option(
         False,
         "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "

@@ -7,15 +7,14 @@ import re
 import shlex
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
-from llm import __version__
 from llm.checkpoint.run_folder import MODEL_FILES
 from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import write_whole
+from llm.trainers.gpt.card import describe_data, make_card
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup
@@ -38,7 +37,15 @@ def write_results(
         return
     results = collect_results(trainer)
     folder = setup.run.path
-    card = _card(config, setup, results, model, trainer.exported)
+    card = make_card(
+        config,
+        name=folder.name,
+        rows=_rows(config, setup, results, model, trainer.exported),
+        results=trainer.results,
+        task_results=trainer.task_results,
+        initial_weights=setup.initial_weights,
+        ranks=setup.layout.world_size,
+    )
     export_trained(config, model, setup.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
 
@@ -63,26 +70,20 @@ def collect_results(trainer: Trainer) -> dict[str, float | None]:
     }
 
 
-def _card(
+def _rows(
     config: CoreConfig,
     setup: TrainSetup,
     results: dict[str, float | None],
     model: PreTrainedModel,
     exported: Exported | None,
 ) -> dict[str, object]:
-    data = config.dataset_name or config.train_file
-    if data is None:
-        blends = [stage.data_path for stage in config.data_stage]
-        blends = blends or [config.data_path or config.train_data_path]
-        data = ", then ".join(" ".join(map(str, blend)) for blend in blends)
-    if config.dataset_config_name:
-        data = f"{data} ({config.dataset_config_name})"
+    """Return the table of the model card."""
     return {
-        "name": setup.run.path.name,
+        "architecture": model.config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "initial weights": setup.initial_weights,
         **({"weights": exported.card} if exported else {}),
-        "data": data,
+        "data": describe_data(config),
         "block size": setup.block_size,
         "global batch size": setup.plan.batch_schedule(setup.block_size),
         "learning rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}",
@@ -90,7 +91,6 @@ def _card(
         "mixed precision": config.mixed_precision,
         "seed": setup.seed,
         **{name.replace("_", " "): value for name, value in results.items()},
-        "software": f"llm-trainers {__version__}, torch {torch.__version__}",
     }
 
 

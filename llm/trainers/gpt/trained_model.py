@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from llm.models.model_card import Card
 
 _Read = TypeVar("_Read")
 _TRIES = 5
@@ -276,7 +277,7 @@ def export_trained(
     state_dict: Mapping[str, "torch.Tensor"],
     *,
     folder: Path,
-    card: Mapping[str, object],
+    card: "Card",
 ) -> None:
     """Write a model and its card as a Hugging Face folder.
 
@@ -286,9 +287,10 @@ def export_trained(
         tokenizer: The run's tokenizer.
         state_dict: The weights, on the host.
         folder: The folder, which may hold a run.
-        card: The name of the model, and more entries of the card.
+        card: The model's card.
     """
-    from llm.models.export import export_model, write_model_card
+    from llm.models.export import export_model
+    from llm.models.model_card import write_model_card
 
     export_model(
         config=model.config,
@@ -300,6 +302,4 @@ def export_trained(
         dtype=config.export_dtype,
         transforms=transforms_of(config, model.config),
     )
-    write_model_card(
-        folder, {"name": card["name"], "architecture": model.config.model_type} | {**card}
-    )
+    write_model_card(folder, card)

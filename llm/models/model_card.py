@@ -1,0 +1,138 @@
+"""The model card of an exported model: metadata that the Hub reads, and a page for people."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.runtime.files import write_whole
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LIMITATIONS = (
+    "This is a base model: it continues text, and was not trained to follow instructions or to be "
+    "safe. It repeats errors and biases of its training text. It was not evaluated beyond the "
+    "results in this card."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The content of a model card.
+
+    Attributes:
+        name: The model's name.
+        rows: The table about the training, in order.
+        license: Identifier of the license, as the Hub has it; None if nobody has chosen one.
+        languages: Codes of the languages of the text.
+        dataset: The data set by its name on the Hub; None if the data are from elsewhere. A folder
+            is left out of the metadata.
+        base_model: Where pretrained weights are from, a name on the Hub or a path, which is left
+            out of the metadata; None if they were random.
+        validation: The validation data in words.
+        results: Results on the validation data by name. Those that are not finite are left out.
+        task_results: Results of tasks by task and metric, such as {"cloze": {"acc": 0.4}}.
+        command: The command that trains the model again.
+        options: The options in that command's `config.toml`, as TOML; "" if they do not suffice.
+        software: The versions of the programs, and the number of ranks.
+    """
+
+    name: str
+    rows: Mapping[str, object]
+    license: str | None = None
+    languages: Sequence[str] = ()
+    dataset: str | None = None
+    base_model: str | None = None
+    validation: str = ""
+    results: Mapping[str, float] = field(default_factory=dict)
+    task_results: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    command: str = ""
+    options: str = ""
+    software: str = ""
+
+
+def write_model_card(folder: Path, card: Card) -> None:
+    """Write README.md, the card of the model in a folder."""
+    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in card.rows.items())
+    license_line = "" if card.license else "\nNo license has been chosen for this model.\n"
+    reproduce = (
+        f"\n## Reproduce\n\nWith {card.software}:\n\n```bash\n{card.command}\n```\n\n"
+        f"`config.toml` has\n\n```toml\n{card.options}```\n"
+    )
+    write_whole(
+        folder / "README.md",
+        f"---\n{_metadata(card)}---\n\n# {_cell(card.name)}\n\n"
+        "A causal language model, pretrained with llm-trainers. Load it with\n"
+        "`transformers.AutoModelForCausalLM.from_pretrained` and\n"
+        "`transformers.AutoTokenizer.from_pretrained`.\n"
+        f"{license_line}\n## Training\n\n| | |\n| --- | --- |\n{rows}"
+        f"\n## Limitations\n\n{_LIMITATIONS}\n{reproduce if card.options else ''}",
+    )
+
+
+def _metadata(card: Card) -> str:
+    """Return the card's metadata as YAML."""
+    from huggingface_hub import ModelCardData  # takes long to import
+
+    results = _eval_results(card)
+    dataset = _on_hub(card.dataset)
+    data = ModelCardData(
+        language=list(card.languages) or None,
+        license=card.license or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["text-generation", "llm-trainers"],
+        datasets=[dataset] if dataset else None,
+        base_model=_on_hub(card.base_model),
+        model_name=card.name if results else None,
+        eval_results=results or None,
+    )
+    text: str = data.to_yaml()
+    return text.rstrip("\n") + "\n"
+
+
+def _eval_results(card: Card) -> "list[EvalResult]":
+    """Return the finite results as the Hub's model index has them."""
+    from huggingface_hub import EvalResult
+
+    dataset = _on_hub(card.dataset)
+    validation = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset or "text",
+            dataset_name=card.validation,
+            dataset_split="validation",
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in card.results.items()
+        if math.isfinite(value)
+    ]
+    return validation + [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=task,
+            metric_type=name,
+            metric_value=value,
+        )
+        for task, metrics in card.task_results.items()
+        for name, value in metrics.items()
+        if math.isfinite(value)
+    ]
+
+
+def _on_hub(name: str | None) -> str | None:
+    """Return a name if it can be one on the Hub, and is not a file or folder here."""
+    if name is None or not _HUB_NAME.fullmatch(name) or Path(name).exists():
+        return None
+    return name
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
