@@ -63,7 +63,7 @@ def test_local_data_and_models_are_not_linked_as_if_on_the_hub(tmp_path, monkeyp
     assert (data.datasets, data.base_model) == (None, None)
 
 
-def test_the_page_has_a_table_limitations_and_says_that_a_license_is_missing(tmp_path):
+def test_the_page_has_a_table_and_says_that_a_license_is_missing(tmp_path):
     rows = {"loss": 3.14159265, "data": "a | b\nc", "steps": 1000}
     text = read(tmp_path, name="tiny|gpt", rows=rows).text
     assert "# tiny\\|gpt" in text

@@ -37,7 +37,7 @@ def test_the_card_of_a_run_names_license_data_evaluation_and_base_model(tmp_path
     assert ", on 2 ranks:" in found.text
 
 
-def test_random_weights_have_no_base_model_and_a_text_file_is_no_data_set_of_the_hub():
+def test_random_weights_have_no_base_model_and_a_file_no_hub_name():
     card = card_of(GPTConfig(train_file="a.txt", validation_file="b.txt"))
     assert (card.base_model, card.dataset, card.validation) == (None, None, "b.txt")
 
