@@ -250,9 +250,7 @@ def test_a_schedule_of_one_phase_is_a_plain_batch():
 
 @pytest.mark.parametrize("schedule", ["2@0,8@40", "6@0,8@40", "8@0,20@40"])
 def test_a_phase_that_the_ranks_cannot_divide_is_refused(schedule):
-    with pytest.raises(
-        ConfigError, match=r"of 8 .* x 4 ranks\); take one, or a smaller"
-    ):
+    with pytest.raises(ConfigError, match=r"of 8 .* x 4 ranks\); take one, or a smaller"):
         plan(global_batch_size=schedule, world_size=4)
 
 
