@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 
 from llm import __version__
-from llm.config.options import fields
-from llm.config.toml import given_as_toml
+from llm.config.options import fields, given
+from llm.config.toml import values_as_toml
 from llm.models.model_card import Card
 from llm.runtime.counts import counted
 from llm.trainers.gpt.config import CoreConfig
@@ -65,7 +65,7 @@ def _options_to_repeat(config: CoreConfig, name: str) -> str:
         return ""
     of_one_start = {f.name: f.default for f in fields(type(config)) if f.option.one_shot}
     changes = {**of_one_start, "preset": None, "output_dir": f"runs/{name}"}
-    return given_as_toml(dataclasses.replace(config, **changes))
+    return values_as_toml(given(dataclasses.replace(config, **changes)))
 
 
 def describe_data(config: CoreConfig) -> str:
