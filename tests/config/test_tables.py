@@ -74,8 +74,8 @@ def test_as_a_flag_tables_can_only_be_left_out(tmp_path, capsys):
     [
         ("rooms = 5", ["house.toml: rooms expects a table [[rooms]]", "not 5"]),
         (
-            "[[rooms]]\nuntill = 5",
-            ["rooms 1: There is no option untill; did you mean until"],
+            "[[rooms]]\nuntilx = 5",
+            ["rooms 1: There is no option untilx; did you mean until"],
         ),
         ("[[rooms]]\n[[rooms]]\nuntil = 'x'", ["house.toml: rooms 2: until expects a number of"]),
     ],

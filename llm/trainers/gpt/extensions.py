@@ -1,8 +1,7 @@
 """All options of the trainer: the core's, and those of the extensions that are listed here.
 
 To delete an extension, remove its folder, its import and its line in the list. The command line,
-the TOML file and the configuration page of the documentation are all made from
-[GPTConfig][llm.trainers.gpt.extensions.GPTConfig].
+the TOML file and the configuration page of the documentation are all made from `GPTConfig`.
 """
 
 from collections.abc import Sequence
