@@ -301,9 +301,10 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     config = GPTConfig(model_name_or_path=str(folder), seed=1)
     model = tiny_model(load_config(config))
     weights = {name: p.detach() for name, p in model.named_parameters()}
+    metadata = {"initial_weights": "random, seed 1"}
     copies = {f"tokenizer/{path.name}": path.read_bytes() for path in folder.iterdir()}
     saver = Saver(
-        CheckpointOptions(async_checkpoint=False), run / "checkpoints", metadata={},
+        CheckpointOptions(async_checkpoint=False), run / "checkpoints", metadata=metadata,
         parts={"strategy": Part({"model": weights})}, rank=0, world_size=1,
         copies={**copies, "model/config.json": copies["tokenizer/config.json"]},
     )  # fmt: skip
