@@ -122,7 +122,12 @@ def option_group(
                     extension=extension,
                 )
                 field.metadata = types.MappingProxyType({"option": declared})
-        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        # `GPTConfig` gets these methods. Each extension inherits all of the core's options, so
+        # that writing the methods for each of them would slow down the start of every program.
+        written = not extension
+        return dataclasses.dataclass(
+            frozen=True, kw_only=True, init=written, repr=written, eq=written
+        )(cls)
 
     return make
 

@@ -5,10 +5,12 @@ so that a start costs a tenth of a second rather than five.
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import tempfile
 import time
@@ -87,15 +89,19 @@ class Ranks:
             process.kill()
 
     def outcomes(self, timeout: float = 120) -> list[Outcome]:
-        """Wait for all ranks; one that takes longer is killed."""
+        """Wait for all ranks; one that takes longer is killed after it printed its stacks."""
         found = []
         for rank, process in enumerate(self.processes):
             process.join(timeout)
+            late = ""
             if process.is_alive():
+                late = f" when it was killed after {timeout} s"
+                os.kill(process.pid, signal.SIGUSR2)
+                process.join(1)
                 process.kill()
                 process.join()
             result = Path(self._folder.name) / f"{rank}.result"
-            value, error = None, f"ended with code {process.exitcode}"
+            value, error = None, f"ended with code {process.exitcode}{late}"
             if result.exists():
                 value, error = pickle.loads(result.read_bytes())
             output = Path(self._folder.name) / str(rank)
@@ -134,6 +140,7 @@ def _work(
     with (folder / str(rank)).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    faulthandler.register(signal.SIGUSR2, file=2)
     import torch
 
     torch.set_num_threads(1)

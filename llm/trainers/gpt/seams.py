@@ -149,7 +149,7 @@ class LoopExtension:
         """Load the state; live tensors have been read into already."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Extension(CoreConfig):
     """The options of an extension, and what it does with them; it imports its code where used."""
 
