@@ -163,17 +163,12 @@ class Saver:
         logger.warning(f"{error} Training goes on.")
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Write a snapshot and retry if the file system fails; all ranks retry together."""
+        """Write a snapshot once its copies are complete; keep the error for `finish`."""
         began = time.perf_counter()
         try:
-            snapshot.copies.wait_on_host()
-            problem = self._write(snapshot)
-            for pause in _PAUSES:
-                if problem is None:
-                    break
-                logger.warning(f"{problem}; trying again in {pause:g} seconds.")
-                time.sleep(pause)
-                problem = self._write(snapshot)
+            # All ranks learn of an error here. Otherwise the others would wait in `_write`.
+            problem = self._on_all_ranks(snapshot.copies.wait_on_host)
+            problem = problem or self._write_or_retry(snapshot)
         except NotFiniteError as error:
             self._error = error
             return
@@ -192,6 +187,17 @@ class Saver:
             f"written in {time.perf_counter() - began:.1f} s).",
             extra=event("save", step=snapshot.step, checkpoint=name_of(snapshot.step)),
         )
+
+    def _write_or_retry(self, snapshot: Snapshot) -> str | None:
+        """Write, and retry if the file system fails; all ranks retry together."""
+        problem = self._write(snapshot)
+        for pause in _PAUSES:
+            if problem is None:
+                break
+            logger.warning(f"{problem}; trying again in {pause:g} seconds.")
+            time.sleep(pause)
+            problem = self._write(snapshot)
+        return problem
 
     def _remove_unfinished(self) -> None:
         """Free the space of a save that failed, which a full disk needs for the status."""

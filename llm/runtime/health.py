@@ -249,7 +249,7 @@ class Health:
         peers = [peer for peer in self._lines.values() if peer is not None]
         peers.append(_Peer(self._beat(), now))
         late = [p for p in peers if now - p.since > self._limits[p.beat["phase"]]]
-        if len(peers) < self._world_size or not late or any(p.beat["left"] for p in late):
+        if not late or any(p.beat["left"] for p in late):
             return None
         # A stopped process sends no heartbeat, and its last one may be of another phase. A rank
         # that hangs is behind the ranks that wait for it.
@@ -257,7 +257,10 @@ class Health:
         worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
         limit = min(self._limits[peer.beat["phase"]] for peer in late)
         alike = not silent and all(p.beat["step"] == worst.beat["step"] for p in peers)
-        who = "every rank" if alike else worst.beat["name"]
+        everyone = "every rank"
+        if len(peers) < self._world_size:  # the others may wait for one that did not connect
+            everyone = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
+        who = everyone if alike else worst.beat["name"]
         return (
             f"{who} hangs: nothing in {now - worst.since:.0f} s of its {worst.beat['phase']} after "
             f"step {worst.beat['step']} (limit {limit:g} s)"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed  # noqa: F401  so that a forked rank need not load it
 
+import llm.runtime.health
 from llm.runtime.health import EXIT_PEER_LOST, Health
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -26,8 +27,10 @@ def stand_still():
 class Ranks:
     """Processes that watch one another; each makes a step every tenth of a second."""
 
-    def __init__(self, world_size, *, steps=10_000, hangs=None, dies=None, end=Health.close):
-        self.hangs, self.dies, self.end = hangs, dies, end
+    def __init__(
+        self, world_size, *, steps=10_000, hang=(), alone=None, dies=None, end=Health.close
+    ):
+        self.hang, self.alone, self.dies, self.end = hang, alone, dies, end
         self.stacks = Path(tempfile.mkdtemp())
         self.address = CONTEXT.SimpleQueue()
         self.verdicts = CONTEXT.SimpleQueue()
@@ -46,6 +49,8 @@ class Ranks:
                 return address
             return self.address.get()
 
+        if rank == self.alone:
+            llm.runtime.health._connect = lambda host, port: None
         health = Health(
             rank=rank,
             world_size=world_size,
@@ -57,7 +62,7 @@ class Ranks:
         if rank == self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
         for step in range(steps):
-            if step == 10 and rank == self.hangs:
+            if step == 10 and rank in self.hang:
                 stand_still()
             health.heartbeat(step=step, phase="step")
             time.sleep(0.1)
@@ -125,7 +130,7 @@ def test_a_rank_that_was_stopped_is_named_after_its_limit(victim):
 
 
 def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks():
-    ranks = Ranks(3, hangs=2)
+    ranks = Ranks(3, hang={2})
 
     seconds, codes = ranks.ends()
 
@@ -135,6 +140,19 @@ def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks():
     stacks = [(ranks.stacks / f"rank_{rank:05d}.txt").read_text() for rank in range(3)]
     assert ["in stand_still" in text for text in stacks] == [False, False, True]
     assert all("rank 2 on" in text and "in work" in text for text in stacks)
+
+
+def test_a_hang_is_reported_if_a_rank_has_not_connected():
+    ranks = Ranks(3, hang={0, 1, 2}, alone=2)
+    for rank in (0, 1):
+        ranks.processes[rank].join(timeout=30)
+    codes = [process.exitcode for process in ranks.processes]
+    ranks.processes[2].kill()
+    ranks.ends()
+
+    assert codes == [EXIT_PEER_LOST, EXIT_PEER_LOST, None]
+    failure = ranks.said()[0]
+    assert failure.startswith("every rank that rank 0 hears (2 of 3) hangs: nothing in ")
 
 
 def stop(health):
@@ -199,7 +217,7 @@ def test_a_single_rank_is_not_watched():
 def test_rank_0_blocked_in_c_code_is_named_by_the_others(monkeypatch):
     hold_the_gil = ctypes.PyDLL(None).sleep
     monkeypatch.setattr(f"{__name__}.stand_still", lambda: hold_the_gil(60))
-    ranks = Ranks(3, hangs=0)
+    ranks = Ranks(3, hang={0})
 
     for rank in (1, 2):
         ranks.processes[rank].join(timeout=30)
