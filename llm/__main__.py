@@ -29,7 +29,7 @@ PROGRAMS = {
     "tokenizer": Program("llm.data.train_tokenizer:main", "train a tokenizer on text"),
     "prepare": Program("llm.data.prepare:main", "turn text into token files"),
     "inspect": Program("llm.data.inspect:main", "show and verify token files, or a step's text"),
-    "fetch": Program("llm.fetch:main", "bring a run's inputs from the Hub into a folder"),
+    "fetch": Program("llm.fetch:main", "download a run's inputs from the Hub into a folder"),
     "plan": Program("llm.plan.__main__:main", "predict memory, traffic and time of a run"),
     "jobs": Program("llm.jobs.__main__:main", "write job scripts for Slurm and PBS"),
     "preflight": Program("llm.preflight:run", "check every rank before a job begins"),
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         close = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."
         raise ConfigError(f"{COMMAND} has no program named '{name}'; {hint}")
-    # As if the program had been started alone: it reads its arguments itself.
+    # The program reads its arguments itself, as if you had started it directly.
     sys.argv = [f"{COMMAND} {name}", *argv[1:]]
     module, _, function = PROGRAMS[name].target.partition(":")
     code: int = getattr(importlib.import_module(module), function)()

@@ -5,14 +5,14 @@ Each message is a full sentence that names the option, its value and what to do.
 
 
 class LLMError(Exception):
-    """An error whose message is all that the user needs to read.
+    """An error with a message that tells the user everything.
 
     Args:
         message: One full sentence: the option, the value, the remedy.
-        reported: It has been logged already.
+        reported: Whether it has been logged already.
 
     Attributes:
-        found_here: Only this rank can find the error, so it prints it.
+        found_here: Whether only this rank can find the error, so that this rank prints it.
     """
 
     found_here = False
@@ -23,31 +23,32 @@ class LLMError(Exception):
 
 
 class ConfigError(LLMError):
-    """An option, or a combination of options, that cannot work."""
+    """An option, or a combination of options, cannot work."""
 
 
 class DataError(LLMError):
-    """Text or token files that are missing, broken or too small."""
+    """Text or token files are missing, broken or too small."""
 
 
 class CheckpointError(LLMError):
-    """A checkpoint that is absent, damaged or does not fit."""
+    """A checkpoint is missing, damaged or does not fit."""
 
 
 class NotFiniteError(CheckpointError):
-    """A state with an infinite or undefined number, which is never saved."""
+    """A state contains an infinite number or NaN; it is never saved."""
 
 
 class DivergedError(LLMError):
-    """A training without a finite loss or gradient, or a model without finite logits."""
+    """The loss or gradient of a training run, or a model's logits, are not finite."""
 
 
 class RestartError(DivergedError):
-    """A divergence after which training goes back to its newest checkpoint, if it has one.
+    """Training diverged and restarts from its newest checkpoint, if it has one.
 
     Args:
-        message: As for every error, for a run without a checkpoint.
-        first: The first step, counted from 0, whose samples are left out, up to the present one.
+        message: Printed if the run has no checkpoint.
+        first: First step, counted from 0, to skip: the samples from there to the present step are
+            left out.
         reason: Why the run goes back, for the log.
     """
 
@@ -57,11 +58,11 @@ class RestartError(DivergedError):
 
 
 class ParallelError(LLMError):
-    """Ranks, devices or precisions that the machine does not offer."""
+    """The machine does not offer the ranks, devices or precisions."""
 
 
 class DeviceMemoryError(LLMError):
-    """A device with less memory than the run needs."""
+    """A device has less memory than the run needs."""
 
 
 class PeerLostError(LLMError):
@@ -71,7 +72,7 @@ class PeerLostError(LLMError):
 def one_line(error: BaseException) -> str:
     """Return another library's error as one line of at most 240 characters, without a full stop.
 
-    Of an error that wraps those of several ranks, it is the first one.
+    If it wraps errors of several ranks, the first one is returned.
     """
     failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
     if failures:

@@ -174,7 +174,7 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
             ["average", "{}/run", "--output", "{}/out"],
             "{}/run has no config.toml, which says what model was trained; name the --output_dir",
         ),
-        (["{}/run", "more"], "'more' stands without an option before it"),
+        (["{}/run", "more"], "'more' has no option before it"),
         (["{}/run", "--verfy"], "There is no option --verfy; did you mean verify?"),
     ],
 )

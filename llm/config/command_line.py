@@ -57,14 +57,14 @@ def parse(
     Args:
         cls: Option dataclass.
         argv: Arguments without the program's name.
-        prog: Command that starts the program by itself, for `--help`.
-        description: What the program does, for `--help`.
-        positional: Option whose name can be left out: the first word that belongs to no other
-            option is its value; all such words are, if it takes several.
-        usage: What follows the program's name in the usage line, if not the positional option.
+        prog: Command that starts the program, for `--help`.
+        description: One sentence about the program, for `--help`.
+        positional: Option that you can give without its name. It takes the first word that belongs
+            to no other option, or all of these words if it takes several values.
+        usage: Rest of the usage line after the program's name; by default the positional option.
         example: Arguments of a command that `--help` shows.
-        inherit: Returns options of a preset or another run, given those of the file and the command
-            line, which override them.
+        inherit: Returns options of a preset or another run. Receives the options of the file and
+            the command line, which override them.
 
     Returns:
         The options.
@@ -82,7 +82,9 @@ def parse(
             prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
         parser.prog, parser.description = prog, description
         parser.usage = f"%(prog)s {usage or _usage(cls, positional)}"
-        parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show options; end.")
+        parser.add_argument(
+            "-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit."
+        )
         parser.epilog = _other_topics(cls) if common(cls) else None
         sys.stdout.write(parser.format_help())
         if example is not None:
@@ -117,7 +119,7 @@ def _usage(cls: type, positional: str | None) -> str:
 
 
 def _check_text(config: Any) -> None:
-    """Refuse text that is not UTF-8; the name of a file may have any bytes."""
+    """Refuse text that is not UTF-8. The name of a file may contain any bytes."""
     for field in fields(type(config)):
         value = getattr(config, field.name)
         for word in () if field.option.path else value if isinstance(value, tuple) else (value,):
@@ -133,7 +135,7 @@ def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str,
     given = vars(known)
     if positional is not None and positional not in given:
         many = next(field.many for field in declared if field.name == positional)
-        # Those that are neither a flag nor follow one, as its value does.
+        # Words that are not a flag and do not follow one as its value.
         bare = [
             word
             for before, word in zip(["", *unknown], unknown, strict=False)
@@ -156,10 +158,10 @@ def config_file_of(argv: Sequence[str]) -> Path | None:
 
 
 def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:
-    """Replace `--flag=true` and `--flag true` by `--flag`, and those with false by its opposite.
+    """Replace `--flag=true` and `--flag true` by `--flag`, and `false` by the opposite flag.
 
     Raises:
-        ConfigError: A switch has a value after "=" that is neither.
+        ConfigError: A switch has a value after "=" that is neither true nor false.
     """
     opposite: dict[str, str] = {}
     for field in fields(cls):
@@ -200,7 +202,7 @@ def _underscored(word: str) -> str:
 
 
 def _help_topic(words: Sequence[str]) -> str | None:
-    """Return the word after `--help`, "" if there is none; None without `--help`."""
+    """Return the word after `--help`: "" if nothing follows, None without `--help`."""
     for word, after in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
             return "" if after.startswith("-") else after.lower()
@@ -213,7 +215,7 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
     """Return the options that `--help TOPIC` shows.
 
     Raises:
-        ConfigError: There is no such topic.
+        ConfigError: The topic does not exist.
     """
     declared = fields(cls)
     if topic == "all" or not common(cls):
@@ -224,7 +226,7 @@ def _on_topic(topic: str, cls: type) -> list[Field]:
     asked = {*_topics(topic)}
     shown_fields = [field for field in declared if asked & {*_topics(field.option.group)}]
     if not shown_fields:
-        raise ConfigError(f"--help {topic}: there is no such topic. {_other_topics(cls)}")
+        raise ConfigError(f"--help {topic}: there is no topic of this name. {_other_topics(cls)}")
     return shown_fields
 
 
@@ -237,7 +239,7 @@ def _topics(group: str) -> list[str]:
 def _other_topics(cls: type) -> str:
     headings = dict.fromkeys(field.option.group for field in fields(cls))
     topics = ", ".join(_topics(heading)[0] for heading in headings)
-    return f"--help all shows every option; --help TOPIC those of {topics}."
+    return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
 
 
 def _parser(declared: list[Field]) -> _Parser:
@@ -247,7 +249,8 @@ def _parser(declared: list[Field]) -> _Parser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
-    # By itself argparse takes -1e-3 for an option, and says that the one before it has no value.
+    # By default, argparse takes -1e-3 for an option and reports that the option before it has no
+    # value.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|(inf|nan)$)")
     parser.add_argument(
         "--config",
@@ -272,7 +275,7 @@ def _add(group: Any, field: Field) -> None:
             *[f"--{name}" for name in field.opposites],
             dest=field.name,
             action="store_false",
-            help=f"The opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
+            help=f"Opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
         )
     if field.is_switch:
         group.add_argument(*flags, dest=field.name, action="store_true", help=text)
@@ -281,7 +284,7 @@ def _add(group: Any, field: Field) -> None:
     kwargs["metavar"] = _metavar(field)
     if field.many:
         kwargs["nargs"] = "+" if kwargs["metavar"] else 1
-        kwargs["metavar"] = kwargs["metavar"] or "none"  # tables are of the TOML file only
+        kwargs["metavar"] = kwargs["metavar"] or "none"  # only a TOML file can hold tables
     if bool in field.members:
         kwargs.update(nargs="?", const=True)
     group.add_argument(*flags, **kwargs)
@@ -316,7 +319,7 @@ def _converter(field: Field) -> Callable[[str], Any]:
 
 
 def _about_unknown(words: Sequence[str], cls: type, *, before: str) -> str:
-    """Return what to say about the words that belong to no option; `before` precedes the first."""
+    """Return a sentence about words that belong to no option; `before` precedes the first one."""
     first = words[0]
     if not first.startswith("-"):
         for field in fields(cls):
@@ -325,7 +328,7 @@ def _about_unknown(words: Sequence[str], cls: type, *, before: str) -> str:
                     f"{before} takes true, false or no value, and '{first}' follows it; leave that "
                     "out."
                 )
-        return f"'{first}' stands without an option before it."
+        return f"'{first}' has no option before it."
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
     names = [word.lstrip("-").partition("=")[0] for word in words if re.match("-+[A-Za-z]", word)]
     return " ".join(unknown_option(name, flags, dashes="--") for name in dict.fromkeys(names))

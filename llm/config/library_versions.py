@@ -10,14 +10,14 @@ from llm.errors import ConfigError
 def check_library_versions() -> None:
     """Compare the installed libraries with the requirements of the installed package.
 
-    pip checks them once, but an environment may see the libraries of a module, which can be
-    exchanged later. Nothing is imported. A package that runs without being installed has no
-    requirements to compare with.
+    pip checks them once, at installation. An environment may also use the libraries of a module,
+    and these can be replaced later. Nothing is imported. If the package runs without being
+    installed, it has no requirements to compare with.
 
     Raises:
         ConfigError: A library is missing or too old.
     """
-    from packaging.requirements import Requirement  # here, since --help needs none of it
+    from packaging.requirements import Requirement  # imported here because --help does not need it
 
     try:
         requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])

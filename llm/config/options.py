@@ -1,6 +1,6 @@
 """Options as a flat dataclass: declaration, checks, Markdown page.
 
-A program declares its settings once, as a dataclass whose fields are made by
+A program declares its settings once, as a dataclass with fields made by
 [option][llm.config.options.option]. The rest follows from the declaration: the flags
 (`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), the page of the documentation.
 """
@@ -24,11 +24,11 @@ from llm.errors import ConfigError
 T = TypeVar("T")
 
 _BELOW = 128
-"""Bytes for names below a path, such as a checkpoint's files in the folder of a run."""
+"""Bytes reserved for names below a path, such as checkpoint files in a run's folder."""
 
 Resume = Literal["fixed", "logged", "free"]
-"""What a resumed run may do with an option: keep its value (fixed), change it and log that, since
-rounding or evaluation change too (logged), or change it (free)."""
+"""Whether a resumed run keeps an option's value (fixed), may change it and logs the change, because
+rounding or evaluation change too (logged), or may change it (free)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,17 @@ def option(
     Args:
         default: Value when neither the TOML file nor the command line gives one.
         help: One or two sentences for `--help` and the configuration page.
-        group: Heading under which it is listed, if not that of its class.
+        group: Heading that lists it; by default the heading of its class.
         aliases: Other names that mean the same.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
         below: Numbers must be smaller than this.
-        resume: What a resumed run may do with the option, if not what its class says.
+        resume: Whether a resumed run may change it; by default as its class says.
         one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
         path: Whether a string can name a file or folder.
-        requires: Options that it depends on, as NAME or NAME=VALUE; it is refused unless one of
-            them is given, or has that value.
+        requires: Options that it depends on, as NAME or NAME=VALUE. Unless one of them is given, or
+            has this value, the option is refused.
     """
     described = Option(
         help=help,
@@ -104,10 +104,10 @@ def option_group(
     """Make a frozen, keyword-only dataclass of options.
 
     Args:
-        group: Heading under which its options are listed, unless they name another.
-        resume: What a resumed run may do with its options, unless they say otherwise.
-        extension: Whether they belong to an extension. They are listed last, and recorded only
-            where they are not the default, so that a run without the extension does not need it.
+        group: Heading that lists its options, unless they name another.
+        resume: Whether a resumed run may change its options, unless they say otherwise.
+        extension: Whether they belong to an extension. They are listed last. Default values are not
+            recorded, so a run that does not use the extension does not need it.
     """
 
     def make(cls: type[T]) -> type[T]:
@@ -122,8 +122,8 @@ def option_group(
                     extension=extension,
                 )
                 field.metadata = types.MappingProxyType({"option": declared})
-        # `GPTConfig` gets these methods. Each extension inherits all of the core's options, so
-        # that writing the methods for each of them would slow down the start of every program.
+        # `GPTConfig` gets these methods. Each extension inherits all options of the core:
+        # generating the methods for every extension would slow down the start of every program.
         written = not extension
         return dataclasses.dataclass(
             frozen=True, kw_only=True, init=written, repr=written, eq=written
@@ -140,7 +140,7 @@ class Field:
         name: Name of the flag, the TOML key and the attribute.
         default: Its default.
         option: Its declaration.
-        members: The types of a value, without None; those of an item if `many`.
+        members: The types of a value, or of an item if `many`; without None.
         choices: The strings that it allows; all if empty.
         optional: Whether it may be None.
         many: Whether it is a tuple.
@@ -185,7 +185,7 @@ class Field:
 
 
 def fields(cls: type) -> list[Field]:
-    """Return the options of a dataclass: its own first, then those of its bases in their order.
+    """Return the options of a dataclass: first its local options, then its bases' in order.
 
     `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
     """
@@ -235,18 +235,18 @@ def names_by_alias(cls: type) -> dict[str, str]:
 
 
 _LIKENESS = 0.83
-"""Of a name that is suggested. `save_steps` is 0.82 like sample_steps, `learnig_rate` 0.96 like
-learning_rate."""
+"""Likeness required for a suggestion. `save_steps` and sample_steps have 0.82, `learnig_rate` and
+learning_rate 0.96."""
 
 
 def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
     """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
 
-    It tells what does the same here, or which name is similar.
+    It names the option that does the same here, or a similar name.
 
     Args:
         name: The unknown name.
-        names: Known names, of which the nearest is suggested.
+        names: Known names. The nearest one is suggested.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
     here = counterpart(name, names, dashes=dashes)
@@ -294,7 +294,7 @@ def check_ranges(config: Any) -> None:
 
 
 def given(config: Any) -> dict[str, Any]:
-    """Return the options whose value is not the default, and their values."""
+    """Return the options that differ from their default, with their values."""
     values = [(field, getattr(config, field.name)) for field in fields(type(config))]
     return {field.name: value for field, value in values if value != field.default}
 
@@ -314,14 +314,14 @@ def lacking(config: Any) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a default as a user types it."""
+    """Return a default as you would type it."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def to_markdown(cls: type) -> str:
-    """Describe every option in one Markdown table a group."""
+    """Describe every option, in one Markdown table per group."""
     lines: list[str] = []
     group = ""
     for field in fields(cls):

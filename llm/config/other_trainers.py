@@ -1,4 +1,4 @@
-"""Names of options in other trainers, and the option that does the same here.
+"""Option names of other trainers, with the option that does the same here.
 
 A program that does not know a name looks it up in these tables before it suggests a similar one.
 Each program answers with its own options only.
@@ -7,7 +7,7 @@ Each program answers with its own options only.
 import re
 from collections.abc import Collection
 
-# Values that you choose are in capital letters.
+# Capital letters mark values that you choose.
 
 HUGGING_FACE = {  # TrainingArguments, run_clm.py and Accelerate's examples
     "adam_beta1": "betas BETA1 BETA2",
@@ -110,7 +110,7 @@ MEGATRON = {  # Megatron-LM, and the scripts that start it
     "virtual_pipeline_model_parallel_size": "virtual_stages",
 }
 
-NEMO = {  # NeMo and Lightning, without what precedes the last dot
+NEMO = {  # NeMo and Lightning; only the part after the last dot
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "constant_steps": "num_constant_steps",
     "encoder_seq_length": "block_size",
@@ -152,7 +152,7 @@ NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "wd": "weight_decay",
 }
 
-PROGRAMS = {  # what other programs call an option of our data programs, of `generate` and `jobs`
+PROGRAMS = {  # names of other programs for options of our data programs, `generate` and `jobs`
     "gpus": "gpus_per_node",
     "input_file": "input",
     "input_files": "input",
@@ -179,8 +179,8 @@ _WARMUP = "is not an option: give steps to --num_warmup_steps or tokens to --num
 _WORKERS = "is not needed: batches are read from memory-mapped token files"
 _TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output_dir"
 
-# The end of a sentence about each name without a counterpart. Only programs that have the options
-# in it say it.
+# End of the sentence about each name without a counterpart. A program uses it only if it has all
+# options in it.
 REMARKS = {
     "cpu": _HIDE_GPUS,
     "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",
@@ -211,7 +211,7 @@ REMARKS = {
 
 
 def counterpart(name: str, known: Collection[str], *, dashes: str) -> str | None:
-    """Return what an unknown name is here, as the end of a sentence; None if no table has it.
+    """Return the end of a sentence about an unknown name; None if no table has the name.
 
     Args:
         name: The name, such as `max_steps`, or `trainer.max_steps` of NeMo.

@@ -20,10 +20,10 @@ class Main(Protocol):
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Main:
-    """Make a program of a function of the command line, which returns an exit code.
+    """Make a program from a function that takes the command line and returns an exit code.
 
-    The exit code is 2 after an error that the user can mend, which stderr gets as a sentence, and
-    130 after Ctrl-C.
+    Errors that the user can fix are printed to stderr as one sentence, and the exit code is 2.
+    After Ctrl-C it is 130.
     """
 
     @functools.wraps(main)
@@ -31,8 +31,8 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
         try:
             code = main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails too
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails too
             return 128 + signal.SIGPIPE
         except LLMError as error:
             sys.stderr.write(f"error: {error}\n")

@@ -15,12 +15,12 @@ class Tokens(int):
     """
 
     def __new__(cls, value: int | str) -> Self:
-        """Return the number that a text such as "1.5M" means."""
+        """Parse a number of tokens such as "1.5M"."""
         if isinstance(value, str):
             match = re.fullmatch(r"([\d_]+(?:\.\d+)?)([KMBT]?)", value, re.IGNORECASE)
             if match is None:
                 raise ValueError(f"{value!r} is not a number of tokens")
-            # As a fraction: in floating point, 0.3B would not be a whole number.
+            # Fractions are exact; in floating point, 0.3B would not be a whole number.
             exact = Fraction(match[1]) * 1000 ** _SUFFIXES.index(match[2].upper())
             if exact.denominator != 1:
                 raise ValueError(f"{value!r} is not a whole number of tokens")

@@ -1,4 +1,4 @@
-"""A dataclass of options as a TOML file whose top-level keys are the options."""
+"""Read and write a dataclass of options as TOML, with one top-level key per option."""
 
 import contextlib
 import dataclasses
@@ -21,22 +21,22 @@ from llm.errors import ConfigError
 
 
 def read_toml(cls: type, path: Path) -> dict[str, Any]:
-    """Read a TOML file whose top-level keys are options.
+    """Read options from the top-level keys of a TOML file.
 
     Args:
         cls: Option dataclass.
         path: The file.
 
     Raises:
-        ConfigError: The file is missing or no TOML, a key is unknown (the error suggests the
-            nearest), or a value has the wrong type.
+        ConfigError: The file is missing or is not TOML, a key is unknown (the error suggests the
+            nearest one), or a value has the wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
+        raise ConfigError(f"--config {path} is not valid TOML: {error}.") from error
     return _options_of(cls, table, where=str(path))
 
 
@@ -88,8 +88,7 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
 def to_toml(config: Any) -> str:
     """Return every option that has a value as TOML, group by group, except one-shot options.
 
-    Options of extensions are left out where they have their default. `read_toml` reads the same
-    options back.
+    Extension options at their default are left out. `read_toml` reads the same options back.
     """
     lines: list[str] = []
     group = ""
@@ -113,7 +112,7 @@ def values_as_toml(values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: Any) -> str:
-    if dataclasses.is_dataclass(value):  # an inline table, which may precede other options
+    if dataclasses.is_dataclass(value):  # an inline table, so other options may follow it
         return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in given(value).items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"

@@ -1,7 +1,7 @@
-"""What ranks do together: an error of one is raised on all, in place of a wait for it.
+"""Run functions on all ranks: an error on one rank is raised on every rank, and none waits for it.
 
-Before process groups form, ranks exchange values through the launcher's store, which waits as long
-as a rank prepares data, and lets a signal interrupt the wait; afterwards through gloo.
+Before process groups form, ranks exchange values through the launcher's store. It waits as long as
+a rank prepares data, and a signal can interrupt the wait. Later they use gloo.
 """
 
 import functools
@@ -26,8 +26,8 @@ PATIENCE = 3600.0
 """Seconds that ranks wait for one another before process groups form."""
 _POLL_SECONDS = 0.005, 0.5  # at first, and at most
 _LOST = (
-    "A rank that this one waits for has ended, or does not come: look for its error above, and in "
-    "the log of the launcher."
+    "A rank that this one waits for has ended or does not respond: look for its error above, and "
+    "in the launcher's log."
 )
 
 _exchanges = itertools.count()
@@ -36,23 +36,24 @@ _exchanges = itertools.count()
 def on_all_ranks(
     action: Callable[[], T], *, group: "ProcessGroup | None" = None, patience: float = PATIENCE
 ) -> T:
-    """Call a function on every rank, and return its result on this rank once all have theirs.
+    """Call a function on every rank; return this rank's result when all ranks have finished.
 
-    Calls may be nested: an error between two inner calls ends the others' next inner call.
+    Calls may be nested. After an error between two inner calls, the next inner call of the other
+    ranks raises it.
 
     Args:
-        action: What to do.
-        group: The group of the ranks that call this, where it is not the default one.
+        action: The function.
+        group: The ranks that call this; by default all ranks.
         patience: Seconds to wait for the others before process groups form.
 
     Raises:
-        LLMError: The error of the first rank that has failed, on all of them.
-        PeerLostError: Another rank has ended, or does not come.
+        LLMError: The error of the first rank that failed, on all ranks.
+        PeerLostError: Another rank has ended or does not respond.
     """
     try:
         result = action()
     except Exception as error:
-        # Nobody comes to hear that another rank is lost.
+        # The other ranks would not receive the news that a rank is lost.
         if not (is_shared(error) or isinstance(error, PeerLostError)):
             _exchange(None, error, group, patience)
         raise
@@ -64,7 +65,7 @@ def on_rank0(action: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on every rank; every rank calls this.
 
     Raises:
-        LLMError: Its error, on all ranks.
+        LLMError: The error of rank 0, on all ranks.
     """
     result = on_all_ranks(lambda: action() if _rank() == 0 else None)
     shared: T = gather(result)[0]  # type: ignore[assignment]
@@ -75,7 +76,7 @@ def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     """Return the values of all ranks, by rank; every rank calls this.
 
     Raises:
-        LLMError: The error of another rank that has failed within `on_all_ranks`.
+        LLMError: Another rank failed within `on_all_ranks`.
     """
     return _exchange(value, None, group, PATIENCE)
 
@@ -86,11 +87,11 @@ def is_shared(error: BaseException) -> bool:
 
 
 def leave_together(seconds: float) -> None:
-    """Wait for the other ranks before an exit: a launcher kills all as soon as one has ended."""
+    """Wait for the other ranks before an exit: a launcher kills all ranks as soon as one ends."""
     if _world_size() > 1:
         try:
             _gather_by_store(None, seconds)
-        except (PeerLostError, RuntimeError):  # another one has ended already
+        except (PeerLostError, RuntimeError):  # another rank has already ended
             return
 
 
@@ -128,7 +129,7 @@ def _gather(value: Any, group: "ProcessGroup | None", patience: float) -> list[A
     values = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(values, value, group=group)
-    except RuntimeError as error:  # of gloo, whose connection has closed
+    except RuntimeError as error:  # gloo has lost its connection
         raise PeerLostError(_LOST) from error
     return values
 
@@ -155,7 +156,7 @@ def _gather_by_store(value: Any, patience: float) -> list[Any]:
         store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
         wait_for_all("written")
         values = [pickle.loads(found) for found in store.multi_get(keys)]
-        wait_for_all("read", wait=rank == 0)  # it may serve the store, and end because of an error
+        wait_for_all("read", wait=rank == 0)  # rank 0 may serve the store and fail
     except RuntimeError as error:  # rank 0 has ended, and the store with it
         raise PeerLostError(_LOST) from error
     return values
@@ -171,10 +172,10 @@ def _world_size() -> int:
 
 @functools.cache
 def _launch_store() -> "Store":
-    """Return the store by which process groups form later; rank 0 or torchrun serves it.
+    """Return the store that process groups will use; rank 0 or torchrun serves it.
 
-    It is kept as long as the process lives: rank 0 would end the store that it serves, to which
-    faster ranks may have connected again to form the process groups.
+    It is kept until the process ends. Otherwise rank 0 would close the store that it serves while
+    faster ranks have already connected again to form their process groups.
     """
     from torch.distributed.rendezvous import rendezvous
 

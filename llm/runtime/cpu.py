@@ -10,9 +10,9 @@ from pathlib import Path
 from llm.runtime.world import ranks_per_node, world_from_environment
 
 TUNABLES = {
-    "glibc.malloc.hugetlb": 1,  # huge pages, by madvise: a fault for 2 MiB in place of 4 KiB
-    "glibc.malloc.trim_threshold": 8 * 2**30,  # keep what is freed
-    # Map only what is larger: gradients of large matrices, which would leave holes in the heap.
+    "glibc.malloc.hugetlb": 1,  # huge pages, by madvise: one page fault per 2 MiB instead of 4 KiB
+    "glibc.malloc.trim_threshold": 8 * 2**30,  # keep freed memory
+    # Map only larger blocks: gradients of large matrices, which would leave holes in the heap.
     "glibc.malloc.mmap_threshold": 24 * 2**20,
 }
 
@@ -22,14 +22,14 @@ _LOOKS, _LOOK_SECONDS = 5, 0.01
 
 
 def restart_with_kept_memory() -> None:
-    """Restart this process with the settings above, where they help and nothing forbids it.
+    """Restart this process with the settings above, if they help and nothing forbids it.
 
-    A step frees its activations and asks for the same sizes in the next one. glibc returns such
+    Each step frees its activations, and the next one allocates the same sizes. glibc returns this
     memory to the kernel, which maps it again page by page. glibc reads its settings only when a
     process starts.
 
     The process keeps its id, its arguments and its environment, so the launcher does not notice.
-    Does nothing on a machine with an accelerator, without glibc, or where the user has chosen an
+    Does nothing on a machine with an accelerator, without glibc, or if the user has chosen an
     allocator or settings.
     """
     if not _helps(os.environ):
@@ -37,7 +37,7 @@ def restart_with_kept_memory() -> None:
     settings = [f"{name}={value}" for name, value in TUNABLES.items()]
     others = os.environ.get("GLIBC_TUNABLES")
     os.environ["GLIBC_TUNABLES"] = ":".join([*([others] if others else []), *settings])
-    # exec drops what is still in the buffers.
+    # exec drops the contents of the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -54,17 +54,18 @@ def _helps(environment: Mapping[str, str]) -> bool:
 
 
 def limit_spin_wait() -> None:
-    """Let idle OpenMP threads sleep soon if other processes use the cores; call before torch loads.
+    """Let idle OpenMP threads sleep early if others use the cores; call before torch loads.
 
-    By default they spin while they wait for one another. With the machine to itself, a small model
-    trains a tenth faster so; as soon as another process needs a core, it takes twice as long.
+    By default they spin while they wait for each other. If the machine has nothing else to do, a
+    small model trains 10 % faster this way; as soon as another process needs a core, it takes twice
+    as long.
     """
     if _others_run():
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _others_run() -> bool:
-    """Return whether other processes run on this machine each time that it is looked at."""
+    """Return whether other processes run on this machine in every one of several samples."""
     if ranks_per_node(os.environ, world_from_environment().world_size) > 1:
         return True
     for _ in range(_LOOKS):

@@ -1,4 +1,4 @@
-"""Kernels that add numbers in a fixed order, for the same bits in every run on GPUs."""
+"""Kernels that add numbers in a fixed order, so that every run on GPUs gives the same bits."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ def deterministic_kernels() -> Iterator[None]:
     flash attention and of embeddings, and cuBLAS when streams share its workspace.
 
     Raises:
-        ParallelError: In place of the error of an operation that has no deterministic kernel.
+        ParallelError: An operation has no deterministic kernel.
     """
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace for each stream
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
     torch.use_deterministic_algorithms(True)
-    # Else every new tensor is filled first, which changes no result of a correct program.
+    # Otherwise every new tensor is filled first, which does not change a correct program's results.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -71,8 +71,8 @@ def sync_file(path: Path) -> tuple[int, str]:
 
 
 def checksum(path: Path) -> str:
-    """Return the xxh3_128 of a file, which is computed as fast as a disk reads."""
-    import xxhash  # here, since --help runs without packages
+    """Return the xxh3_128 checksum of a file, computed as fast as a disk reads."""
+    import xxhash  # imported here because --help runs without packages
 
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
@@ -82,7 +82,7 @@ def try_lock(descriptor: int, *, seconds: float = 0.0) -> bool:
     """Lock an open file for this process; the kernel releases it when the process ends.
 
     Args:
-        descriptor: The file's.
+        descriptor: File descriptor.
         seconds: How long to wait while another process holds the lock.
 
     Returns:

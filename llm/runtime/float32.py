@@ -1,4 +1,4 @@
-"""The precision of matrix products: full float32 where it counts, bf16 where it is fast."""
+"""The precision of matrix products: full float32 if accuracy matters, bf16 on fast hardware."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices in full float32, whatever precision is set outside.
+    """Multiply float32 matrices in full float32, regardless of the precision set outside.
 
-    It is for products whose small entries count: comparisons, and bases in which an optimizer
-    divides each entry by its own size. TF32 on GPUs, and bf16 on some CPUs, round by a thousandth
-    of the largest entries. The setting is that of the process; the former one is restored.
+    Use it if small entries of a product matter: for comparisons, and in a basis where an optimizer
+    divides each entry by its size. TF32 on GPUs, and bf16 on some CPUs, have rounding errors of a
+    thousandth of the largest entries. The setting applies to the whole process and is restored
+    afterwards.
     """
-    # By the older of torch's two settings: its compiler, which may run inside, reads that one, and
-    # raises where only the newer `fp32_precision` was changed.
+    # torch has two settings. Its compiler, which may run inside, reads the older one and raises if
+    # only the newer `fp32_precision` was changed.
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -34,25 +35,25 @@ def may_use_tf32(device: torch.device) -> bool:
 
 
 def product_of_three(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b in float32, by three products in TF32, which are faster than one in float32.
+    """Return a @ b in float32 from three TF32 products, which are faster than one in float32.
 
-    Each factor is split into the part that TF32 can hold and the rest; the product of both rests,
-    2^-22 of the whole, is left out (3xTF32 of NVIDIA's CUTLASS). Where the device does not use
-    TF32, the result is that of float32, more slowly.
+    Each factor is split into a TF32 part and a remainder. The product of both remainders, 2^-22 of
+    the whole, is left out (3xTF32 of NVIDIA's CUTLASS). On a device without TF32, the result is a
+    float32 product, computed more slowly.
 
     Args:
         a: [..., rows, n], fp32.
         b: [..., n, columns], fp32.
-        out: Where to write the product.
+        out: Tensor that receives the product.
     """
     (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
-    # The smallest first.
+    # Add the smallest terms first.
     return torch.add((a_low @ b_high).add_(a_high @ b_low), a_high @ b_high, out=out)
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 values rounded to the ten bits of mantissa that TF32 has, and the rest."""
-    # Half of the last kept bit is added, and the 13 bits below it are cleared.
+    # Add half of the last kept bit, then clear the 13 bits below it.
     high = (values.view(torch.int32) + (1 << 12)).bitwise_and_(-(1 << 13))
     rounded = high.view(torch.float32)
     return rounded, values - rounded

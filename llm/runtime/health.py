@@ -1,10 +1,10 @@
-"""Detects ranks that have died or hang, by a connection of each rank to rank 0.
+"""Detects dead and hanging ranks through a connection from each rank to rank 0.
 
-Every rank sends its progress twice a second; rank 0 looks for ranks that make none within their
-limit. The system closes the connections of a process that dies, however it dies. The failure goes
-to all ranks, and every rank exits: its collective would time out half an hour later, without the
-name of the failed rank. A rank that hangs in C code, so that none of its threads can run Python, is
-ended by the timer of `faulthandler`, which each heartbeat sets anew.
+Every rank sends its progress twice a second, and rank 0 looks for ranks that make no progress
+within their limit. When a process dies, the system closes its connections. Rank 0 sends the failure
+to all ranks, and every rank exits: otherwise its collective would time out half an hour later,
+without naming the failed rank. If a rank hangs in C code, none of its threads can run Python; the
+timer of `faulthandler` ends it, which each heartbeat resets.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _TIMES: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
 """The limit of each phase, in timeouts."""
 _BEAT_SECONDS = 0.5
 _CONNECT_SECONDS = 20.0
-_SILENT_SECONDS = 3.0  # without a heartbeat, after which a process counts as stopped
-_END_SECONDS = 3.0  # for the training thread to exit by itself
+_SILENT_SECONDS = 3.0  # without a heartbeat until a process counts as stopped
+_END_SECONDS = 3.0  # for the training thread to exit
 _LEAVE_SECONDS = 20.0
-_STRANGER_SECONDS = 2  # for the rest of a message, which a port scanner may never send
+_STRANGER_SECONDS = 2  # for the rest of a message; a port scanner may never send it
 _MESSAGE_BYTES = 4096
 _STUCK_SECONDS = 30.0  # after the limit, for the others to name a rank that cannot run Python
 
@@ -56,18 +56,18 @@ class _Peer:
 
 
 class Health:
-    """The watchdog of a run: a thread that watches the others and ends this rank if one is lost.
+    """The watchdog of a run: a thread that watches all ranks and ends this one if any is lost.
 
     Args:
         rank: Rank of this process.
         world_size: Number of ranks; a single rank is not watched.
         timeout: Seconds that a rank may take for a step before it counts as hung; 0: no limit.
-        share: Returns rank 0's value on every rank; called once.
+        share: Broadcasts rank 0's value to every rank; called once.
         on_loss: Called with the failure, as a sentence, before this process exits.
         stacks: Folder for the Python stacks of all threads if a rank hangs, one file per rank.
 
     Attributes:
-        failure: Which rank is lost, and why; None as long as none is.
+        failure: Which rank is lost, and why; None while all ranks run.
         reporter: The rank that writes the status of the run: 0, or 1 if rank 0 is lost.
     """
 
@@ -88,7 +88,7 @@ class Health:
         self._stopped, self._leaves = threading.Event(), False
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
-        # Of each connection, which is open until this process exits, the last heartbeat.
+        # The last heartbeat of each connection. A connection stays open until this process exits.
         self._lines: dict[Connection, _Peer | None] = {}
         self._armed = -math.inf
         self._phase: Phase = "start"
@@ -122,7 +122,7 @@ class Health:
 
         Args:
             step: Optimizer steps done.
-            phase: What the rank does next.
+            phase: The phase that begins now.
         """
         if phase != self._phase:
             self._armed = -math.inf  # the timer has the limit of another phase
@@ -138,7 +138,7 @@ class Health:
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def close(self) -> None:
-        """Tell the others that this rank leaves, and stop; unless it is rank 0 they go on."""
+        """Tell the others that this rank leaves, and stop. They continue unless it is rank 0."""
         self._leaves = True
         self._stopped.set()
         if self._thread is not None:
@@ -146,14 +146,14 @@ class Health:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching before an exit; the others take this rank for lost if it was not closed."""
+        """Stop watching before an exit. Without `close`, the others report this rank as lost."""
         faulthandler.cancel_dump_traceback_later()
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
-        """Wait up to some seconds for the reason of an error: the rank that has failed, or None."""
+        """Wait up to `seconds` for the cause of an error: the failed rank, or None."""
         deadline = time.monotonic() + (0.0 if self._thread is None else seconds)
         while self.failure is None and (time.monotonic() < deadline or self._ending.is_set()):
             time.sleep(0.05)
@@ -170,7 +170,7 @@ class Health:
         }
 
     def _lead(self) -> None:
-        """Hear the others until this rank leaves or one is lost; then tell them."""
+        """Receive heartbeats until this rank leaves or one is lost; then notify the others."""
         failure = None
         while failure is None and not self._stopped.wait(_BEAT_SECONDS):
             failure = self._hear() or self._find_hung()
@@ -178,12 +178,12 @@ class Health:
         if failure is not None:
             self._tell({"failure": failure})
             self._end(failure)
-        elif self._leaves:  # else an error ends this rank, and the others take it for lost
+        elif self._leaves:  # otherwise an error ends this rank, and the others report it as lost
             self._tell({"failure": None})
             self._wait_for_others(_LEAVE_SECONDS)
 
     def _hear(self) -> str | None:
-        """Read what ranks have sent; return that one has died."""
+        """Read the ranks' messages; return a failure if one has died."""
         while ready := wait([self._server, *self._lines], 0):
             for line in ready:
                 if line is self._server:
@@ -196,7 +196,7 @@ class Health:
                 try:
                     beat = json.loads(line.recv_bytes(_MESSAGE_BYTES))
                     if beat["key"] != self._key:
-                        raise ValueError("The sender is not a rank of this run.")
+                        raise ValueError("The sender is not one of this run's ranks.")
                     self._lines[line] = _Peer(beat, time.monotonic())
                 except (OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger's bytes
                     last = self._lines.pop(line)
@@ -210,17 +210,17 @@ class Health:
                 _send(line, message)
 
     def _wait_for_others(self, seconds: float) -> None:
-        """Wait until all have hung up: a message may be lost if this process exits before."""
+        """Wait until all ranks have disconnected: an earlier exit could lose a message."""
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
             self._hear()
             peers = [peer for peer in self._lines.values() if peer is not None]
             if all(now - peer.heard > _SILENT_SECONDS for peer in peers):
-                return  # what is left of them has stopped
+                return  # the remaining ranks have stopped
             time.sleep(0.05)
 
     def _follow(self, line: Connection, host: str) -> None:
-        """Send heartbeats until this rank leaves or rank 0 tells of a failure, or is lost."""
+        """Send heartbeats until this rank leaves, or rank 0 reports a failure or is lost."""
         heard = time.monotonic()
         while not self._stopped.wait(_BEAT_SECONDS):
             _send(line, self._beat())
@@ -235,7 +235,7 @@ class Health:
             silent, limit = time.monotonic() - heard, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
                 failure = (
-                    f"rank 0 on {host} hangs: not heard of in {silent:.0f} s of a {self._phase} "
+                    f"rank 0 on {host} hangs: no heartbeat for {silent:.0f} s of a {self._phase} "
                     f"after step {self._step} (limit {limit:g} s)"
                 )
                 return self._end(failure, reporter=1)
@@ -251,8 +251,8 @@ class Health:
         late = [p for p in peers if now - p.since > self._limits[p.beat["phase"]]]
         if not late or any(p.beat["left"] for p in late):
             return None
-        # A stopped process sends no heartbeat, and its last one may be of another phase. A rank
-        # that hangs is behind the ranks that wait for it.
+        # A stopped process sends no heartbeat, and its last one may come from another phase. A
+        # hanging rank is behind the ranks that wait for it.
         silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS]
         worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
         limit = min(self._limits[peer.beat["phase"]] for peer in late)
@@ -262,8 +262,8 @@ class Health:
             everyone = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
         who = everyone if alike else worst.beat["name"]
         return (
-            f"{who} hangs: nothing in {now - worst.since:.0f} s of its {worst.beat['phase']} after "
-            f"step {worst.beat['step']} (limit {limit:g} s)"
+            f"{who} hangs: no progress for {now - worst.since:.0f} s of its {worst.beat['phase']} "
+            f"after step {worst.beat['step']} (limit {limit:g} s)"
         )
 
     def _end(self, failure: str, *, reporter: int = 0) -> None:
@@ -303,7 +303,7 @@ def _listen(backlog: int) -> socket.socket:
 
 
 def _connect(host: str, port: int) -> Connection | None:
-    """Connect to rank 0 by the first of its host's names that works; None if none does."""
+    """Connect to rank 0 under the first of its host names that works; None if none works."""
     # A host name may not resolve on other hosts, and not even on its own.
     names = [os.environ.get("MASTER_ADDR", host), host]
     if host == socket.gethostname():
@@ -317,5 +317,5 @@ def _connect(host: str, port: int) -> Connection | None:
 
 
 def _send(line: Connection, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the other one has hung up or died, as a read will tell
+    with contextlib.suppress(OSError):  # disconnected or dead; the next read will show it
         line.send_bytes(json.dumps(message).encode())

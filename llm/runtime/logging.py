@@ -1,6 +1,6 @@
 """The log of a run: on the console, in log.txt, and its events in events.jsonl.
 
-events.jsonl tells what happened to a run over all of its starts, one JSON object per line.
+events.jsonl records the events of all starts of a run, one JSON object per line.
 """
 
 import json
@@ -25,7 +25,7 @@ class _ConsoleHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A process that has not imported tqdm shows no bar, and need not pay for the import.
+        # A process that has not imported tqdm shows no bar, so it can skip the import.
         bars = sys.modules.get("tqdm")
         write = print if bars is None else bars.tqdm.write
         short = getattr(record, "short", None) if sys.stdout.isatty() else None
@@ -38,7 +38,7 @@ def set_up_logging(*, rank: int) -> None:
 
     Lines are kept in memory too, until `log_to_file` knows the folder of the run.
     """
-    logging.raiseExceptions = False  # a log file on a full disk is no reason for tracebacks
+    logging.raiseExceptions = False  # a full disk must not cause tracebacks from the log
     logger = logging.getLogger("llm")
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
@@ -51,7 +51,7 @@ def set_up_logging(*, rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Send the package's log to a file too, the lines from before this call included."""
+    """Send the package's log to a file too, including the lines from before this call."""
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("llm")
@@ -66,7 +66,7 @@ def log_to_file(path: Path) -> None:
 def quiet_libraries() -> None:
     """Keep the hints of libraries out of the run's log; call before torch is imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Otherwise torch prints C++ stack traces when the TCPStore of a dead rank has gone.
+    # Otherwise torch prints C++ stack traces when a rank dies and its TCPStore disappears.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
@@ -80,9 +80,9 @@ def event(kind: Kind, *, step: int, **values: object) -> dict[str, Any]:
     """Make a log line an event as well: `logger.info("Saved", extra=event("save", step=5))`.
 
     Args:
-        kind: What happened.
+        kind: Kind of event.
         step: Optimizer steps done.
-        values: More values, as JSON has them.
+        values: Further JSON values.
     """
     return {"event": {"kind": kind, "step": step, **values}}
 
@@ -97,9 +97,9 @@ def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) 
 
     Args:
         path: The file.
-        kind: What happened.
+        kind: Kind of event.
         step: Optimizer steps done; None if unknown.
-        values: More values; a number that is not finite becomes null.
+        values: Further values; infinite numbers and NaN become null.
 
     Raises:
         OSError: The file cannot be written.
@@ -116,7 +116,7 @@ def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) 
 
 
 class EventHandler(logging.Handler):
-    """Appends the log lines that are marked by `event` to events.jsonl."""
+    """Appends log lines marked by `event` to events.jsonl."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -15,8 +15,8 @@ def draw_seed() -> int:
 def seed_step(*, seed: int, step: int, rank: int) -> None:
     """Seed every generator for one step.
 
-    Dropout and every other draw of a step depend on (seed, step, rank) alone. A checkpoint
-    therefore holds no generator state, and a resumed step draws the same numbers.
+    Dropout and all other random numbers of a step depend only on (seed, step, rank). A checkpoint
+    therefore contains no generator state, and a resumed step draws the same numbers.
 
     Args:
         seed: Seed of the run.
@@ -35,8 +35,8 @@ def seed_step(*, seed: int, step: int, rank: int) -> None:
 def seed_torch(key: int) -> None:
     """Seed torch's generators on the host and on the devices in use.
 
-    `torch.manual_seed` would also queue the seeding of devices that are not initialized, each with
-    a traceback, which takes milliseconds in every step.
+    `torch.manual_seed` would also queue a seeding call for every uninitialized device. It records a
+    traceback for each, which takes milliseconds per step.
     """
     import torch
 

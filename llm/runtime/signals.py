@@ -10,7 +10,7 @@ from types import FrameType
 from llm.runtime.world import is_launched
 
 EXIT_PREEMPTED = 75
-"""Exit code of a run that saved its state on a signal and wants to be started again."""
+"""Exit code of a run that saved its state on a signal and must be started again."""
 SAME_REQUEST_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.0
 _launcher: int | None = None  # its process id, once `watch_launcher` was called
@@ -43,13 +43,13 @@ def _end_if_orphaned() -> None:
 class Interruption:
     """A request to stop: SIGTERM, SIGINT, SIGUSR1, a time limit, or the launcher's death.
 
-    Schedulers send a signal before the time limit. The first one is recorded, and the training
+    Schedulers send a signal before the time limit. The first signal is recorded, and the training
     loop reads it between two steps; a second one ends the process at once. A scheduler may signal
-    both a launcher, which passes the signal on, and its processes: signals within seconds of the
+    both the processes and their launcher, which forwards the signal: signals within seconds of the
     first count as the same request.
 
     Args:
-        after: Seconds from now after which to stop without a signal; None: no limit.
+        after: Seconds until it stops without a signal; None: no limit.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -73,7 +73,8 @@ class Interruption:
         """Install the signal handlers; call from the main thread."""
         for number in self.signals:
             # A background job of a script ignores Ctrl-C, which is meant for the foreground job.
-            # Under torchrun it must not: torchrun passes Ctrl-C on and kills ranks that ignore it.
+            # Under torchrun it must not ignore it: torchrun forwards Ctrl-C and kills ranks that do
+            # not exit.
             if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._record)
 
@@ -100,7 +101,7 @@ class Interruption:
 
 
 class SaveTimer:
-    """Tells when to save a checkpoint because minutes have passed since the last one.
+    """Decides when to save a checkpoint by the minutes since the last one.
 
     Args:
         minutes: Minutes between checkpoints; None: never.
@@ -115,7 +116,7 @@ class SaveTimer:
         self._due_at = time.monotonic() + self._seconds
 
     def is_due(self) -> bool:
-        """Return whether to save; true once per checkpoint, since the ranks agree a step later."""
+        """Return whether to save; true once per checkpoint: the ranks agree one step later."""
         due = time.monotonic() >= self._due_at
         if due:
             self._due_at = math.inf

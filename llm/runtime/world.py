@@ -1,7 +1,7 @@
 """Which rank this process is, under torchrun, srun or mpiexec, and which device it uses.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch and Accelerate
-read. srun and mpiexec set variables of their own, which `adopt_launcher` translates.
+torch and Accelerate read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun
+sets. srun and mpiexec set different variables; `adopt_launcher` translates them.
 """
 
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MPI = (  # the same three by the names of each mpiexec
+_MPI = (  # the same three, as each mpiexec names them
     ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray PALS: Polaris, Aurora
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),  # other launchers of HPE Cray
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH, Intel MPI
@@ -25,7 +25,7 @@ _MPI = (  # the same three by the names of each mpiexec
 )
 _MPI_LOCAL_SIZE = ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
-# Below the range from which systems pick the ports of outgoing connections.
+# Below the ports that systems use for outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _DEFAULT_PORT = 29500
 
@@ -102,9 +102,9 @@ def device_of(world: World) -> "torch.device":
 
 
 def adopt_launcher() -> None:
-    """Set torchrun's variables from those of srun or mpiexec; call before torch reads them.
+    """Set torchrun's variables under srun and mpiexec; call before torch reads them.
 
-    Nothing changes under torchrun, nor in a process that was started alone.
+    Changes nothing under torchrun or in a single process.
 
     Raises:
         ParallelError: The host of rank 0 is unknown, or a variable is not a number.
@@ -119,7 +119,7 @@ def adopt_launcher() -> None:
     if address is None:
         if all(os.environ.get(name) != ranks["WORLD_SIZE"] for name in _MPI_LOCAL_SIZE):
             raise ParallelError(
-                f"mpiexec started {ranks['WORLD_SIZE']} processes, and none knows the host of "
+                f"mpiexec started {ranks['WORLD_SIZE']} processes, but none knows the host of "
                 'rank 0: export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", or the name of the '
                 "first host, before mpiexec."
             )
@@ -130,7 +130,7 @@ def adopt_launcher() -> None:
 
 
 def _check_address(world: World) -> None:
-    """Refuse one of several processes that do not know where rank 0 listens."""
+    """Refuse to start if one of several processes does not know where rank 0 listens."""
     if world.world_size == 1:
         return
     unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -148,8 +148,8 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
     Empty for a process that was started alone, by torchrun, or by `accelerate launch`.
     """
     ranks = _ranks_of_mpi(environ) or _ranks_of_slurm(environ)
-    # A torchrun that srun or mpiexec started sets other numbers than theirs, and its own count. A
-    # script that exports RANK=$SLURM_PROCID sets the same ones.
+    # If srun or mpiexec started torchrun, torchrun's ranks and world size differ from theirs. If a
+    # script exports RANK=$SLURM_PROCID, they are equal.
     if any(environ.get(name, ranks.get(name)) != ranks.get(name) for name in _TORCHRUN[:2]):
         return {}
     return ranks
@@ -163,13 +163,13 @@ def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks of a task of a step; a batch script has a SLURM_PROCID too, but is alone."""
+    """Return the ranks of a task in a job step; a batch script runs alone, with a SLURM_PROCID."""
     if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
         return {}
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if _number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
         return {}
-    # A batch script inherits the variables of the step in which sbatch was called.
+    # If a job step calls sbatch, the batch script inherits the step's variables.
     same_step = environ.get("SLURM_NTASKS", tasks) == tasks
     here = environ.get("SLURMD_NODENAME")
     if not same_step or (here and here not in expand(environ.get("SLURM_STEP_NODELIST", here))):
@@ -201,7 +201,7 @@ def hosts_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return the number of ranks on this host; all of them where no variable tells."""
+    """Return the number of ranks on this host, or all ranks if no variable tells."""
     for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
         if name in environ:
             return _number(environ, name, "1")
@@ -231,7 +231,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """Return a port that all ranks of one step compute alike and other jobs hardly ever use."""
+    """Return a port that is equal on all ranks of a job step and rarely used by other jobs."""
     job = environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "").partition(".")[0]
     digits = re.sub(r"\D", "", job)
     if not digits:

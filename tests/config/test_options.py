@@ -112,7 +112,7 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--save_every", "day"], ["--save_every", "an integer or epoch", "'day'"]),
         (["--num_steps"], ["--num_steps", "expected one argument"]),
         (["--learning_rate", "inf"], ["--learning_rate", "a finite number", "inf"]),
-        (["word"], ["'word'", "without an option"]),
+        (["word"], ["'word'", "no option before it"]),
         (["--config", "missing.toml"], ["--config missing.toml", "No such file"]),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, wo
         ("learning_rate = 'fast'", ["learning_rate", "a number", "'fast'"]),
         ("shuffle = 1", ["shuffle", "true or false"]),
         ("[numbers]\nlearning_rate = 1", ["numbers", "no option"]),
-        ("learning_rate", ["no valid TOML"]),
+        ("learning_rate", ["not valid TOML"]),
         ("no_shuffle = true", ["no_shuffle", "did you mean shuffle"]),
     ],
 )
@@ -217,7 +217,7 @@ def test_the_flag_of_the_positional_option_can_be_left_out():
         return parse(Settings, argv, prog="program", description="", positional="name").name
 
     assert named("wiki") == named("--no_bias", "wiki") == named("--name", "wiki") == "wiki"
-    with pytest.raises(ConfigError, match="'two' stands without an option before it"):
+    with pytest.raises(ConfigError, match="'two' has no option before it"):
         named("--name", "one", "two")
 
 

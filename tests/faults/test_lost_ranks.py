@@ -76,7 +76,7 @@ def test_the_stacks_show_the_hanging_rank_if_all_are_at_one_step(bench):
     started = bench.start("hung", ranks=2, faults=[hang], timeout=4, **OPTIONS)
     run = Run(bench.folder / "hung", started.outcomes(timeout=60))
 
-    assert "every rank hangs: nothing in" in run.read_json("status.json")["reason"]
+    assert "every rank hangs: no progress for" in run.read_json("status.json")["reason"]
     stacks = [(run.folder / "stacks" / f"rank_0000{r}.txt").read_text() for r in range(2)]
     assert ["_happen" in text for text in stacks] == [False, True]
     assert ["in train_step" in text for text in stacks] == [True, False]  # which is not begun
